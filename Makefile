@@ -1,0 +1,50 @@
+# make demo | test | check | clean. Needs python3 (3.11 or newer), make and a C++ compiler; the
+# rest is installed into .venv, at the versions of constraints.txt.
+
+PYTHON ?= python3
+NPROC  ?= 2
+
+VENV := .venv
+BIN  := $(VENV)/bin
+DONE := $(VENV)/.installed
+PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.PHONY: help demo test check clean
+help:
+	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
+	@echo "make test    run the test suite"
+	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make clean   remove .venv and everything that make writes"
+
+demo: $(DONE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone \
+		--nproc-per-node $(NPROC) examples/train.py
+
+test: $(DONE)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(DONE)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
+
+# torch goes first, alone, at the version of constraints.txt, so that an index without it fails
+# here. Without build isolation, the build too uses the pinned setuptools.
+$(DONE): pyproject.toml constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+		command -v $(PYTHON) >/dev/null || { \
+			echo "error: $(PYTHON) not found; graphshard needs Python 3.11 or newer" >&2; exit 1; }; \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+			echo "error: graphshard needs Python 3.11 or newer, and $(PYTHON) is" \
+				"$$($(PYTHON) -V 2>&1); name another with: make PYTHON=python3.11" >&2; exit 1; }; \
+		echo "making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	$(PIP) torch setuptools
+	$(PIP) --no-build-isolation -e '.[cli,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+		.import_linter_cache out schedule.html
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

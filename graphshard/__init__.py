@@ -1,0 +1,95 @@
+"""graphshard: torch.compile for models sharded with PyTorch FSDP2.
+
+    model.compile(backend="graphshard")
+
+Importing this package is cheap and changes nothing: names are loaded when they are used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        UnshardHandle,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    from graphshard.errors import (
+        CaptureError,
+        GraphshardError,
+        GraphshardWarning,
+        OptionsError,
+        RuntimeStateError,
+        UnsupportedModel,
+        VerifyError,
+    )
+    from graphshard.plan import Plan
+    from graphshard.report import Report, explain, plans
+
+_FSDP = (
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+)
+_ERRORS = (
+    "CaptureError",
+    "GraphshardError",
+    "GraphshardWarning",
+    "OptionsError",
+    "RuntimeStateError",
+    "UnsupportedModel",
+    "VerifyError",
+)
+_HOME = {
+    **dict.fromkeys(_FSDP, "torch.distributed.fsdp"),
+    **dict.fromkeys(_ERRORS, "graphshard.errors"),
+    "Plan": "graphshard.plan",
+    "Report": "graphshard.report",
+    "explain": "graphshard.report",
+    "plans": "graphshard.report",
+}
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "CaptureError",
+    "FSDPModule",
+    "GraphshardError",
+    "GraphshardWarning",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptionsError",
+    "Plan",
+    "Report",
+    "RuntimeStateError",
+    "UnshardHandle",
+    "UnsupportedModel",
+    "VerifyError",
+    "__version__",
+    "explain",
+    "fully_shard",
+    "plans",
+    "register_fsdp_forward_method",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

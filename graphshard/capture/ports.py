@@ -1,0 +1,148 @@
+"""What Dynamo may look at: one `Port` per `fully_shard` call, plain Python on the module.
+
+`prepare` attaches ports to every module of a root at once, so that a graph captured for one
+block fits its identical siblings without a recompile.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from graphshard import fsdp2
+from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
+from graphshard.plan import Plan
+from graphshard.runtime.live import LiveGroup, register
+
+logger = logging.getLogger(__name__)
+
+PORT = "_graphshard_port"
+
+# Weak: lets an exception in a compiled function find the models that it was calling.
+_RECORDS: weakref.WeakSet[Record] = weakref.WeakSet()
+
+
+@dataclass(eq=False)
+class Record:
+    """What is known about one FSDP root: its groups, its compiled plans, its eager parts."""
+
+    states: list[State]
+    ports: list[Port] = field(default_factory=list)
+    plans: dict[str, CompiledPlan] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[LiveGroup]:
+        return [port.live for port in self.ports if port.live is not None]
+
+    def leave_eager(self, fqn: str, reason: str) -> None:
+        """Run the group `fqn` through FSDP2 from now on."""
+        self.reasons[fqn] = reason
+        for port in self.ports:
+            if port.live is not None and port.live.fqn == fqn:
+                port.eager = True
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPlan:
+    """A plan and the Python that was emitted for it."""
+
+    plan: Plan
+    forward_code: str
+    backward_code: str
+
+
+class PortParam:
+    """One parameter as the traced code needs it; `size` and `dtype` become guards."""
+
+    def __init__(self, param: FsdpParam, index: int) -> None:
+        self.module, self.name = param.slots[0].module, param.slots[0].name
+        self.shared: tuple[Slot, ...] = param.slots[1:]
+        self.size = param.size
+        self.dtype = param.dtype
+        self.index = index
+        self.param = param
+
+
+class Port:
+    """Everything the traced hooks read, and the little they write, for one `fully_shard` call.
+
+    entered, saved: empty outside a forward; Dynamo replays what traced code does to them.
+    eager: this group runs through FSDP2's own hooks.
+    """
+
+    def __init__(self, state: State, group: FsdpGroup | None, record: Record) -> None:
+        policy = fsdp2.cast_policy(state)
+        self.input_dtype, self.output_dtype = policy.input_dtype, policy.output_dtype
+        self.device = fsdp2.device_of(state)
+        self.moves_inputs = fsdp2.is_root(state) and self.device.type != "cpu"
+        self.params: tuple[PortParam, ...] = ()
+        self.live: LiveGroup | None = None
+        self.eager = False
+        self.entered: list[nn.Module] = []
+        self.saved: list[Tensor] = []
+        self.record = record
+        self.state = state
+        if group is not None:
+            self.live = register(group)
+            self.anchor, self.frozen_anchor = self.live.anchor, self.live.frozen_anchor
+            self.params = tuple(PortParam(p, i) for i, p in enumerate(group.params))
+
+    def restore(self) -> None:
+        """Undo an interrupted forward: sharded DTensors registered, nothing gathered."""
+        self.entered.clear()
+        self.saved.clear()
+        if self.live is not None:
+            self.live.drop()
+            self.live.fsdp.reshard()
+
+
+def prepare(state: State) -> bool:
+    """Attach ports to all modules of `state`'s root. False if FSDP2 itself refuses the model.
+
+    Runs FSDP2's lazy initialisation first: it decides the root, names the parameters and
+    validates. What it raises is left for FSDP2's own hook to raise, in eager mode.
+    """
+    try:
+        fsdp2.lazy_init(state)
+    except Exception as error:
+        logger.debug("FSDP2 refuses the model: %s", error)
+        return False
+    first = fsdp2.modules_of(state)[0]
+    if PORT not in first.__dict__:
+        _attach(fsdp2.siblings(state))
+    return True
+
+
+def _attach(states: list[State]) -> None:
+    record = Record(states)
+    _RECORDS.add(record)
+    for state in states:
+        groups = fsdp2.fsdp_groups(state)
+        port = Port(state, groups[0] if groups else None, record)
+        for group in groups:
+            reason = group.unsupported()
+            if reason is not None:
+                port.eager = True
+                record.reasons.setdefault(group.fqn or "(root)", reason)
+        record.ports.append(port)
+        for module in fsdp2.modules_of(state):
+            module.__dict__[PORT] = port
+
+
+def port_of(module: nn.Module) -> Port | None:
+    return module.__dict__.get(PORT)
+
+
+def records_under(model: nn.Module) -> list[Record]:
+    """Records of the FSDP roots in `model` (a module, or what torch.compile made of it)."""
+    ports = (port_of(m) for m in model.modules())
+    return list(dict.fromkeys(p.record for p in ports if p is not None))
+
+
+def unfinished_records() -> list[Record]:
+    """Records of roots that an exception left in the middle of a forward."""
+    return [r for r in _RECORDS if any(p.entered or p.saved for p in r.ports)]

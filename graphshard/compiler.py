@@ -1,0 +1,187 @@
+"""Takes one captured graph through all stages: AOTAutograd, passes, plan, emitted code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
+from torch._functorch.partitioners import default_partition
+
+from graphshard.capture.ports import CompiledPlan, Record, port_of
+from graphshard.dynamo import input_example
+from graphshard.emit import code_of, emit, with_run_input
+from graphshard.errors import CaptureError
+from graphshard.fsdp2 import modules_of
+from graphshard.ir import Program, output_node, set_anchor_group
+from graphshard.pipeline import run_captured, schedule
+from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan
+from graphshard.runtime.live import LiveGroup, find
+from graphshard.runtime.tangents import TangentMask
+
+
+class GraphCompiler:
+    """One Dynamo graph on its way to compiled code. `groups` are the live groups it uses."""
+
+    def __init__(self, gm: fx.GraphModule, name: str) -> None:
+        self.name = name
+        self.plan: Plan | None = None
+        self._gm = gm
+        self._program: Program | None = None
+        self._tangents: TangentMask | None = None
+        self.groups, self._anchors = _find_groups(gm)
+
+    def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The callable that Dynamo runs in place of the graph.
+
+        All passes run here; what they raise is raised here, before anything was executed.
+        """
+        backend = aot_autograd(
+            fw_compiler=self._emit_forward,
+            bw_compiler=self._emit_backward,
+            inference_compiler=self._compile_inference,
+            partition_fn=self._partition,
+        )
+        # A donated buffer forbids retain_graph, which eager FSDP2 allows.
+        config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
+        with config:
+            compiled = backend(self._gm, example_inputs)
+        return self._watching(compiled)
+
+    # -- the three places where AOTAutograd asks -------------------------------------------
+
+    def _partition(
+        self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Joint graph in; the two graphs that AOTAutograd goes on with out.
+
+        The scheduled program is made from copies of them and waits for `_emit_*`.
+        """
+        self._name_anchors(joint)
+        infos = tuple(_describe(i, live) for i, live in enumerate(self.groups))
+        program = Program(self.name, infos, num_fwd_outputs, joint=joint)
+        program = run_captured(program)
+        self._tangents = TangentMask(_tangent_positions(joint, num_fwd_outputs))
+        forward, backward = default_partition(
+            joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+        )
+        self._schedule(program.groups, num_fwd_outputs, forward, backward)
+        return forward, backward
+
+    def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self._name_anchors(gm)
+        infos = tuple(_describe(i, live) for i, live in enumerate(self.groups))
+        outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
+        program = run_captured(Program(self.name, infos, outputs, forward=gm))
+        self._schedule(program.groups, outputs, gm, None)
+        return self._emit_forward(gm, inputs)
+
+    def _emit_forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        assert self._program is not None
+        return emit(self._program, Direction.FORWARD, gm, None)
+
+    def _emit_backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        assert self._program is not None
+        return emit(self._program, Direction.BACKWARD, gm, self._tangents)
+
+    # -- parts -----------------------------------------------------------------------------
+
+    def _schedule(
+        self,
+        groups: tuple[GroupInfo, ...],
+        outputs: int,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule | None,
+    ) -> None:
+        program = Program(
+            self.name,
+            groups,
+            outputs,
+            forward=with_run_input(forward),
+            backward=None if backward is None else with_run_input(backward),
+        )
+        self._program, self.plan = schedule(program)
+        compiled = CompiledPlan(
+            self.plan, code_of(self._program.forward), code_of(self._program.backward)
+        )
+        for record in self.records:
+            record.plans[self.name] = compiled
+
+    @property
+    def records(self) -> list[Record]:
+        """The FSDP roots that this graph belongs to."""
+        ports = (port_of(modules_of(live.fsdp.state)[0]) for live in self.groups)
+        return list(dict.fromkeys(p.record for p in ports if p is not None))
+
+    def _name_anchors(self, gm: fx.GraphModule) -> None:
+        for node in gm.graph.find_nodes(op="placeholder"):
+            described = node.meta.get("desc")
+            if isinstance(described, PlainAOTInput) and described.idx in self._anchors:
+                set_anchor_group(node, self._anchors[described.idx])
+
+    def _watching(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        tangents = self._tangents
+        if tangents is None or not tangents.needed:
+            return compiled
+
+        def call(*args: Any) -> Any:
+            outputs = compiled(*args)
+            tangents.watch(outputs)
+            return outputs
+
+        return call
+
+
+def _find_groups(gm: fx.GraphModule) -> tuple[list[LiveGroup], dict[int, int]]:
+    """The groups whose anchors are inputs of `gm`, and input index -> place in that list."""
+    groups: dict[LiveGroup, int] = {}
+    anchors: dict[int, int] = {}
+    for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+        live = find(input_example(placeholder))
+        if live is not None:
+            anchors[index] = groups.setdefault(live, len(groups))
+    return list(groups), anchors
+
+
+def _describe(group_id: int, live: LiveGroup) -> GroupInfo:
+    fsdp = live.fsdp
+    params = tuple(
+        ParamInfo(
+            fqn=p.fqn,
+            shape=p.size,
+            dtype=str(p.dtype).removeprefix("torch."),
+            trainable=p.sharded.requires_grad,
+            gathered_bytes=fsdp.world_size * math.prod(p.padded_shard_size) * p.dtype.itemsize,
+        )
+        for p in fsdp.params
+    )
+    return GroupInfo(
+        id=group_id,
+        fqn=live.fqn,
+        params=params,
+        world_size=fsdp.world_size,
+        reshard_after_forward=fsdp.reshard_after_forward,
+        gathered_bytes=sum(p.gathered_bytes for p in params),
+    )
+
+
+def _tangent_positions(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[int, ...]:
+    """For each tangent of the joint graph, the place of its output among the forward outputs.
+
+    Raises CaptureError if AOTAutograd describes a tangent of which no output is known.
+    """
+    output = output_node(joint.graph)
+    described = list(output.meta.get("desc", ()))[:num_fwd_outputs]
+    positions = []
+    for node in joint.graph.find_nodes(op="placeholder"):
+        tangent = node.meta.get("desc")
+        if isinstance(tangent, TangentAOTInput):
+            if tangent.output not in described:
+                raise CaptureError("GS203", f"no output belongs to {node.name}: {tangent}")
+            positions.append(described.index(tangent.output))
+    return tuple(positions)

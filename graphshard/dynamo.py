@@ -1,0 +1,194 @@
+"""The one module that reads Dynamo's private state: substitutes, scoping, entry points.
+
+`install` is called once, when the backend is first looked up. It changes nothing for any other
+backend and nothing for eager FSDP2: the substitutes ask at trace time whose graph is being
+built, and the patched entry point acts only for contexts of this backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx, nn
+from torch._dynamo import eval_frame
+from torch._dynamo.exc import SkipFrame
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import (
+    _disable_side_effect_safety_checks_for_current_subtracer as allow_side_effects,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from graphshard import fsdp2
+from graphshard.capture.hooks import enter_group, leave_group
+from graphshard.capture.ports import prepare
+
+__all__ = ["SkipFrame", "compile_variant", "input_example", "install", "substitute_grouped_hooks"]
+
+_WRAPPERS = (
+    "_torchdynamo_orig_backend",
+    "_torchdynamo_orig_callable",
+    "_compiler_fn",
+    "compiler_fn",
+    "func",
+)
+
+
+def innermost(callback: Any) -> Any:
+    """The backend function at the bottom of Dynamo's wrappers around it."""
+    seen = 0
+    while seen < 16:
+        seen += 1
+        inner = next((getattr(callback, n) for n in _WRAPPERS if hasattr(callback, n)), None)
+        if inner is None:
+            break
+        callback = inner
+    return callback
+
+
+def is_ours(callback: Any) -> bool:
+    return bool(getattr(innermost(callback), "is_graphshard_backend", False))
+
+
+@torch.compiler.assume_constant_result
+def _compiling_for_graphshard() -> bool:
+    transaction = InstructionTranslator.current_tx()
+    return is_ours(transaction.output.compiler_fn)
+
+
+_PRE_FORWARD = FSDPState._pre_forward
+_POST_FORWARD = FSDPState._post_forward
+# What FSDP2 itself does under Dynamo: break the graph and run the hook in eager mode.
+_eager_pre_forward = torch._dynamo.disable(
+    _PRE_FORWARD.__wrapped__, recursive=True, reason="skipping FSDP hooks"
+)
+_eager_post_forward = torch._dynamo.disable(
+    _POST_FORWARD.__wrapped__, recursive=True, reason="skipping FSDP hooks"
+)
+
+
+def _pre_forward(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    if not _compiling_for_graphshard():
+        return _eager_pre_forward(self, module, args, kwargs)
+    if not module._graphshard_prepare() or module._graphshard_port.eager:
+        return _eager_pre_forward(self, module, args, kwargs)
+    return allow_side_effects(enter_group, module, args, kwargs)
+
+
+def _post_forward(self: Any, module: Any, args: Any, output: Any) -> Any:
+    if not _compiling_for_graphshard():
+        return _eager_post_forward(self, module, args, output)
+    if not module._graphshard_prepare() or module._graphshard_port.eager:
+        return _eager_post_forward(self, module, args, output)
+    return allow_side_effects(leave_group, module, output)
+
+
+def _graphshard_prepare(self: fsdp2.FSDPModule) -> bool:
+    """Attach ports to the module's root. Runs at trace time, on the real module.
+
+    Dynamo calls a method with the constant mark on the real object and takes its result as a
+    constant; the method has to be found on the class under the function's own name.
+    """
+    state = fsdp2.state_of(self)
+    if not prepare(state):
+        return False
+    substitute_grouped_hooks(fsdp2.siblings(state))
+    return True
+
+
+def substitute_grouped_hooks(states: Iterable[fsdp2.State]) -> None:
+    """Make the closures that `fully_shard([a, b])` registered traceable."""
+    for state in states:
+        for hook, is_pre in fsdp2.forward_hooks(state):
+            if not torch._dynamo.trace_rules.is_polyfilled_callable(hook):
+                _substitute_grouped(hook, is_pre)
+
+
+def _substitute_grouped(hook: Callable[..., Any], is_pre: bool) -> None:
+    eager = torch._dynamo.disable(hook, recursive=True, reason="skipping FSDP hooks")
+
+    def pre(module: Any, args: Any, kwargs: Any) -> Any:
+        if not _compiling_for_graphshard():
+            return eager(module, args, kwargs)
+        if not module._graphshard_prepare() or module._graphshard_port.eager:
+            return eager(module, args, kwargs)
+        return allow_side_effects(enter_group, module, args, kwargs)
+
+    def post(module: Any, args: Any, output: Any) -> Any:
+        if not _compiling_for_graphshard():
+            return eager(module, args, output)
+        if not module._graphshard_prepare() or module._graphshard_port.eager:
+            return eager(module, args, output)
+        return allow_side_effects(leave_group, module, output)
+
+    torch.compiler.substitute_in_graph(hook, skip_signature_check=True)(pre if is_pre else post)  # type: ignore[arg-type]
+
+
+@functools.cache
+def install(enter: Callable[[Any], Callable[..., Any]]) -> None:
+    """Register the substitutes and patch the entry point, once per process.
+
+    enter: gets each function that `torch.compile` made for this backend and returns the function
+    that users call instead.
+    """
+    constant = torch.compiler.assume_constant_result(_graphshard_prepare)
+    setattr(fsdp2.FSDPModule, _graphshard_prepare.__name__, constant)
+    torch.compiler.substitute_in_graph(_PRE_FORWARD, skip_signature_check=True)(_pre_forward)
+    torch.compiler.substitute_in_graph(_POST_FORWARD, skip_signature_check=True)(_post_forward)
+    _patch_entry(enter)
+
+
+def _patch_entry(enter: Callable[[Any], Callable[..., Any]]) -> None:
+    """Let `torch.compile` of a module put the module's own hooks inside the graph.
+
+    Dynamo does so only with the process-wide setting `wrap_top_frame`; here it is on only while
+    a module of this backend is wrapped.
+    """
+    context = eval_frame._TorchDynamoContext
+    original = context.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, fn: Any) -> Any:
+        if not is_ours(self.callback):
+            return original(self, fn)
+        is_module = isinstance(fn, nn.Module) or isinstance(getattr(fn, "__self__", None), nn.Module)
+        with torch._dynamo.config.patch(wrap_top_frame=is_module):
+            compiled = original(self, fn)
+        return compiled if isinstance(fn, nn.Module) else enter(compiled)
+
+    context.__call__ = call  # type: ignore[method-assign]
+
+
+def input_example(placeholder: fx.Node) -> Any:
+    """The real object behind a graph input of the graph that Dynamo hands to a backend."""
+    argument = placeholder.meta.get("grapharg")
+    return None if argument is None else argument.example
+
+
+def compile_variant() -> tuple[int, int]:
+    """How often the frame being compiled was compiled before, and Dynamo's limit for it."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    done = 0 if compile_id is None else (compile_id.frame_compile_id or 0)
+    return done, int(torch._dynamo.config.recompile_limit)
+
+
+def wrapped_module(fn: Any) -> nn.Module | None:
+    """The module whose call `fn` (made by torch.compile) runs, if any."""
+    for candidate in _callables_of(fn):
+        owner = getattr(candidate, "__self__", None)
+        if isinstance(candidate, nn.Module):
+            return candidate
+        if isinstance(owner, nn.Module):
+            return owner
+    return None
+
+
+def _callables_of(fn: Any) -> Iterator[Any]:
+    for _ in range(8):
+        if fn is None:
+            return
+        yield fn
+        fn = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "__wrapped__", None)

@@ -1,0 +1,44 @@
+"""Every error and warning that graphshard raises.
+
+    GraphshardError
+    |-- OptionsError         (also ValueError)   bad `options=` or `mode=`
+    |-- CaptureError         the graph cannot be taken apart
+    |   `-- UnsupportedModel a documented limit: runs through FSDP2 instead
+    |-- VerifyError          a pass broke a rule: graphshard's own bug
+    `-- RuntimeStateError    a collective or a buffer was used out of order
+
+    GraphshardWarning        (UserWarning)       a part runs through eager FSDP2
+"""
+
+
+class GraphshardError(Exception):
+    """Base class. `code` is stable (GS...) and has an entry in docs/errors.md."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+class OptionsError(GraphshardError, ValueError):
+    """`options=` has an unknown key or a value out of range."""
+
+
+class CaptureError(GraphshardError):
+    """The captured graph does not have the shape that graphshard relies on."""
+
+
+class UnsupportedModel(CaptureError):
+    """A feature that graphshard leaves to eager FSDP2."""
+
+
+class VerifyError(GraphshardError):
+    """A rule of `graphshard.verify` does not hold after a pass."""
+
+
+class RuntimeStateError(GraphshardError):
+    """A gather or a reduction was used outside its life time."""
+
+
+class GraphshardWarning(UserWarning):
+    """Part of the model runs through eager FSDP2; the text says what, where and why."""

@@ -1,0 +1,367 @@
+"""The one module that reads FSDP2's private state (torch 2.11 to 2.15).
+
+Everything else sees `FsdpParam` and `FsdpGroup`: thin views whose attributes are read live, so
+that a setting changed by the user between two steps takes effect at the next use, as in FSDP2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+State = FSDPState
+TrainingState = _fsdp_common.TrainingState
+
+
+def states_under(root: nn.Module) -> list[FSDPState]:
+    """The FSDP states in `root`'s module tree, each once, in `named_modules` order."""
+    found = (state_of(m) for m in root.modules() if isinstance(m, FSDPModule))
+    return list(dict.fromkeys(found))
+
+
+def state_of(module: nn.Module) -> FSDPState:
+    """The state that `fully_shard` attached to `module`."""
+    return module._get_fsdp_state()  # type: ignore[operator, no-any-return]
+
+
+def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
+    """The modules that one `fully_shard` call put together."""
+    return state._modules
+
+
+def siblings(state: FSDPState) -> list[FSDPState]:
+    """All states of the same root; `lazy_init` must have run."""
+    return list(state._state_ctx.all_states)
+
+
+def is_root(state: FSDPState) -> bool:
+    return bool(state._is_root)
+
+
+def lazy_init(state: FSDPState) -> None:
+    """FSDP2's own lazy initialisation, which finds the root, names and validates parameters.
+
+    Raises what FSDP2 raises (a parameter shared between groups, parameters on meta, ...).
+    """
+    state._lazy_init()
+
+
+def fsdp_groups(state: FSDPState) -> list[FsdpGroup]:
+    """The parameter groups of one state (none if all its parameters belong to children)."""
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.13
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return [FsdpGroup(g, state) for g in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class CastPolicy:
+    """The parts of a MixedPrecisionPolicy that act on activations."""
+
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+
+
+def cast_policy(state: FSDPState) -> CastPolicy:
+    policy = state._mp_policy
+    cast_inputs = policy.cast_forward_inputs and policy.param_dtype is not None
+    return CastPolicy(policy.param_dtype if cast_inputs else None, policy.output_dtype)
+
+
+def device_of(state: FSDPState) -> torch.device:
+    return state._device
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One place in a module where a parameter is registered."""
+
+    module: nn.Module
+    name: str
+
+
+class FsdpParam:
+    """A live view of one FSDPParam."""
+
+    __slots__ = ("raw", "slots")
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        info = raw._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        self.slots = (Slot(info.module, info.param_name), *(Slot(m, n) for m, n in shared))
+
+    @property
+    def fqn(self) -> str:
+        return str(self.raw._param_fqn or self.raw._module_info.param_name)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Unsharded size."""
+        return tuple(self.raw._orig_size)
+
+    @property
+    def padded_shard_size(self) -> tuple[int, ...]:
+        """This rank's shard with FSDP2's padding; the same on every rank."""
+        return tuple(self.raw.padded_sharded_param_size)
+
+    @property
+    def shard_dim(self) -> int:
+        return int(self.raw.fsdp_placement.dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that compute sees: the policy's `param_dtype`, else the parameter's own."""
+        return self.raw.param_dtype or self.raw.orig_dtype  # type: ignore[no-any-return]
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's padded data, one-dimensional, in the parameter's own dtype, no gradient."""
+        return self.raw._sharded_param_data  # type: ignore[no-any-return]
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The DTensor parameter that the optimizer sees."""
+        return self.raw.sharded_param  # type: ignore[no-any-return]
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes when the shard is written to (by an optimizer, say) or replaced."""
+        local = self.raw.sharded_param._local_tensor
+        return local.data_ptr(), 0 if local.is_inference() else local._version
+
+    def take_eager_grad(self) -> Tensor | None:
+        """The unsharded gradient that eager micro-steps left without reducing; cleared here."""
+        grad = getattr(self.raw, "unsharded_accumulated_grad", None)
+        if grad is not None:
+            self.raw.unsharded_accumulated_grad = None
+            return grad  # type: ignore[no-any-return]
+        param = getattr(self.raw, "_unsharded_param", None)
+        if param is None or param.grad is None:
+            return None
+        grad, param.grad = param.grad, None
+        return grad  # type: ignore[no-any-return]
+
+    def add_sharded_grad(self, local: Tensor) -> None:
+        """Set or add to `.grad` and run the post-accumulate-grad hooks, as FSDP2 does.
+
+        local: this rank's part of the reduced gradient, of the sharded size.
+        """
+        param = self.raw.sharded_param
+        if param.grad is None:
+            param.grad = self.raw.to_sharded_dtensor(local)
+        else:
+            param.grad._local_tensor += local
+        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(param)
+
+    @property
+    def local_size(self) -> tuple[int, ...]:
+        """Size of this rank's part without padding."""
+        return tuple(self.raw.sharded_size)
+
+    @property
+    def local_stride(self) -> tuple[int, ...]:
+        return tuple(self.raw.contiguous_sharded_stride)
+
+
+@dataclass(frozen=True, slots=True)
+class ReducePolicy:
+    """How one group reduces now. Factors and ops are FSDP2's own."""
+
+    reduce_dtype: torch.dtype
+    predivide: float | None
+    postdivide: float | None
+    scatter_op: Any
+    all_reduce_op: Any
+
+
+class FsdpGroup:
+    """A live view of one FSDPParamGroup."""
+
+    __slots__ = ("params", "raw", "state")
+
+    def __init__(self, raw: Any, state: FSDPState) -> None:
+        self.raw = raw
+        self.state = state
+        self.params = tuple(FsdpParam(p) for p in raw.fsdp_params)
+
+    @property
+    def fqn(self) -> str:
+        """Module FQN from the root ("" for the root itself, "a, b" for grouped modules)."""
+        return self.raw._module_fqn or ""
+
+    @property
+    def world_size(self) -> int:
+        return int(self.raw.mesh_info.shard_mesh_size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.raw.device  # type: ignore[no-any-return]
+
+    @property
+    def gather_process_group(self) -> dist.ProcessGroup:
+        return self.raw.mesh_info.shard_process_group
+
+    @property
+    def reduce_process_group(self) -> dist.ProcessGroup:
+        return getattr(self.raw, "_reduce_scatter_process_group", None) or self.gather_process_group
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        return bool(self.raw._reshard_after_forward)
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        return bool(self.raw.reshard_after_backward)
+
+    @property
+    def reduces(self) -> bool:
+        """`set_requires_gradient_sync`."""
+        return bool(self.raw.reduce_grads)
+
+    @property
+    def reduces_unused(self) -> bool:
+        """`set_reduce_scatter_unused_params` (torch >= 2.13)."""
+        return bool(getattr(self.raw, "reduce_scatter_unused_params", False))
+
+    @property
+    def held_reduce_dtype(self) -> torch.dtype | None:
+        """The dtype in which unreduced gradients accumulate; None: as autograd makes them."""
+        return self.raw._reduce_dtype  # type: ignore[no-any-return]
+
+    def orig_dtype(self) -> torch.dtype:
+        """Dtype of the group's trainable parameters and their `.grad`."""
+        return next(p.raw.orig_dtype for p in self.params if p.sharded.requires_grad)
+
+    def reduce_policy(self, grad_dtype: torch.dtype) -> ReducePolicy:
+        """Reduction dtype, divide factors and ops for gradients of `grad_dtype`."""
+        reduce_dtype = self.held_reduce_dtype or grad_dtype
+        pre, post, scatter_op, all_reduce_op = _fsdp_collectives._get_gradient_divide_factors(
+            self.reduce_process_group,
+            None,
+            reduce_dtype,
+            self.device.type,
+            self.raw.gradient_divide_factor,
+            self.raw.force_sum_reduction_for_comms,
+        )
+        return ReducePolicy(reduce_dtype, pre, post, scatter_op, all_reduce_op)
+
+    @property
+    def single_rank_divide_factor(self) -> float | None:
+        """On one rank FSDP2 skips the collective but keeps an explicit divide factor."""
+        return self.raw.gradient_divide_factor  # type: ignore[no-any-return]
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.raw.is_sharded)
+
+    def reshard(self) -> None:
+        """Back to the SHARDED state, DTensors registered."""
+        self.raw._to_sharded()
+        for param in self.params:
+            param.raw._setattr_on_modules(param.raw.sharded_param)
+
+    def unsupported(self) -> str | None:
+        """Why this group has to run through eager FSDP2, or None. Checked in FSDP2's terms."""
+        return next(_unsupported(self), None)
+
+
+def _unsupported(group: FsdpGroup) -> Iterator[str]:
+    raw = group.raw
+    mesh = raw.mesh_info
+    if len(fsdp_groups(group.state)) > 1:
+        yield "its parameters use several meshes (ShardPlacementResult)"
+    if not isinstance(mesh, _fsdp_common.FSDPMeshInfo):
+        yield "its mesh replicates only"
+    if isinstance(mesh, _fsdp_common.HSDPMeshInfo):
+        yield "its mesh is two-dimensional (HSDP)"
+    if raw.post_forward_mesh_info not in (None, mesh):
+        yield "reshard_after_forward is an int (a smaller post-forward mesh)"
+    if isinstance(raw.offload_policy, CPUOffloadPolicy):
+        yield "it uses CPUOffloadPolicy"
+    for attribute, default, method in _CUSTOM_COMMS:
+        if type(getattr(raw, attribute, None)).__name__ not in (default, "NoneType"):
+            yield f"{method} is set"
+    if raw._all_reduce_hook is not None:
+        yield "set_all_reduce_hook is set"
+    for param in group.params:
+        if param.raw.is_dtensor:
+            yield f"{param.fqn} is a DTensor before sharding (tensor parallel)"
+        if hasattr(param.raw._sharded_local_tensor, "fsdp_pre_all_gather"):
+            yield f"{param.fqn} is a tensor subclass with all-gather extensions"
+        for slot in param.slots:
+            if type(slot.module).__setattr__ is not nn.Module.__setattr__:
+                yield f"{type(slot.module).__name__} of {param.fqn} overrides __setattr__"
+
+
+_CUSTOM_COMMS = (
+    ("_all_gather_comm", "DefaultAllGather", "a custom or symmetric-memory all-gather"),
+    ("_reduce_scatter_comm", "DefaultReduceScatter", "a custom or symmetric-memory reduce-scatter"),
+)
+
+
+def is_mid_iteration(state: FSDPState) -> bool:
+    """FSDP2's own (eager) state machine is between the start and the end of a step."""
+    return (
+        state._training_state is not TrainingState.IDLE
+        or state._state_ctx.iter_forward_root is not None
+        or state._state_ctx.post_backward_final_callback_queued
+    )
+
+
+def reset_iteration(states: Sequence[FSDPState]) -> None:
+    """Drop what an exception left in FSDP2's eager state machine; all groups are SHARDED after.
+
+    torch 2.11 and 2.12 have no `reset_iter_state`, so its parts are done here for them.
+    """
+    for state in states:
+        if hasattr(state, "_reset_iter_state"):
+            if is_root(state):
+                state._reset_iter_state()
+            continue
+        context = state._state_ctx
+        context.iter_forward_root = None
+        context.post_backward_final_callback_queued = False
+        state._training_state = TrainingState.IDLE
+        state._comm_ctx.all_gather_state = None
+        state._comm_ctx.post_forward_order.clear()
+        for group in fsdp_groups(state):
+            _reset_group(group.raw)
+
+
+def _reset_group(raw: Any) -> None:
+    pending = raw._all_gather_result
+    if pending is not None and isinstance(pending.all_gather_work, dist.Work):
+        pending.all_gather_work.wait()
+    raw._all_gather_result = None
+    raw._post_forward_indices.clear()
+    raw._training_state = TrainingState.IDLE
+    raw._to_sharded()
+
+
+def forward_hooks(state: FSDPState) -> Iterator[tuple[Callable[..., Any], bool]]:
+    """FSDP2's hook functions of a grouped state (`fully_shard([a, b])`), which are closures.
+
+    Yields (hook, is_pre): ordinary functions with `__wrapped__`, one pair per module.
+    """
+    if len(state._modules) == 1:
+        return
+    names = {"_pre_forward": True, "_post_forward": False}
+    for module in state._modules:
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        for hook in hooks:
+            inner = getattr(hook, "__wrapped__", None)
+            is_pre = names.get(getattr(inner, "__name__", ""))
+            if is_pre is not None and not isinstance(hook, functools.partial):
+                yield hook, is_pre
+

@@ -1,0 +1,222 @@
+"""The nouns of the graph side: a program, its groups, its marks and its communication steps.
+
+A program starts with `graphshard::unshard` / `graphshard::reduce_grad` marks (see
+`graphshard.ops`) and ends with communication steps: `call_method` nodes on the run object that
+the emitted code receives as its first argument. Identity rides on `node.meta`, written and read
+only here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard.ops import REDUCE_GRAD, UNSHARD
+from graphshard.plan import GroupInfo, StepKind
+
+_GROUP = "graphshard_group"
+_STEP = "graphshard_step"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One captured graph on its way through the passes.
+
+    `joint` is the graph of both directions before the partition; `forward` and `backward` are
+    set after it (under no_grad there is only `forward`, from the start). `num_outputs` counts
+    the forward outputs that are not saved for backward.
+    """
+
+    name: str
+    groups: tuple[GroupInfo, ...]
+    num_outputs: int
+    joint: fx.GraphModule | None = None
+    forward: fx.GraphModule | None = None
+    backward: fx.GraphModule | None = None
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        return tuple(g for g in (self.joint, self.forward, self.backward) if g is not None)
+
+    @property
+    def directions(self) -> tuple[fx.GraphModule, ...]:
+        return tuple(g for g in (self.forward, self.backward) if g is not None)
+
+    def with_groups(self, groups: tuple[GroupInfo, ...]) -> Program:
+        return replace(self, groups=groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An `unshard` or `reduce_grad` node, read."""
+
+    node: fx.Node
+    group: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommStep:
+    """What a communication node does, and for which group. `part` tells a step's nodes apart:
+    `wait` yields a list (`head`) and one `item` per parameter."""
+
+    kind: StepKind
+    group: int
+    part: str = "head"
+
+
+# -- identity ------------------------------------------------------------------------------
+
+
+def set_anchor_group(placeholder: fx.Node, group: int) -> None:
+    """Say that the graph input `placeholder` is the anchor of group `group`."""
+    placeholder.meta[_GROUP] = group
+
+
+def anchor_group(node: fx.Node) -> int | None:
+    group = node.meta.get(_GROUP)
+    return None if group is None else int(group)
+
+
+def set_step(node: fx.Node, step: CommStep) -> fx.Node:
+    node.meta[_STEP] = step
+    return node
+
+
+def step_of(node: fx.Node) -> CommStep | None:
+    return node.meta.get(_STEP)
+
+
+# -- marks ---------------------------------------------------------------------------------
+
+
+def unshard_marks(graph: fx.Graph) -> list[Mark]:
+    """All `unshard` marks in graph order."""
+    return [_mark(n, n.args[0], n.args[4]) for n in graph.nodes if is_unshard(n)]
+
+
+def reduce_marks(graph: fx.Graph) -> list[Mark]:
+    """All `reduce_grad` marks in graph order."""
+    return [_mark(n, n.args[1], n.args[2]) for n in graph.nodes if is_reduce(n)]
+
+
+def is_unshard(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is UNSHARD
+
+
+def is_reduce(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is REDUCE_GRAD
+
+
+def anchor_of(mark: Mark) -> fx.Node:
+    """The placeholder that names the mark's group."""
+    return _origin(mark.node.args[0 if is_unshard(mark.node) else 1])
+
+
+def _mark(node: fx.Node, anchor: Any, index: Any) -> Mark:
+    group = anchor_group(_origin(anchor))
+    return Mark(node, -1 if group is None else group, int(index))
+
+
+def _origin(anchor: Any) -> fx.Node:
+    # AOTAutograd may put a detach or alias between an input and its use.
+    while anchor.op == "call_function" and is_view(anchor):
+        anchor = anchor.args[0]
+    return anchor  # type: ignore[no-any-return]
+
+
+# -- aliases -------------------------------------------------------------------------------
+
+
+def is_view(node: fx.Node) -> bool:
+    """The node's output shares memory with its first argument (an ATen view or alias op)."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    returns = target._schema.returns
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+
+
+_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+def cast_dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype to which `node` casts, if a dtype cast is all it does."""
+    if node.op != "call_function" or node.target not in _CASTS:
+        return None
+    if node.target is _CASTS[1]:
+        return node.args[1]  # type: ignore[return-value]
+    if set(node.kwargs) != {"dtype"}:
+        return None
+    return node.kwargs["dtype"]  # type: ignore[return-value]
+
+
+def aliases(roots: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """`roots` and every node that shares memory with one of them, in discovery order."""
+    found = dict.fromkeys(roots)
+    queue = list(found)
+    while queue:
+        node = queue.pop(0)
+        for user in node.users:
+            if user not in found and is_view(user) and user.args and user.args[0] is node:
+                found[user] = None
+                queue.append(user)
+    return found
+
+
+def derived(roots: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """`roots`, their views and dtype casts, and views of those."""
+    found = dict.fromkeys(roots)
+    queue = list(found)
+    while queue:
+        node = queue.pop(0)
+        for user in node.users:
+            if user not in found and (is_view(user) or cast_dtype(user)) and user.args[0] is node:
+                found[user] = None
+                queue.append(user)
+    return found
+
+
+# -- order ---------------------------------------------------------------------------------
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that compute, in order: neither inputs, output nor communication."""
+    outside = ("placeholder", "output", "get_attr")
+    return [n for n in graph.nodes if n.op not in outside and step_of(n) is None]
+
+
+def steps(graph: fx.Graph, kind: StepKind) -> Iterator[tuple[fx.Node, CommStep]]:
+    """Head nodes of one kind of communication step, in graph order."""
+    for node in graph.nodes:
+        step = step_of(node)
+        if step is not None and step.kind is kind and step.part == "head":
+            yield node, step
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    return next(n for n in reversed(graph.nodes) if n.op == "output")
+
+
+def window(graph: fx.Graph, node: fx.Node, radius: int = 5) -> str:
+    """The ten nodes around `node`, one a line, the node itself marked."""
+    nodes = list(graph.nodes)
+    at = nodes.index(node)
+    rows = nodes[max(0, at - radius) : at + radius]
+    return "\n".join(f"{'>' if n is node else ' '} {n.format_node()}" for n in rows)
+
+
+def identifier(text: str) -> str:
+    """A Python identifier that still reads like the FQN `text`."""
+    name = "".join(c if c.isalnum() else "_" for c in text).strip("_")
+    return name or "root"

@@ -1,0 +1,101 @@
+"""Runs passes and checks every rule after each of them - the only place that does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+
+from graphshard.ir import (
+    Program,
+    aliases,
+    compute_nodes,
+    positions,
+    steps,
+)
+from graphshard.passes import CAPTURED, PLACEMENT
+from graphshard.passes.apply_plan import apply_plan
+from graphshard.plan import Direction, Plan, Schedule, StepKind
+from graphshard.planner.one_ahead import one_ahead
+from graphshard.planner.outline import GroupUse, Outline, Ready
+from graphshard.verify import verify
+
+logger = logging.getLogger(__name__)
+
+Pass = Callable[[Program], Program]
+
+
+def run_passes(program: Program, passes: Iterable[Pass]) -> Program:
+    """`program` after `passes`. Raises VerifyError as soon as a rule is broken."""
+    for transform in passes:
+        program = transform(program)
+        verify(program, after=transform.__name__)
+        logger.debug("%s: %s done", program.name, transform.__name__)
+    return program
+
+
+def run_captured(program: Program) -> Program:
+    """The passes on the captured form (joint graph, or forward graph under no_grad)."""
+    return run_passes(program, CAPTURED)
+
+
+def schedule(program: Program) -> tuple[Program, Plan]:
+    """Naive placement, a plan, and the program in the plan's order."""
+    program = run_passes(program, PLACEMENT)
+    plan = _plan(program)
+    program = apply_plan(program, plan)
+    verify(program, after=apply_plan.__name__)
+    return program, plan
+
+
+def _plan(program: Program) -> Plan:
+    schedules: dict[Direction, Schedule] = {}
+    for direction, module in (
+        (Direction.FORWARD, program.forward),
+        (Direction.BACKWARD, program.backward),
+    ):
+        if module is not None:
+            schedules[direction] = one_ahead(outline(program, module.graph, direction))
+    return Plan(
+        name=program.name,
+        torch_version=torch.__version__.split("+")[0],
+        groups=program.groups,
+        forward=schedules[Direction.FORWARD],
+        backward=schedules.get(Direction.BACKWARD),
+    )
+
+
+def outline(program: Program, graph: torch.fx.Graph, direction: Direction) -> Outline:
+    """What the planner may know of `graph`, which has its steps placed naively."""
+    order = positions(graph)
+    compute = compute_nodes(graph)
+    # Position in graph order -> number of compute ops before it.
+    before = {}
+    ops = set(compute)
+    count = 0
+    for node in graph.nodes:
+        before[order[node]] = count
+        count += node in ops
+    released = {step.group for _, step in steps(graph, StepKind.RELEASE)}
+    uses = []
+    for wait, step in steps(graph, StepKind.GATHER_WAIT):
+        readers = {u for n in aliases(wait.users) for u in (n, *n.users) if u in ops}
+        last = max((order[r] for r in readers), default=order[wait])
+        ends = before[last] if step.group in released else None
+        uses.append(GroupUse(step.group, before[order[wait]], ends))
+    reductions = tuple(
+        Ready(step.group, before[order[issue]] - 1)
+        for issue, step in steps(graph, StepKind.REDUCE_ISSUE)
+    )
+    return Outline(direction, len(compute), tuple(uses), reductions, _kept(program))
+
+
+def _kept(program: Program) -> frozenset[int]:
+    """Groups that FSDP2's settings keep gathered until backward, if backward needs them."""
+    if program.backward is None:
+        return frozenset()
+    needed = {step.group for _, step in steps(program.backward.graph, StepKind.GATHER_WAIT)}
+    return frozenset(
+        g.id for g in program.groups if not g.reshard_after_forward and g.id in needed
+    )

@@ -1,0 +1,243 @@
+"""The plan of one captured graph: its groups and the schedule of each direction.
+
+A `Plan` is what the planner writes, the emitter compiles, the verifier checks and the viewer
+draws. It is a pure value: no tensors, no process groups, standard library only, so that a plan
+file opens anywhere in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+class Direction(StrEnum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class StepKind(StrEnum):
+    """What happens at one point of a schedule, named as FSDP2's users name it."""
+
+    COMPUTE = "compute"
+    GATHER_ISSUE = "gather_issue"
+    GATHER_WAIT = "gather_wait"
+    RELEASE = "release"
+    REDUCE_ISSUE = "reduce_issue"
+    REDUCE_WAIT = "reduce_wait"
+
+
+class Lane(StrEnum):
+    """One in-order queue."""
+
+    COMPUTE = "compute"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """One parameter of a group. `shape` is the unsharded shape; `dtype` is what compute sees."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    gathered_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """One `fully_shard` group. `gathered_bytes` counts FSDP2's padding of uneven shards."""
+
+    id: int
+    fqn: str
+    params: tuple[ParamInfo, ...]
+    world_size: int
+    reshard_after_forward: bool
+    gathered_bytes: int
+
+    @property
+    def trainable(self) -> bool:
+        return any(p.trainable for p in self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One entry of a schedule.
+
+    `group` is a GroupInfo.id (None for compute). A COMPUTE step covers the ops
+    [`start`, `stop`) of the direction's compute order. `kept` on a RELEASE: the group stays
+    gathered until backward; on a GATHER_ISSUE: it is expected to be still gathered, so that no
+    collective runs.
+    """
+
+    kind: StepKind
+    group: int | None = None
+    start: int = 0
+    stop: int = 0
+    kept: bool = False
+
+    @property
+    def lane(self) -> Lane:
+        if self.kind in (StepKind.GATHER_ISSUE, StepKind.GATHER_WAIT):
+            return Lane.ALL_GATHER
+        if self.kind in (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT):
+            return Lane.REDUCE_SCATTER
+        return Lane.COMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The steps of one direction in the order in which the host runs them."""
+
+    direction: Direction
+    steps: tuple[Step, ...]
+
+    def of_kind(self, *kinds: StepKind) -> Iterator[Step]:
+        return (s for s in self.steps if s.kind in kinds)
+
+    @property
+    def num_all_gathers(self) -> int:
+        return sum(not s.kept for s in self.of_kind(StepKind.GATHER_ISSUE))
+
+    @property
+    def num_reduce_scatters(self) -> int:
+        return sum(1 for _ in self.of_kind(StepKind.REDUCE_ISSUE))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Groups and schedules of one captured graph; `backward` is None under no_grad."""
+
+    name: str
+    torch_version: str
+    groups: tuple[GroupInfo, ...]
+    forward: Schedule
+    backward: Schedule | None
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
+
+    def residency(self) -> tuple[Residency, ...]:
+        """When each group is gathered, over the forward steps followed by the backward steps."""
+        return tuple(_residency(self))
+
+    def gathered_peak_bytes(self) -> int:
+        """Most bytes of gathered parameters alive at once (buckets in flight included)."""
+        return max(gathered_bytes_by_step(self), default=0)
+
+    def summary(self) -> dict[str, Any]:
+        """A small dict: graphs, groups, collectives per step, gathered peak in bytes."""
+        return {
+            "name": self.name,
+            "graphs": len(self.schedules),
+            "groups": len(self.groups),
+            "params": sum(len(g.params) for g in self.groups),
+            "all_gathers": sum(s.num_all_gathers for s in self.schedules),
+            "reduce_scatters": sum(s.num_reduce_scatters for s in self.schedules),
+            "collectives": sum(s.num_all_gathers + s.num_reduce_scatters for s in self.schedules),
+            "gathered_peak_bytes": self.gathered_peak_bytes(),
+        }
+
+    def to_json(self, *, indent: int | None = 1) -> str:
+        return json.dumps({"schema": SCHEMA_VERSION, **asdict(self)}, indent=indent)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what `to_json` wrote. Raises ValueError for another schema or a broken file."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA_VERSION:
+            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"not a graphshard plan of schema {SCHEMA_VERSION}: found {found!r}")
+        try:
+            return _plan_from_dict(data)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"broken plan file: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Group `group` holds gathered bytes from step `start` up to and including step `stop`."""
+
+    group: int
+    start: int
+    stop: int
+    kept: bool
+
+
+def _residency(plan: Plan) -> Iterator[Residency]:
+    steps = [step for schedule in plan.schedules for step in schedule.steps]
+    opened: dict[int, tuple[int, bool]] = {}
+    for index, step in enumerate(steps):
+        if step.group is None:
+            continue
+        if step.kind is StepKind.GATHER_ISSUE and step.group not in opened:
+            opened[step.group] = (index, False)
+        elif step.kind is StepKind.RELEASE:
+            start, _ = opened.get(step.group, (index, False))
+            if step.kept:
+                opened[step.group] = (start, True)
+            else:
+                _, kept = opened.pop(step.group, (index, False))
+                yield Residency(step.group, start, index, kept)
+    for group, (start, kept) in opened.items():
+        yield Residency(group, start, len(steps) - 1, kept)
+
+
+def gathered_bytes_by_step(plan: Plan) -> list[int]:
+    """Gathered parameter bytes alive during each step, forward steps then backward steps.
+
+    A gathered group counts from issue to release. At its wait the bucket and the parameters
+    copied out of it are alive together, so that step counts it twice (unless it was kept or has
+    one rank only).
+    """
+    steps = [step for schedule in plan.schedules for step in schedule.steps]
+    size = {g.id: g.gathered_bytes for g in plan.groups}
+    world = {g.id: g.world_size for g in plan.groups}
+    alive = [0] * len(steps)
+    for span in _residency(plan):
+        for index in range(span.start, span.stop + 1):
+            alive[index] += size[span.group]
+    for index, step in enumerate(steps):
+        if step.kind is StepKind.GATHER_WAIT and step.group is not None and not step.kept:
+            alive[index] += size[step.group] if world[step.group] > 1 else 0
+    return alive
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)
+
+
+def _schedule_from_dict(data: dict[str, Any]) -> Schedule:
+    steps = tuple(Step(**{**s, "kind": StepKind(s["kind"])}) for s in data["steps"])
+    return Schedule(Direction(data["direction"]), steps)
+
+
+def _plan_from_dict(data: dict[str, Any]) -> Plan:
+    groups = tuple(
+        GroupInfo(
+            **{
+                **g,
+                "params": tuple(
+                    ParamInfo(**{**p, "shape": tuple(p["shape"])}) for p in g["params"]
+                ),
+            }
+        )
+        for g in data["groups"]
+    )
+    backward = data["backward"]
+    return Plan(
+        name=data["name"],
+        torch_version=data["torch_version"],
+        groups=groups,
+        forward=_schedule_from_dict(data["forward"]),
+        backward=None if backward is None else _schedule_from_dict(backward),
+    )

@@ -1,0 +1,1 @@
+"""From an outline of a graph to a schedule. Imports neither torch nor torch.distributed."""

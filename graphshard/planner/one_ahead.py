@@ -1,0 +1,74 @@
+"""The first schedule, without a cost model: each gather is issued one group ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from graphshard.plan import Direction, Schedule, Step, StepKind
+from graphshard.planner.outline import GroupUse, Outline, Ready
+
+
+def one_ahead(outline: Outline) -> Schedule:
+    """Gather one group ahead in order of first use; reduce as soon as ready, wait at the end.
+
+    A group is waited for right before its first use; right after that wait the next group's
+    gather is issued, when the previous bucket is already copied out. So at most two neighbouring
+    groups (and those with longer lives, such as the root) are gathered at any time. A group is
+    released right after its last use. Groups that are still gathered from forward cost nothing
+    to issue and hold nobody up.
+    """
+    uses = sorted(outline.uses, key=lambda u: (_is_kept(outline, u), u.first, u.group))
+    moved = [u for u in uses if not _is_kept(outline, u)]
+    following = {a.group: b for a, b in pairwise(moved)}
+    steps = [_issue(outline, u) for u in uses if u in moved[:1] or _is_kept(outline, u)]
+    start = 0
+    busy = _busy_boundaries(outline)
+    for boundary in range(outline.num_ops + 1):
+        due = list(_steps_before(outline, following, boundary)) if boundary in busy else []
+        if due or boundary == outline.num_ops:
+            if boundary > start:
+                steps.append(Step(StepKind.COMPUTE, start=start, stop=boundary))
+                start = boundary
+            steps.extend(due)
+    steps.extend(Step(StepKind.REDUCE_WAIT, r.group) for r in _ready_order(outline))
+    return Schedule(outline.direction, tuple(steps))
+
+
+def _busy_boundaries(outline: Outline) -> frozenset[int]:
+    firsts = {u.first for u in outline.uses}
+    lasts = {u.last + 1 for u in outline.uses if u.last is not None}
+    return frozenset(firsts | lasts | {r.after + 1 for r in outline.reductions})
+
+
+def _steps_before(
+    outline: Outline, following: dict[int, GroupUse], op: int
+) -> Iterator[Step]:
+    """Communication between compute op `op - 1` and compute op `op`.
+
+    following: group -> the use whose gather is issued after that group's wait.
+    """
+    for use in outline.uses:
+        if use.last == op - 1:
+            kept = outline.direction is Direction.FORWARD and use.group in outline.kept
+            yield Step(StepKind.RELEASE, use.group, kept=kept)
+    for ready in _ready_order(outline):
+        if ready.after == op - 1:
+            yield Step(StepKind.REDUCE_ISSUE, ready.group)
+    for use in sorted(outline.uses, key=lambda u: u.group):
+        if use.first == op:
+            yield Step(StepKind.GATHER_WAIT, use.group, kept=_is_kept(outline, use))
+            if use.group in following:
+                yield _issue(outline, following[use.group])
+
+
+def _issue(outline: Outline, use: GroupUse) -> Step:
+    return Step(StepKind.GATHER_ISSUE, use.group, kept=_is_kept(outline, use))
+
+
+def _is_kept(outline: Outline, use: GroupUse) -> bool:
+    return outline.direction is Direction.BACKWARD and use.group in outline.kept
+
+
+def _ready_order(outline: Outline) -> list[Ready]:
+    return sorted(outline.reductions, key=lambda r: (r.after, r.group))

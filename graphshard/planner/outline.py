@@ -1,0 +1,41 @@
+"""What the planner knows of one direction: when each group is used, in compute order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphshard.plan import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUse:
+    """Compute ops `first` to `last` (inclusive) read the gathered parameters of `group`.
+
+    `last` is None when the graph hands a gathered parameter to its caller: no release.
+    """
+
+    group: int
+    first: int
+    last: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The gradients of `group` are complete after compute op `after` (-1: before the first)."""
+
+    group: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """One direction: `num_ops` compute ops in a fixed order, uses and reductions of groups.
+
+    `kept`: groups that stay gathered from forward to backward, by FSDP2's settings.
+    """
+
+    direction: Direction
+    num_ops: int
+    uses: tuple[GroupUse, ...]
+    reductions: tuple[Ready, ...]
+    kept: frozenset[int] = frozenset()

@@ -1,0 +1,106 @@
+"""What graphshard did: plans, a short report, one log line per plan."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from graphshard.capture.ports import CompiledPlan, Record, records_under
+from graphshard.compiler import GraphCompiler
+from graphshard.options import Options
+from graphshard.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+def plans(model: nn.Module) -> list[Plan]:
+    """The plans that are compiled for `model` (wrapped by torch.compile or not), oldest first."""
+    return [compiled.plan for record in records_under(model) for compiled in _compiled(record)]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What runs in a graph, what does not, and why.
+
+    graphs: compiled graphs, forward and backward counted apart.
+    captured, present: groups whose forward has run in a graph, and all groups of the model.
+    reasons: group FQN -> why it runs through eager FSDP2.
+    code: for each plan its name, the emitted forward and the emitted backward.
+    """
+
+    graphs: int
+    captured: int
+    present: int
+    all_gathers: int
+    reduce_scatters: int
+    reasons: dict[str, str]
+    code: tuple[tuple[str, str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"graphs       {self.graphs} (forward and backward counted apart)",
+            f"groups       {self.captured} of {self.present} run in a graph",
+            f"collectives  {self.all_gathers} all-gathers and {self.reduce_scatters} "
+            "reduce-scatters per step, over all graphs",
+        ]
+        lines += [f"eager        {fqn}: {reason}" for fqn, reason in self.reasons.items()]
+        if self.present == 0:
+            lines.append("the model has no fully_shard group that graphshard has seen run")
+        return "\n".join(lines)
+
+
+def explain(model: nn.Module) -> Report:
+    """A short report about `model`; `str()` of it is for people, `.code` is the emitted Python."""
+    records = records_under(model)
+    compiled = [c for record in records for c in _compiled(record)]
+    groups = [live for record in records for live in record.groups]
+    summaries = [c.plan.summary() for c in compiled]
+    return Report(
+        graphs=sum(s["graphs"] for s in summaries),
+        captured=sum(live.counters.forwards > 0 for live in groups),
+        present=len(groups),
+        all_gathers=sum(s["all_gathers"] for s in summaries),
+        reduce_scatters=sum(s["reduce_scatters"] for s in summaries),
+        reasons={fqn: why for record in records for fqn, why in record.reasons.items()},
+        code=tuple((c.plan.name, c.forward_code, c.backward_code) for c in compiled),
+    )
+
+
+def announce(compiler: GraphCompiler, options: Options) -> None:
+    """Log one line on rank 0; write plan and code to the dump folder if there is one."""
+    compiled = next(
+        (r.plans[compiler.name] for r in compiler.records if compiler.name in r.plans), None
+    )
+    if compiled is None:
+        return
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0:
+        s = compiled.plan.summary()
+        logger.info(
+            "%s: %d groups, %d all-gathers and %d reduce-scatters per step, at most %.1f MiB of "
+            "gathered parameters",
+            s["name"],
+            s["groups"],
+            s["all_gathers"],
+            s["reduce_scatters"],
+            s["gathered_peak_bytes"] / 2**20,
+        )
+    if options.dump_dir is not None:
+        _dump(compiled, options, rank)
+
+
+def _dump(compiled: CompiledPlan, options: Options, rank: int) -> None:
+    assert options.dump_dir is not None
+    name = compiled.plan.name.replace(" ", "_").replace("/", "_")
+    stem = options.dump_dir / f"rank{rank}" / name
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".plan.json").write_text(compiled.plan.to_json())
+    stem.with_suffix(".forward.py").write_text(compiled.forward_code)
+    stem.with_suffix(".backward.py").write_text(compiled.backward_code)
+
+
+def _compiled(record: Record) -> list[CompiledPlan]:
+    return list(record.plans.values())

@@ -1,0 +1,126 @@
+"""The live side of a `fully_shard` group, and the one table that finds it from its anchor.
+
+A compiled graph names a group only by its anchor, a scalar input whose value is the group's
+number, so that identical blocks share one graph. `lookup` turns the anchor back into the group.
+The table holds groups weakly: they live as long as the model that `fully_shard` was called on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from graphshard.errors import RuntimeStateError
+from graphshard.fsdp2 import FsdpGroup
+
+
+@dataclass(slots=True)
+class Held:
+    """Gathered parameters that outlive their direction, with what they were gathered from."""
+
+    tensors: list[Tensor]
+    dtypes: tuple[torch.dtype, ...]
+    versions: tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Collectives that this group really issued, since the model was prepared."""
+
+    all_gathers: int = 0
+    reduce_scatters: int = 0
+    forwards: int = 0
+
+
+@dataclass(eq=False)
+class LiveGroup:
+    """One group at run time. Everything a user can change is read from `fsdp` when it is used."""
+
+    number: int
+    fsdp: FsdpGroup
+    fqn: str
+    anchor: Tensor
+    frozen_anchor: Tensor
+    accumulate_node: object
+    orig_dtypes: tuple[torch.dtype, ...]
+    held: Held | None = None
+    unreduced: dict[int, Tensor] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+
+    def shards(self) -> list[Tensor]:
+        """This rank's padded data of every parameter, in registration order.
+
+        Raises RuntimeStateError when a parameter changed its dtype after capture.
+        """
+        shards = [p.shard for p in self.fsdp.params]
+        for shard, dtype, param in zip(shards, self.orig_dtypes, self.fsdp.params, strict=True):
+            if shard.dtype != dtype:
+                raise RuntimeStateError(
+                    "GS401",
+                    f"{param.fqn} was {dtype} when it was captured and is {shard.dtype} now; "
+                    "convert the model before the first forward, or call torch._dynamo.reset()",
+                )
+        return shards
+
+    def fresh(self, dtypes: tuple[torch.dtype, ...]) -> Held | None:
+        """What is still gathered, unless a shard was changed or replaced since."""
+        held = self.held
+        if held is None or held.dtypes != dtypes:
+            return None
+        return held if held.versions == self.versions() else None
+
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """Changes when any shard is written to or replaced."""
+        return tuple(p.version for p in self.fsdp.params)
+
+    def drop(self) -> None:
+        """Forget everything between two steps but unreduced gradients."""
+        self.held = None
+
+
+_NUMBERS = itertools.count(1)
+_LIVE: weakref.WeakValueDictionary[int, LiveGroup] = weakref.WeakValueDictionary()
+
+
+def register(fsdp: FsdpGroup) -> LiveGroup:
+    """A new live group with its own anchors. float32 holds its number exactly up to 2**24."""
+    number = next(_NUMBERS)
+    with torch.inference_mode(False), torch.enable_grad():
+        anchor = torch.tensor(float(number), device="cpu", dtype=torch.float32, requires_grad=True)
+        # The engine can say whether this node will run; that is how a backward knows whether
+        # parameters' gradients were asked for (loss.backward()) or not (autograd.grad(loss, x)).
+        gradient_edge = anchor.expand_as(anchor).grad_fn
+        assert gradient_edge is not None
+        node = gradient_edge.next_functions[0][0]
+        frozen = anchor.detach().clone()
+    live = LiveGroup(
+        number=number,
+        fsdp=fsdp,
+        fqn=fsdp.fqn or "(root)",
+        anchor=anchor,
+        frozen_anchor=frozen,
+        accumulate_node=node,
+        orig_dtypes=tuple(p.shard.dtype for p in fsdp.params),
+    )
+    _LIVE[number] = live
+    return live
+
+
+def lookup(anchor: Tensor) -> LiveGroup:
+    """The group whose number `anchor` holds. Raises RuntimeStateError if it is gone."""
+    live = _LIVE.get(int(anchor))
+    if live is None:
+        raise RuntimeStateError("GS402", f"no group has number {int(anchor)}: its model is gone")
+    return live
+
+
+def find(value: object) -> LiveGroup | None:
+    """The group of which `value` is an anchor object, or None."""
+    if not isinstance(value, Tensor) or value.dim() != 0 or value.device.type != "cpu":
+        return None
+    live = _LIVE.get(int(value)) if value.dtype == torch.float32 else None
+    return live if live is not None and (value is live.anchor or value is live.frozen_anchor) else None

@@ -1,0 +1,128 @@
+"""Reduce-scatter of one group's gradients: issue, wait, hand over to `.grad`.
+
+Packing order, reduction dtype, divide factors and the order of casts are FSDP2's, so that the
+result is bitwise the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from graphshard.errors import RuntimeStateError
+from graphshard.fsdp2 import FsdpParam, ReducePolicy
+from graphshard.runtime.live import LiveGroup
+
+
+class Reduction:
+    """One reduce-scatter, from issue until the sharded gradients are assigned."""
+
+    __slots__ = ("_input", "_live", "_output", "_params", "_policy", "_work")
+
+    def __init__(self, live: LiveGroup, grads: dict[int, Tensor]) -> None:
+        """grads: parameter index -> unsharded gradient; may be empty (nothing to reduce)."""
+        self._live = live
+        self._params = [live.fsdp.params[i] for i in grads]
+        self._work: dist.Work | None = None
+        if not grads:
+            return
+        with record_function(f"graphshard::reduce_scatter {live.fqn}"):
+            self._issue(list(grads.values()))
+
+    def _issue(self, grads: list[Tensor]) -> None:
+        dtypes = {g.dtype for g in grads}
+        if len(dtypes) > 1:
+            raise RuntimeStateError(
+                "GS404", f"gradients of {self._live.fqn} have several dtypes: {sorted(map(str, dtypes))}"
+            )
+        fsdp = self._live.fsdp
+        world = fsdp.world_size
+        self._policy = fsdp.reduce_policy(dtypes.pop())
+        self._input = _pack(grads, self._params, world, self._policy)
+        if world == 1:
+            factor = fsdp.single_rank_divide_factor
+            self._output = self._input if factor is None else self._input / factor
+            return
+        self._output = self._input.new_empty(self._input.numel() // world)
+        self._work = reduce_scatter(
+            self._output, self._input, self._policy, fsdp.reduce_process_group
+        )
+        self._live.counters.reduce_scatters += 1
+
+    def wait(self) -> None:
+        """Wait, then set or add to each `.grad` and run its hooks, in registration order."""
+        if not self._params:
+            return
+        with record_function(f"graphshard::reduce_scatter_wait {self._live.fqn}"):
+            self.drain()
+            output = self._output
+            if self._policy.postdivide not in (None, 1):
+                output.div_(self._policy.postdivide)
+            output = output.to(self._live.fsdp.orig_dtype())
+            offset = 0
+            for param in self._params:
+                grad = output.as_strided(param.local_size, param.local_stride, offset)
+                param.add_sharded_grad(grad)
+                offset += math.prod(param.padded_shard_size)
+
+    def drain(self) -> None:
+        """Wait for the collective, if any; its result may be thrown away."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def reduce_scatter(
+    output: Tensor, packed: Tensor, policy: ReducePolicy, group: dist.ProcessGroup
+) -> dist.Work:
+    """Asynchronous c10d reduce-scatter of `packed` (rank-major) into `output`."""
+    issue = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return issue(output, packed, op=policy.scatter_op, group=group, async_op=True)
+
+
+def _pack(
+    grads: list[Tensor], params: list[FsdpParam], world: int, policy: ReducePolicy
+) -> Tensor:
+    """Rank-major flat input of the reduce-scatter in the reduction dtype, padded per parameter."""
+    rows = [
+        torch.cat(g.chunk(world, dim=p.shard_dim)) if p.shard_dim and world > 1 else g
+        for g, p in zip(grads, params, strict=True)
+    ]
+    numel = world * sum(math.prod(p.padded_shard_size) for p in params)
+    packed = torch.empty(numel, dtype=policy.reduce_dtype, device=grads[0].device)
+    torch._chunk_cat(rows, dim=0, num_chunks=world, out=packed.view(world, -1))
+    if policy.predivide not in (None, 1):
+        packed.div_(policy.predivide)
+    return packed
+
+
+def merge_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Add to `grads` what earlier micro-steps left unreduced, eager ones included.
+
+    Returns all gradients by parameter index in registration order; clears what it takes.
+    """
+    merged: dict[int, Tensor] = {}
+    for index, param in enumerate(live.fsdp.params):
+        parts = [live.unreduced.pop(index, None), param.take_eager_grad(), grads.get(index)]
+        present = [p for p in parts if p is not None]
+        if present:
+            total = present[0]
+            for part in present[1:]:
+                total = total + part
+            merged[index] = total
+        elif live.fsdp.reduces_unused and param.sharded.requires_grad:
+            merged[index] = torch.zeros(param.size, dtype=param.dtype, device=live.fsdp.device)
+    return merged
+
+
+def keep_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> None:
+    """`set_requires_gradient_sync(False)`: hold unsharded gradients in FSDP2's dtype for them."""
+    dtype = live.fsdp.held_reduce_dtype
+    for index, grad in merge_unreduced(live, grads).items():
+        held = grad if dtype is None else grad.to(dtype)
+        # A gradient may share memory with another tensor of the graph (an expanded sum).
+        live.unreduced[index] = held.clone() if held is grads.get(index) else held

@@ -1,0 +1,138 @@
+"""One execution of one direction. The emitted code calls these methods and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphshard.plan import Direction
+from graphshard.runtime.gather import Gather
+from graphshard.runtime.live import LiveGroup, lookup
+from graphshard.runtime.reduce import Reduction, keep_unreduced, merge_unreduced
+from graphshard.runtime.tangents import ALL_DEFINED, TangentMask
+
+
+@dataclass(slots=True)
+class Run:
+    """Opens groups and remembers what is in flight, so that an exception leaves nothing behind.
+
+    defined: bit k is set when tangent k of this backward is not missing.
+    """
+
+    direction: Direction
+    defined: int = ALL_DEFINED
+    _groups: list[LiveGroup] = field(default_factory=list)
+    _in_flight: list[Gather | Reduction] = field(default_factory=list)
+
+    def open(self, anchor: Tensor) -> OpenGroup:
+        """The group that `anchor` names, for this run."""
+        live = lookup(anchor)
+        self._groups.append(live)
+        if self.direction is Direction.FORWARD:
+            live.counters.forwards += 1
+        return OpenGroup(self, live)
+
+    def track(self, work: Gather | Reduction) -> None:
+        self._in_flight.append(work)
+
+    def abort(self) -> None:
+        """Drain what was issued and drop what was gathered; gradients of this run are lost."""
+        for work in self._in_flight:
+            work.drain()
+        for live in self._groups:
+            live.drop()
+            live.unreduced.clear()
+
+
+class OpenGroup:
+    """A group within a run."""
+
+    __slots__ = ("_live", "_run")
+
+    def __init__(self, run: Run, live: LiveGroup) -> None:
+        self._run = run
+        self._live = live
+
+    def issue_gather(self, *dtypes: torch.dtype) -> GatherStep:
+        """Start the all-gather. dtypes: one for all parameters, or one for each."""
+        wanted = dtypes if len(dtypes) > 1 else dtypes * len(self._live.fsdp.params)
+        gather = Gather(self._live, wanted)
+        self._run.track(gather)
+        return GatherStep(self._run, self._live, gather)
+
+    def issue_reduce(
+        self, grads: list[Tensor], indices: tuple[int, ...], tangents: tuple[int, ...] = ()
+    ) -> Reduction:
+        """Start the reduce-scatter of the gradients of parameters `indices`.
+
+        tangents: for each gradient, the bit mask of the tangents it depends on; a gradient of
+        which all tangents are missing does not exist in eager (None), so it is left out.
+        """
+        live, defined = self._live, self._run.defined
+        wanted: dict[int, Tensor] = {}
+        if torch._C._will_engine_execute_node(live.accumulate_node):  # type: ignore[attr-defined]
+            masks = tangents or (ALL_DEFINED,) * len(indices)
+            rows = zip(indices, grads, masks, strict=True)
+            wanted = {i: g for i, g, mask in rows if mask & defined}
+            if live.fsdp.reduces:
+                wanted = merge_unreduced(live, wanted)
+            else:
+                keep_unreduced(live, wanted)
+                wanted = {}
+        reduction = Reduction(live, wanted)
+        self._run.track(reduction)
+        return reduction
+
+
+class GatherStep:
+    """A gather within a run."""
+
+    __slots__ = ("_gather", "_live", "_run")
+
+    def __init__(self, run: Run, live: LiveGroup, gather: Gather) -> None:
+        self._run = run
+        self._live = live
+        self._gather = gather
+
+    def wait(self) -> list[Tensor]:
+        """The group's parameters, gathered."""
+        return self._gather.wait()
+
+    def release(self) -> None:
+        """Last use is over, and nothing later in this step needs the group.
+
+        After backward, `set_reshard_after_backward(False)` keeps it for the next micro-step.
+        """
+        is_backward = self._run.direction is Direction.BACKWARD
+        self._gather.release(keep=is_backward and not self._live.fsdp.reshard_after_backward)
+
+    def release_for_backward(self) -> None:
+        """Last use in forward is over; backward needs the group again.
+
+        FSDP2's `reshard_after_forward`, read now, says whether it stays gathered.
+        """
+        self._gather.release(keep=not self._live.fsdp.reshard_after_forward)
+
+
+def guarded(
+    body: Callable[[list[Any]], Any], direction: Direction, tangents: TangentMask | None = None
+) -> Callable[[list[Any]], Any]:
+    """A boxed callable that runs `body` with a fresh `Run` as its first argument.
+
+    After an exception nothing is in flight and nothing stays gathered.
+    """
+
+    def call(args: list[Any]) -> Any:
+        run = Run(direction, tangents.take() if tangents is not None else ALL_DEFINED)
+        args.insert(0, run)
+        try:
+            return body(args)
+        except BaseException:
+            run.abort()
+            raise
+
+    return call

@@ -1,0 +1,178 @@
+"""The rules of the graph side, checked after every pass.
+
+Each rule has a code, a sentence and a function that yields what breaks it. A broken rule names
+the rule, the group, the parameter and shows the ten nodes around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphshard.errors import VerifyError
+from graphshard.ir import (
+    Program,
+    aliases,
+    is_unshard,
+    output_node,
+    positions,
+    reduce_marks,
+    step_of,
+    steps,
+    unshard_marks,
+    window,
+)
+from graphshard.plan import StepKind
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """One place where a rule does not hold."""
+
+    graph: fx.Graph
+    node: fx.Node
+    group: int | None
+    index: int | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    code: str
+    sentence: str
+    check: Callable[[Program], Iterator[Broken]]
+
+
+def verify(program: Program, after: str) -> None:
+    """Check every rule. Raises VerifyError for the first that does not hold after pass `after`."""
+    for module in program.graphs:
+        module.graph.lint()
+    for rule in RULES:
+        for broken in rule.check(program):
+            raise VerifyError(rule.code, _message(program, rule, broken, after))
+
+
+def _message(program: Program, rule: Rule, broken: Broken, after: str) -> str:
+    lines = [f"after pass {after!r}: {rule.sentence}; {broken.detail}"]
+    if broken.group is not None and 0 <= broken.group < len(program.groups):
+        group = program.groups[broken.group]
+        lines.append(f"group {group.id}: {group.fqn}")
+        if broken.index is not None and broken.index < len(group.params):
+            lines.append(f"parameter: {group.params[broken.index].fqn}")
+    return "\n".join([*lines, window(broken.graph, broken.node)])
+
+
+def _marks_name_their_group(program: Program) -> Iterator[Broken]:
+    for module in program.graphs:
+        for mark in (*unshard_marks(module.graph), *reduce_marks(module.graph)):
+            known = 0 <= mark.group < len(program.groups)
+            if not known or mark.index >= len(program.groups[mark.group].params):
+                yield Broken(module.graph, mark.node, mark.group, mark.index, "unknown identity")
+
+
+def _gradients_reach_the_output(program: Program) -> Iterator[Broken]:
+    for module in program.graphs:
+        for mark in reduce_marks(module.graph):
+            if not mark.node.users:
+                yield Broken(module.graph, mark.node, mark.group, mark.index, "its token is unused")
+
+
+def _nothing_gathered_is_saved(program: Program) -> Iterator[Broken]:
+    if program.forward is None or program.backward is None:
+        return
+    graph = program.forward.graph
+    saved = output_node(graph).args[0][program.num_outputs :]  # type: ignore[index]
+    for root, group, index in _gathered_roots(graph):
+        for node in aliases([root]):
+            if node in saved:  # type: ignore[operator]
+                yield Broken(graph, node, group, index, f"{node.name} is saved for backward")
+
+
+def _gathered_roots(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
+    for mark in unshard_marks(graph):
+        yield mark.node, mark.group, mark.index
+    for wait, step in steps(graph, StepKind.GATHER_WAIT):
+        for item in wait.users:
+            yield item, step.group, int(item.args[1])  # type: ignore[arg-type]
+
+
+def _one_step_of_each_kind(program: Program) -> Iterator[Broken]:
+    pairs = {
+        StepKind.GATHER_ISSUE: StepKind.GATHER_WAIT,
+        StepKind.REDUCE_ISSUE: StepKind.REDUCE_WAIT,
+    }
+    for module in program.directions:
+        seen: set[tuple[StepKind, int]] = set()
+        for node in module.graph.nodes:
+            step = step_of(node)
+            if step is None or step.part != "head":
+                continue
+            if (step.kind, step.group) in seen:
+                yield Broken(module.graph, node, step.group, None, f"second {step.kind}")
+            seen.add((step.kind, step.group))
+            wanted = pairs.get(step.kind)
+            waits = [u for u in node.users if (s := step_of(u)) and s.kind is wanted]
+            if wanted is not None and len(waits) != 1:
+                yield Broken(module.graph, node, step.group, None, f"{len(waits)} waits")
+
+
+def _uses_lie_before_the_release(program: Program) -> Iterator[Broken]:
+    for module in program.directions:
+        order = positions(module.graph)
+        for release, step in steps(module.graph, StepKind.RELEASE):
+            issue = release.args[0]
+            wait = next(u for u in issue.users if u is not release)  # type: ignore[union-attr]
+            if order[wait] > order[release]:
+                yield Broken(module.graph, release, step.group, None, "released before its wait")
+            for item in wait.users:
+                for node in aliases([item]):
+                    late = [u for u in (node, *node.users) if order[u] > order[release]]
+                    if late:
+                        detail = f"{late[0].name} reads it after the release"
+                        yield Broken(module.graph, late[0], step.group, int(item.args[1]), detail)  # type: ignore[arg-type]
+
+
+def _every_gather_is_released(program: Program) -> Iterator[Broken]:
+    for module in program.directions:
+        released = {release.args[0] for release, _ in steps(module.graph, StepKind.RELEASE)}
+        if not released:
+            continue  # releases are not placed yet
+        for wait, step in steps(module.graph, StepKind.GATHER_WAIT):
+            escapes = any(u.op == "output" for n in aliases(wait.users) for u in n.users)
+            if wait.args[0] not in released and not escapes:
+                yield Broken(module.graph, wait, step.group, None, "it is never released")
+
+
+def _trainable_groups_reduce_once(program: Program) -> Iterator[Broken]:
+    for module in program.directions:
+        for issue, step in steps(module.graph, StepKind.REDUCE_ISSUE):
+            indices = issue.args[2]
+            if list(indices) != sorted(set(indices)):  # type: ignore[arg-type]
+                detail = f"packed as {indices}, not in registration order"
+                yield Broken(module.graph, issue, step.group, None, detail)
+
+
+def _one_mark_per_parameter(program: Program) -> Iterator[Broken]:
+    if program.joint is not None and program.forward is None:
+        return  # the captured form: passes/drop_duplicates.py and sum_gradients.py come first
+    for module in program.directions:
+        seen: set[tuple[bool, int, int]] = set()
+        for mark in (*unshard_marks(module.graph), *reduce_marks(module.graph)):
+            key = (is_unshard(mark.node), mark.group, mark.index)
+            if key in seen and program.backward is not None:
+                yield Broken(module.graph, mark.node, mark.group, mark.index, "a second mark")
+            seen.add(key)
+
+
+RULES = (
+    Rule("GS301", "every mark names a known group and parameter", _marks_name_their_group),
+    Rule("GS302", "every gradient's token is used", _gradients_reach_the_output),
+    Rule("GS303", "no gathered parameter is saved for backward", _nothing_gathered_is_saved),
+    Rule("GS304", "a parameter has one mark per direction", _one_mark_per_parameter),
+    Rule("GS305", "a group has one issue, one wait, one release", _one_step_of_each_kind),
+    Rule("GS306", "gathered memory is read between wait and release", _uses_lie_before_the_release),
+    Rule("GS307", "every gather is released", _every_gather_is_released),
+    Rule("GS308", "gradients are packed in registration order", _trainable_groups_reduce_once),
+)

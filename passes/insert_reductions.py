@@ -1,0 +1,88 @@
+"""`reduce_grad` marks become one reduce-scatter per group."""
+
+from torch import fx
+
+from graphshard.ir import (
+    CommStep,
+    Mark,
+    Program,
+    anchor_of,
+    identifier,
+    output_node,
+    positions,
+    reduce_marks,
+    set_step,
+)
+from graphshard.passes.insert_gathers import open_group
+from graphshard.plan import GroupInfo, StepKind
+
+
+def insert_reductions(program: Program) -> Program:
+    """Issue a group's reduce-scatter when its last gradient is ready; wait at the end.
+
+    Before: `reduce_grad` marks whose tokens are the gradients of the anchors. After: no mark and
+    no token is left, the anchors' gradients are None; gradients are packed in registration
+    order. No-op under no_grad.
+    """
+    if program.backward is None:
+        return program
+    graph = program.backward.graph
+    marks: dict[int, list[Mark]] = {}
+    for mark in reduce_marks(graph):
+        marks.setdefault(mark.group, []).append(mark)
+    order = positions(graph)
+    masks = _tangent_masks(graph, [m for found in marks.values() for m in found])
+    for group, found in marks.items():
+        last = max(found, key=lambda m: order[m.node]).node
+        with graph.inserting_before(last):
+            issue = _insert(graph, program.groups[group], found, masks)
+        with graph.inserting_before(output_node(graph)):
+            wait = graph.call_method("wait", (issue,))
+        wait._rename(issue.name.replace("reduce_", "reduced_", 1))
+        set_step(wait, CommStep(StepKind.REDUCE_WAIT, group))
+    _drop_tokens(graph)
+    program.backward.recompile()
+    return program
+
+
+def _insert(
+    graph: fx.Graph, info: GroupInfo, marks: list[Mark], masks: dict[fx.Node, int]
+) -> fx.Node:
+    marks = sorted(marks, key=lambda m: m.index)
+    group = open_group(graph, anchor_of(marks[0]), info)
+    set_step(group, CommStep(StepKind.REDUCE_ISSUE, info.id, "open"))
+    group._rename(f"group_{identifier(info.fqn)}")
+    args = [group, [m.node.args[0] for m in marks], tuple(m.index for m in marks)]
+    if masks:
+        args.append(tuple(masks[m.node] for m in marks))
+    issue = graph.call_method("issue_reduce", tuple(args))
+    issue._rename(f"reduce_{identifier(info.fqn)}")
+    return set_step(issue, CommStep(StepKind.REDUCE_ISSUE, info.id))
+
+
+def _tangent_masks(graph: fx.Graph, marks: list[Mark]) -> dict[fx.Node, int]:
+    """For each mark the bit set of the tangents it depends on; empty with one tangent only."""
+    tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
+    if len(tangents) < 2:
+        return {}
+    reach = {tangent: 1 << bit for bit, tangent in enumerate(tangents)}
+    for node in graph.nodes:
+        if node not in reach:
+            reach[node] = 0
+            for source in node.all_input_nodes:
+                reach[node] |= reach[source]
+    # A gradient that no tangent reaches is a constant: it exists whatever is missing.
+    return {mark.node: reach[mark.node] or -1 for mark in marks}
+
+
+def _drop_tokens(graph: fx.Graph) -> None:
+    """Erase the marks and the sums of their tokens; outputs that were tokens become None."""
+    out = output_node(graph)
+    tokens = {mark.node: None for mark in reduce_marks(graph)}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and inputs and all(i in tokens for i in inputs):
+            tokens[node] = None
+    out.args = fx.node.map_arg(out.args, lambda n: None if n in tokens else n)
+    for node in reversed(list(tokens)):
+        graph.erase_node(node)

@@ -1,0 +1,36 @@
+"""Each gathered group is released after its last use."""
+
+from graphshard.ir import CommStep, Program, aliases, positions, set_step, steps
+from graphshard.plan import StepKind
+
+
+def insert_releases(program: Program) -> Program:
+    """Put `release` right after the last node that reads a gathered parameter or a view of it.
+
+    Before: gathers without releases. After: one release per gather, except for a group of which
+    a parameter or a view is an output of the graph (a graph break inside the module): that
+    memory belongs to whoever receives the output. In forward, a group that backward gathers
+    again gets `release_for_backward`, which may keep it.
+    """
+    again = _gathered_in_backward(program)
+    for module in program.directions:
+        is_forward = module is program.forward
+        order = positions(module.graph)
+        for wait, step in list(steps(module.graph, StepKind.GATHER_WAIT)):
+            users = {u for node in aliases(wait.users) for u in (node, *node.users)}
+            last = max(users, key=order.__getitem__)
+            if last.op == "output":
+                continue
+            with module.graph.inserting_after(last):
+                method = "release_for_backward" if is_forward and step.group in again else "release"
+                release = module.graph.call_method(method, (wait.args[0],))
+            release._rename(wait.name.replace("params_", "release_", 1))
+            set_step(release, CommStep(StepKind.RELEASE, step.group))
+        module.recompile()
+    return program
+
+
+def _gathered_in_backward(program: Program) -> set[int]:
+    if program.backward is None:
+        return set()
+    return {step.group for _, step in steps(program.backward.graph, StepKind.GATHER_WAIT)}

@@ -1,0 +1,21 @@
+"""Shards are saved for backward, gathered parameters never."""
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphshard.ir import Program, derived, unshard_marks
+
+
+def tag_recompute(program: Program) -> Program:
+    """Make backward gather again instead of saving gathered parameters.
+
+    Before: the joint graph. After: every `unshard` mark and everything that is only a view or a
+    cast of it carries torch's MUST_RECOMPUTE tag, so that the partition repeats it in backward.
+    Whether backward then really gathers (`reshard_after_forward`) is the runtime's decision.
+    No-op under no_grad.
+    """
+    if program.joint is None:
+        return program
+    for node in derived(mark.node for mark in unshard_marks(program.joint.graph)):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta.setdefault("ac_graph_id", 0)
+    return program

@@ -1,0 +1,21 @@
+"""What every test shares: the import path of the helpers and the pool of worker processes."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+for folder in (HERE, HERE / "dist"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+from pool import Pool  # noqa: E402 (needs the path above)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The session's worker processes: `pool.run(2, fn, *args)` runs `fn(ctx, *args)` on 2 ranks."""
+    with Pool() as workers:
+        yield workers

@@ -1,0 +1,184 @@
+"""Bitwise comparison of two training runs, and a count of the collectives really issued.
+
+In a case that runs on every rank:
+
+    oracle, model = twin(case, ctx)
+    expected = train(oracle, case, ctx, 10)
+    compiled = torch.compile(model, backend="graphshard")
+    assert_equal(expected, train(model, case, ctx, 10, run=partial(case.loss, compiled)))
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from models import Batch, Case
+from pool import Ctx
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+adamw: Optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a training run left on this rank: local tensors by FQN, copied when they were taken."""
+
+    losses: list[Tensor] = field(default_factory=list)  # one per micro-step
+    grads: list[dict[str, Tensor | None]] = field(
+        default_factory=list
+    )  # one per step, before the optimizer
+    params: dict[str, Tensor] = field(default_factory=dict)  # after the last step
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def build(case: Case, ctx: Ctx, *, seed: int = 0, **kwargs: Any) -> nn.Module:
+    """The case's model, sharded (`kwargs` to `fully_shard`); equal seeds give equal weights."""
+    torch.manual_seed(seed)
+    return case.shard(case.build().to(ctx.device), ctx.mesh, **kwargs)
+
+
+def twin(case: Case, ctx: Ctx, *, seed: int = 0, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
+    """Two sharded models with equal weights that share nothing."""
+    return build(case, ctx, seed=seed, **kwargs), build(case, ctx, seed=seed, **kwargs)
+
+
+def reseed(ctx: Ctx, step: int, seed: int = 0) -> None:
+    """Dropout masks depend on seed, step and rank only, not on what ran before."""
+    torch.manual_seed(1_000_003 * (seed + 1) + 1_000 * step + ctx.rank)
+
+
+def train(
+    model: nn.Module,
+    case: Case,
+    ctx: Ctx,
+    steps: int,
+    run: Callable[[Batch], Tensor] | None = None,
+    optimizer: Optimizer = adamw,
+    *,
+    micro_steps: int = 1,
+    first_step: int = 0,
+    seed: int = 0,
+) -> Trace:
+    """Train `model` and record what comparison needs.
+
+    `run(batch)` is the forward up to the loss, `case.loss(model, batch)` by default. With several
+    micro-steps, gradients are synchronised on the last of each step. Resume with `first_step` so
+    that batches and dropout masks go on.
+    """
+    run = run or partial(case.loss, model)
+    optim = optimizer(model.parameters())
+    trace = Trace()
+    for step in range(first_step, first_step + steps):
+        for micro in range(micro_steps):
+            if micro_steps > 1:
+                model.set_requires_gradient_sync(micro == micro_steps - 1)
+            index = step * micro_steps + micro
+            reseed(ctx, index, seed)
+            loss = run(case.batch(index, ctx.rank, ctx.device))
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+            case.check(model)
+        trace.grads.append({name: local(p.grad) for name, p in model.named_parameters()})
+        optim.step()
+        optim.zero_grad()
+    trace.params.update((name, local(p)) for name, p in model.named_parameters())
+    trace.buffers.update((name, local(b)) for name, b in model.named_buffers())
+    return trace
+
+
+def local(tensor: Tensor | None) -> Tensor | None:
+    """A copy of this rank's part."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def assert_equal(expected: Trace, actual: Trace) -> None:
+    """Bitwise; AssertionError names the first difference, in the order of training."""
+    first, second = dict(_items(expected)), dict(_items(actual))
+    assert first, "the expected trace is empty"
+    only = [key for key in first.keys() ^ second.keys()]
+    assert not only, f"recorded in one of the two runs only: {sorted(only)[:8]}"
+    for key, value in first.items():
+        problem = difference(value, second[key])
+        assert problem is None, f"{key}: {problem}"
+
+
+def _items(trace: Trace) -> Iterator[tuple[str, Tensor | None]]:
+    per_step = len(trace.losses) // max(1, len(trace.grads))
+    for step, grads in enumerate(trace.grads):
+        for micro in range(per_step):
+            name = f"micro-step {micro}, loss" if per_step > 1 else "loss"
+            yield f"step {step}, {name}", trace.losses[step * per_step + micro]
+        yield from ((f"step {step}, gradient of {name}", grad) for name, grad in grads.items())
+    yield from ((f"final parameter {name}", value) for name, value in trace.params.items())
+    yield from ((f"final buffer {name}", value) for name, value in trace.buffers.items())
+
+
+def difference(expected: Tensor | None, actual: Tensor | None) -> str | None:
+    """What differs, or None if they are `torch.equal` (shape, dtype and device included)."""
+    if expected is None or actual is None:
+        names = ["None" if t is None else "a tensor" for t in (expected, actual)]
+        return None if expected is actual else f"expected {names[0]}, got {names[1]}"
+    for what in ("dtype", "shape", "device"):
+        want, got = getattr(expected, what), getattr(actual, what)
+        if want != got:
+            return f"{what} expected {want}, got {got}"
+    if torch.equal(expected, actual):
+        return None
+    gap = (expected.double() - actual.double()).abs()
+    where = tuple(int(i) for i in (expected != actual).nonzero()[0])
+    count = int((expected != actual).sum())
+    return (
+        f"max abs diff {gap.max().item():.3e}, {count} of {gap.numel()} elements differ, "
+        f"first at {where}: "
+        f"expected {expected[where].item()!r}, got {actual[where].item()!r}"
+    )
+
+
+@dataclass
+class Collectives:
+    """Filled when `count_collectives` ends. A coalesced collective counts once."""
+
+    all_gather: int = 0
+    reduce_scatter: int = 0
+    all_reduce: int = 0
+    order: list[str] = field(default_factory=list)  # kinds, as they were issued
+
+
+_KINDS = {
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "c10d::allgather_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "c10d::reduce_scatter_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::allreduce_coalesced_": "all_reduce",
+}
+
+
+@contextmanager
+def count_collectives() -> Iterator[Collectives]:
+    """Count the collectives issued inside, by any API, synchronous or not.
+
+    Every Python and C++ way to a collective passes the dispatcher's c10d ops, and the profiler sees
+    those without a dispatch mode (under which Dynamo would not compile) and without a patch (which
+    would change what Dynamo traces). It follows this thread and the autograd engine's.
+    """
+    counts = Collectives()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as events:
+        yield counts
+    ops = sorted((e for e in events.events() if e.name in _KINDS), key=lambda e: e.time_range.start)
+    counts.order = [_KINDS[event.name] for event in ops]
+    for kind, number in Counter(counts.order).items():
+        setattr(counts, kind, number)
