@@ -40,7 +40,7 @@ def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
 
 def siblings(state: FSDPState) -> list[FSDPState]:
     """All states of the same root; `lazy_init` must have run."""
-    return list(state._state_ctx.all_states)
+    return list(dict.fromkeys(state._state_ctx.all_states))  # 2.11 lists grouped ones twice
 
 
 def is_root(state: FSDPState) -> bool:

@@ -56,6 +56,8 @@ class Gather:
             with record_function(f"graphshard::all_gather_wait {self._live.fqn}"):
                 self.drain()
                 self._tensors = _copy_out(self._live, self._bucket, self._dtypes)
+            # The backend's thread may hold the tensor a little longer: free its memory now.
+            self._bucket.untyped_storage().resize_(0)
             self._bucket = None
         return self._tensors
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, zip_longest
 
 from graphshard.plan import Direction, GroupInfo, Plan, Schedule, Step, StepKind, numel
 from graphshard.view.timeline import Timeline, timeline
 
 WIDTH = 92
-NUMBER_COLUMNS = ("params", "numbers", "gathered", "shapes", "gathers", "reshard")
-NAME_WIDTH = WIDTH - 12 * len(NUMBER_COLUMNS)
+# Title and width of each column of numbers; the name has what is left.
+GROUP_COLUMNS = {
+    "params": 8,
+    "numel": 15,
+    "shapes": 8,
+    "gathered": 11,
+    "gathers": 9,
+    "reshard": 9,
+}
+DIRECTION_WIDTH = 12
+NUMBER = re.compile(r"\d+")
 
 STEP_WORDS = {
     StepKind.COMPUTE: "compute",
@@ -45,8 +54,8 @@ def group_name(group: GroupInfo) -> str:
     return group.fqn or "(root)"
 
 
-def group_numbers(group: GroupInfo) -> int:
-    """How many numbers the group's parameters hold, unsharded."""
+def group_numel(group: GroupInfo) -> int:
+    """How many elements the parameters of the group have together, unsharded."""
     return sum(numel(p.shape) for p in group.params)
 
 
@@ -67,6 +76,8 @@ def step_text(step: Step, names: dict[int, str]) -> str:
 
 def ranks_text(plan: Plan) -> str:
     sizes = sorted({g.world_size for g in plan.groups})
+    if not sizes:
+        return "no groups"
     return " and ".join(map(str, sizes)) + (" rank" if sizes == [1] else " ranks")
 
 
@@ -81,11 +92,12 @@ def summary_lines(plan: Plan) -> str:
 
 
 def _directions(plan: Plan) -> Iterator[str]:
-    yield _cells("", (*(s.direction.value for s in plan.schedules), "step"))
+    widths = [DIRECTION_WIDTH] * (len(plan.schedules) + 1)
+    yield _cells("", (*(s.direction.value for s in plan.schedules), "step"), widths)
     columns = [_direction_numbers(s) for s in plan.schedules]
     for index, name in enumerate(("all-gathers", "kept, no all-gather", "reduce-scatters", "ops")):
         numbers = [column[index] for column in columns]
-        yield _cells(name, (f"{n:,}" for n in (*numbers, sum(numbers))))
+        yield _cells(name, (f"{n:,}" for n in (*numbers, sum(numbers))), widths)
 
 
 def _direction_numbers(schedule: Schedule) -> tuple[int, int, int, int]:
@@ -113,14 +125,22 @@ class _GroupRow:
 
 
 def _group_table(plan: Plan) -> Iterator[str]:
-    yield _cells("group", NUMBER_COLUMNS)
+    widths = list(GROUP_COLUMNS.values())
+    yield _cells("group", GROUP_COLUMNS, widths)
     for _, same in groupby(_group_rows(plan), key=lambda r: (r.pattern, r.cells)):
         rows = list(same)
-        first = rows[0]
         if len(rows) > 2:
-            yield _cells(f"{first.pattern}  x {len(rows)}", first.cells)
-        else:
-            yield from (_cells(r.name, r.cells) for r in rows)
+            rows = [replace(rows[0], name=f"{_span_name(rows)} ({len(rows)})")]
+        yield from (_cells(row.name, row.cells, widths) for row in rows)
+
+
+def _span_name(rows: Sequence[_GroupRow]) -> str:
+    """ "layers.0" to "layers.7", which have one pattern, are "layers.0-7"."""
+    numbers = zip(*(NUMBER.findall(row.name) for row in (rows[0], rows[-1])), strict=True)
+    spans = [first if first == last else f"{first}-{last}" for first, last in numbers]
+    return "".join(
+        chain.from_iterable(zip_longest(rows[0].pattern.split("*"), spans, fillvalue=""))
+    )
 
 
 def _group_rows(plan: Plan) -> Iterator[_GroupRow]:
@@ -132,18 +152,20 @@ def _group_rows(plan: Plan) -> Iterator[_GroupRow]:
     for group in plan.groups:
         cells = (
             f"{len(group.params):,}",
-            f"{group_numbers(group):,}",
-            bytes_text(group.gathered_bytes),
+            f"{group_numel(group):,}",
             f"{group_shapes(group):,}",
+            bytes_text(group.gathered_bytes),
             " + ".join(map(str, gathers[group.id][: len(plan.schedules)])),
             "yes" if group.reshard_after_forward else "no",
         )
         name = group_name(group)
-        yield _GroupRow(name, re.sub(r"\d+", "*", name), cells)
+        yield _GroupRow(name, NUMBER.sub("*", name.replace("*", "?")), cells)
 
 
-def _cells(name: str, cells: Iterable[str]) -> str:
-    if len(name) >= NAME_WIDTH:
+def _cells(name: str, cells: Iterable[str], widths: Sequence[int]) -> str:
+    room = WIDTH - sum(GROUP_COLUMNS.values())
+    if len(name) > room:
         # The end of an FQN tells more than its beginning.
-        name = "..." + name[len(name) - NAME_WIDTH + 4 :]
-    return name.ljust(NAME_WIDTH) + "".join(cell.rjust(12) for cell in cells)
+        name = "..." + name[len(name) - room + 3 :].lstrip(".")
+    pairs = zip(cells, widths, strict=True)
+    return name.ljust(room) + "".join(cell.rjust(width) for cell, width in pairs)

@@ -122,11 +122,11 @@ class _Workers:
         self._stacks = tempfile.TemporaryDirectory(prefix="graphshard-tests-")
         self._conns: list[Connection] = []
         self._procs: list[Any] = []
-        spawn = mp.get_context("spawn")
+        context = _context()
         for rank in range(world_size):
-            ours, theirs = spawn.Pipe()
+            ours, theirs = context.Pipe()
             args = (theirs, rank, world_size, self._store.port, self._stack_file(rank))
-            proc = spawn.Process(
+            proc = context.Process(
                 target=_worker_main, args=args, name=f"graphshard-rank{rank}", daemon=True
             )
             proc.start()
@@ -230,6 +230,15 @@ class _Workers:
             r: Path(self._stack_file(r)).read_text() if r in ranks_with_handler else ""
             for r in ranks
         }
+
+
+def _context() -> Any:
+    """Workers are forked from a server that has only imported torch, so fresh ones cost little."""
+    if device_type() == "cuda":
+        return mp.get_context("spawn")  # an import may touch CUDA, which does not survive a fork
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch._dynamo"])
+    return context
 
 
 # -- in the worker process -------------------------------------------------------------------------

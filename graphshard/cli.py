@@ -1,0 +1,117 @@
+"""The command line: `graphshard view PLAN` and `graphshard show PLAN`. Never imports torch.
+
+Results go to stdout, errors to stderr as one line. Exit status: 0 ok, 2 wrong usage or a file
+that cannot be read or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from graphshard.plan import Plan
+
+EXIT_OK = 0
+EXIT_USAGE = 2
+
+
+class _BadFile(Exception):
+    """A file given by the user cannot be used; the text says which and why."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit status (argparse itself exits for --help and usage)."""
+    args = _parser().parse_args(argv)
+    try:
+        plan = _read_plan(args.plan)
+        print_result = _view if args.verb == "view" else _show
+        print_result(plan, args)
+    except _BadFile as error:
+        # A message of several lines would not be one line of a log.
+        print(f"graphshard: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="graphshard", description="Look at the plans of models compiled with graphshard."
+    )
+    parser.add_argument("--version", action="version", version=f"graphshard {_version()}")
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
+    view = verbs.add_parser("view", help="draw a plan as one HTML file and print its path")
+    view.add_argument(
+        "-o", "--output", metavar="OUT", type=Path, help="default: PLAN with the suffix .html"
+    )
+    show = verbs.add_parser("show", help="print a plan's summary")
+    for verb in (view, show):
+        verb.add_argument("plan", metavar="PLAN", type=Path, help="written by Plan.to_json()")
+        verb.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("graphshard")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _BadFile(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise _BadFile(f"{path} is not a plan: {error}") from error
+
+
+def _view(plan: Plan, args: argparse.Namespace) -> None:
+    # Jinja2 takes longer to import than everything else here together: only for this verb.
+    from graphshard.view.html import render
+
+    out: Path = args.output or _default_output(args.plan)
+    if out.exists() and out.samefile(args.plan):
+        raise _BadFile(f"cannot write {out}: it is the plan itself")
+    try:
+        out.write_text(render(plan), encoding="utf-8")
+    except OSError as error:
+        raise _BadFile(f"cannot write {out}: {error.strerror or error}") from error
+    print(json.dumps({"path": str(out)}) if args.json else out)
+
+
+def _default_output(plan: Path) -> Path:
+    """Next to the plan: `llama.plan.json` and `llama.json` give `llama.html`."""
+    name = plan.name.removesuffix(".json").removesuffix(".plan")
+    return plan.with_name(f"{name or plan.name}.html")
+
+
+def _show(plan: Plan, args: argparse.Namespace) -> None:
+    from graphshard.view.text import summary_lines
+
+    if args.json:
+        print(json.dumps(plan.summary(), indent=1))
+    else:
+        _print_text(summary_lines(plan))
+
+
+def _print_text(text: str) -> None:
+    """With coloured numbers on a terminal if rich is there; always the same characters."""
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            # FQNs may hold brackets and names may hold emoji codes: neither is markup.
+            Console(soft_wrap=True).print(text, markup=False, emoji=False, end="")
+            return
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,207 @@
+"""Gathered parameters: how much is alive, what backward gets, and use outside the life time."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import graphshard
+import pytest
+import torch
+from graphshard.runtime import gather, reduce
+from models import CASES
+from parity import assert_equal, build, reseed, train, twin
+from pool import Ctx, Pool
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+pytestmark = pytest.mark.dist
+
+STRICT: dict[str, Any] = {"fullgraph": True, "options": {"fallback": "error"}}
+
+
+class Storages:
+    """Memory that holds gathered parameters, counted by weak references on its storages."""
+
+    def __init__(self) -> None:
+        self.refs: dict[int, StorageWeakRef] = {}
+        self.peak_bytes = 0
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.refs[storage._cdata] = StorageWeakRef(storage)
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes())
+
+    def alive_bytes(self) -> int:
+        self.refs = {k: ref for k, ref in self.refs.items() if not ref.expired()}
+        storages = (torch.UntypedStorage._new_with_weak_ptr(r.cdata) for r in self.refs.values())
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+@contextmanager
+def patched(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextmanager
+def watch_gathered() -> Iterator[Storages]:
+    seen = Storages()
+
+    def watching(original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            result = original(*args)
+            for tensor in result:
+                seen.add(tensor)
+            return result
+
+        return call
+
+    with (
+        patched(gather, "_bucket", watching),
+        patched(gather, "_copy_out", watching),
+        patched(gather, "_copy_single_rank", watching),
+    ):
+        yield seen
+
+
+def gathered_peaks(ctx: Ctx, name: str, reshard: bool | None) -> dict[str, int]:
+    case = CASES[name]
+    model = build(case, ctx, **({} if reshard is None else {"reshard_after_forward": reshard}))
+    model.compile(backend="graphshard", **STRICT)
+    train(model, case, ctx, 1)
+    plan = graphshard.plans(model)[0]
+    with watch_gathered() as seen:
+        reseed(ctx, 1)
+        loss = case.loss(model, case.batch(1, ctx.rank, ctx.device))
+        after_forward = seen.alive_bytes()
+        loss.backward()
+    sizes = [g.gathered_bytes for g in plan.groups if g.fqn != "(root)"]
+    root = sum(g.gathered_bytes for g in plan.groups if g.fqn == "(root)")
+    return {
+        "peak": seen.peak_bytes,
+        "planned": plan.gathered_peak_bytes(),
+        "after_forward": after_forward,
+        "after_backward": seen.alive_bytes(),
+        "root": root,
+        "all": root + sum(sizes),
+        "neighbours": sum(sorted(sizes)[-2:]),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_tied_ac", "encdec"])
+def test_two_neighbours_and_the_root_at_most(pool: Pool, name: str) -> None:
+    for seen in pool.run(2, gathered_peaks, name, None):
+        long_lived = seen["root"] + (seen["neighbours"] if name != "llama" else 0)
+        assert 0 < seen["peak"] <= seen["neighbours"] + long_lived
+        assert seen["peak"] <= seen["planned"]
+        assert seen["after_backward"] == 0
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_only_groups_that_are_not_resharded_cross_to_backward(
+    pool: Pool, reshard: bool | None
+) -> None:
+    for seen in pool.run(2, gathered_peaks, "llama", reshard):
+        crossing = {None: seen["root"], True: 0, False: seen["all"]}[reshard]
+        assert seen["after_forward"] == crossing
+        assert seen["after_backward"] == 0
+
+
+class PoisonedWork:
+    """A collective whose output is NaN until somebody waits for it."""
+
+    def __init__(self, work: Any, hidden: Tensor, output: Tensor) -> None:
+        self.work, self.hidden, self.output = work, hidden, output
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.output.copy_(self.hidden)
+
+
+def poison(output_at: int) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        def call(*args: Any) -> PoisonedWork:
+            output = args[output_at]
+            hidden = torch.empty_like(output)
+            swapped = list(args)
+            swapped[output_at] = hidden
+            if output_at == 0 and original.__name__ == "all_gather":
+                swapped[1] = args[1].clone()  # the input is a view of the output
+            work = original(*swapped)
+            output.fill_(float("nan"))
+            return PoisonedWork(work, hidden, output)
+
+        return call
+
+    return make
+
+
+def poison_released(original: Any) -> Any:
+    def call(tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.untyped_storage().copy_(
+                torch.full((tensor.untyped_storage().nbytes(),), 0xFF, dtype=torch.uint8)
+                .untyped_storage()
+            )
+        original(tensors)
+
+    return call
+
+
+def poisoned(ctx: Ctx, name: str) -> None:
+    case = CASES[name]
+    oracle, model = twin(case, ctx)
+    expected = train(oracle, case, ctx, 10)
+    model.compile(backend="graphshard", **STRICT)
+    released = []
+
+    def counting(original: Any) -> Any:
+        def call(tensors: list[Tensor]) -> None:
+            released.append(len(tensors))
+            poison_released(original)(tensors)
+
+        return call
+
+    with (
+        patched(gather, "all_gather", poison(0)),
+        patched(reduce, "reduce_scatter", poison(0)),
+        patched(gather, "free", counting),
+    ):
+        actual = train(model, case, ctx, 10)
+    assert sum(released) > 0
+    assert all(torch.isfinite(loss) for loss in actual.losses)
+    assert_equal(expected, actual)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_tied_ac", "encdec"])
+def test_missing_wait_or_use_after_release_would_show(pool: Pool, name: str) -> None:
+    pool.run(2, poisoned, name)
+
+
+def early_use(ctx: Ctx) -> bool:
+    """The poison bites: without the wait, the loss is NaN."""
+    if ctx.world_size == 1:
+        return True
+    case = CASES["llama"]
+    model = build(case, ctx)
+    model.compile(backend="graphshard", **STRICT)
+
+    def no_wait(original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            work = poison(0)(original)(*args)
+            work.wait = work.work.wait
+            return work
+
+        return call
+
+    with patched(gather, "all_gather", no_wait):
+        loss = case.loss(model, case.batch(0, ctx.rank, ctx.device))
+    return bool(torch.isnan(loss))
+
+
+def test_the_poison_bites(pool: Pool) -> None:
+    assert all(pool.run(2, early_use))
