@@ -21,8 +21,8 @@ from graphshard.fsdp2 import modules_of
 from graphshard.ir import Program, output_node, set_anchor_group
 from graphshard.pipeline import run_captured, schedule
 from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan
+from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, find
-from graphshard.runtime.tangents import TangentMask
 
 
 class GraphCompiler:
@@ -33,7 +33,7 @@ class GraphCompiler:
         self.plan: Plan | None = None
         self._gm = gm
         self._program: Program | None = None
-        self._tangents: TangentMask | None = None
+        self._calls: Calls | None = None
         self.groups, self._anchors = _find_groups(gm)
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ class GraphCompiler:
         infos = tuple(_describe(i, live) for i, live in enumerate(self.groups))
         program = Program(self.name, infos, num_fwd_outputs, joint=joint)
         program = run_captured(program)
-        self._tangents = TangentMask(_tangent_positions(joint, num_fwd_outputs))
+        self._calls = Calls(_tangent_positions(joint, num_fwd_outputs), tuple(self._anchors))
         forward, backward = default_partition(
             joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
         )
@@ -87,7 +87,7 @@ class GraphCompiler:
 
     def _emit_backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         assert self._program is not None
-        return emit(self._program, Direction.BACKWARD, gm, self._tangents)
+        return emit(self._program, Direction.BACKWARD, gm, self._calls)
 
     # -- parts -----------------------------------------------------------------------------
 
@@ -125,13 +125,13 @@ class GraphCompiler:
                 set_anchor_group(node, self._anchors[described.idx])
 
     def _watching(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        tangents = self._tangents
-        if tangents is None or not tangents.needed:
+        calls = self._calls
+        if calls is None:
             return compiled
 
         def call(*args: Any) -> Any:
             outputs = compiled(*args)
-            tangents.watch(outputs)
+            calls.begin(args, outputs)
             return outputs
 
         return call

@@ -12,8 +12,9 @@ from torch.fx.graph import _BoxedCodeGen
 from graphshard.errors import CaptureError
 from graphshard.ir import Program
 from graphshard.plan import Direction
+from graphshard.runtime.calls import Calls
 from graphshard.runtime.run import guarded
-from graphshard.runtime.tangents import TangentMask
+
 
 
 def with_run_input(module: fx.GraphModule) -> fx.GraphModule:
@@ -27,9 +28,9 @@ def with_run_input(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def emit(
-    program: Program, direction: Direction, given: fx.GraphModule, tangents: TangentMask | None
+    program: Program, direction: Direction, given: fx.GraphModule, calls: Calls | None
 ) -> Callable[..., Any]:
-    """The boxed callable of one direction. `tangents` is read by backward only.
+    """The boxed callable of one direction. `calls` is for backward only.
 
     given: the graph for which AOTAutograd wants code now; its inputs have to be those of the
     program. Raises CaptureError otherwise.
@@ -41,7 +42,7 @@ def emit(
         raise CaptureError("GS202", f"AOTAutograd changed the {direction} inputs: {wanted} {have}")
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
-    call = guarded(module.forward, direction, tangents)
+    call = guarded(module.forward, direction, calls)
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 

@@ -134,10 +134,16 @@ class FsdpParam:
         return self.raw.sharded_param  # type: ignore[no-any-return]
 
     @property
-    def version(self) -> tuple[int, int]:
-        """Changes when the shard is written to (by an optimizer, say) or replaced."""
-        local = self.raw.sharded_param._local_tensor
-        return local.data_ptr(), 0 if local.is_inference() else local._version
+    def version(self) -> tuple[int, int, int]:
+        """Changes when the shard is written to (by an optimizer, say) or replaced.
+
+        An operation on the DTensor counts on the DTensor, one on its local tensor only there.
+        """
+        param = self.raw.sharded_param
+        local = param._local_tensor
+        if local.is_inference():
+            return local.data_ptr(), 0, 0
+        return local.data_ptr(), param._version, local._version
 
     def take_eager_grad(self) -> Tensor | None:
         """The unsharded gradient that eager micro-steps left without reducing; cleared here."""

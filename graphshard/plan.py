@@ -158,9 +158,16 @@ class Plan:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"not a graphshard plan of schema {SCHEMA_VERSION}: found {found!r}")
         try:
-            return _plan_from_dict(data)
+            plan = _plan_from_dict(data)
         except (KeyError, TypeError) as error:
             raise ValueError(f"broken plan file: {error!r}") from error
+        known = {None, *(g.id for g in plan.groups)}
+        for schedule in plan.schedules:
+            for index, step in enumerate(schedule.steps):
+                if step.group not in known:
+                    where = f"{schedule.direction} step {index}"
+                    raise ValueError(f"broken plan file: {where} names no group {step.group!r}")
+        return plan
 
 
 @dataclass(frozen=True, slots=True)

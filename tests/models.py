@@ -89,9 +89,8 @@ class Attention(nn.Module):
 
 
 def mlp(dim: int, dropout: float = 0.0) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), nn.Dropout(dropout)
-    )
+    up, down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+    return nn.Sequential(up, nn.GELU(), down, nn.Dropout(dropout))
 
 
 def rng(step: int, rank: int) -> torch.Generator:
@@ -386,6 +385,7 @@ def assert_starved(model: nn.Module) -> None:
 # -- all -------------------------------------------------------------------------------------------
 
 _BLOCKS = partial(shard_blocks, ("blocks",))
+_LAYERS = partial(shard_blocks, ("encoder", "decoder"))
 
 CASES: dict[str, Case] = {
     case.name: case
@@ -394,9 +394,7 @@ CASES: dict[str, Case] = {
         Case("gpt_tied", GPT, shard_gpt, text_batch, token_loss),
         Case("gpt_tied_ac", partial(GPT, checkpointed=True), shard_gpt, text_batch, token_loss),
         Case("convnet", ConvNet, partial(shard_blocks, ("stages",)), image_batch, token_loss),
-        Case(
-            "encdec", EncDec, partial(shard_blocks, ("encoder", "decoder")), pair_batch, token_loss
-        ),
+        Case("encdec", EncDec, _LAYERS, pair_batch, token_loss),
         Case("moe", MoEModel, _BLOCKS, narrow_batch, token_loss, assert_starved),
     )
 }

@@ -15,13 +15,14 @@ def one_ahead(outline: Outline) -> Schedule:
     A group is waited for right before its first use; right after that wait the next group's
     gather is issued, when the previous bucket is already copied out. So at most two neighbouring
     groups (and those with longer lives, such as the root) are gathered at any time. A group is
-    released right after its last use. Groups that are still gathered from forward cost nothing
-    to issue and hold nobody up.
+    released right after its last use. A first group that is still gathered from forward costs
+    nothing to issue, so the second is issued with it.
     """
-    uses = sorted(outline.uses, key=lambda u: (_is_kept(outline, u), u.first, u.group))
-    moved = [u for u in uses if not _is_kept(outline, u)]
-    following = {a.group: b for a, b in pairwise(moved)}
-    steps = [_issue(outline, u) for u in uses if u in moved[:1] or _is_kept(outline, u)]
+    uses = sorted(outline.uses, key=lambda u: (u.first, u.group))
+    following = {a.group: b for a, b in pairwise(uses)}
+    steps = [_issue(outline, use) for use in uses[:1]]
+    if uses[1:] and _is_kept(outline, uses[0]):
+        steps.append(_issue(outline, following.pop(uses[0].group)))
     start = 0
     busy = _busy_boundaries(outline)
     for boundary in range(outline.num_ops + 1):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class Held:
 
     tensors: list[Tensor]
     dtypes: tuple[torch.dtype, ...]
-    versions: tuple[tuple[int, int], ...]
+    versions: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(slots=True)
@@ -38,7 +39,13 @@ class Counters:
 
 @dataclass(eq=False)
 class LiveGroup:
-    """One group at run time. Everything a user can change is read from `fsdp` when it is used."""
+    """One group at run time. Everything a user can change is read from `fsdp` when it is used.
+
+    held: gathered parameters that outlive forward or backward.
+    unreduced: gradients of micro-steps without gradient sync, by parameter index.
+    arrived: gradients of this backward, while another call of the group is still ahead of it.
+    calls: forward calls whose backward has not run (`graphshard.runtime.calls.PendingCall`).
+    """
 
     number: int
     fsdp: FsdpGroup
@@ -49,6 +56,8 @@ class LiveGroup:
     orig_dtypes: tuple[torch.dtype, ...]
     held: Held | None = None
     unreduced: dict[int, Tensor] = field(default_factory=dict)
+    arrived: dict[int, Tensor] = field(default_factory=dict)
+    calls: list[Any] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
 
     def shards(self) -> list[Tensor]:
@@ -73,13 +82,14 @@ class LiveGroup:
             return None
         return held if held.versions == self.versions() else None
 
-    def versions(self) -> tuple[tuple[int, int], ...]:
+    def versions(self) -> tuple[tuple[int, int, int], ...]:
         """Changes when any shard is written to or replaced."""
         return tuple(p.version for p in self.fsdp.params)
 
     def drop(self) -> None:
-        """Forget everything between two steps but unreduced gradients."""
+        """Forget what an interrupted step left."""
         self.held = None
+        self.arrived.clear()
 
 
 _NUMBERS = itertools.count(1)

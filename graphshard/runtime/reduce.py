@@ -100,6 +100,16 @@ def _pack(
     return packed
 
 
+def merge(first: dict[int, Tensor], second: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Sums by parameter index, in autograd's order of addition."""
+    return {
+        index: first[index] + second[index]
+        if index in first and index in second
+        else first.get(index, second.get(index))
+        for index in sorted(first.keys() | second.keys())
+    }  # type: ignore[return-value]
+
+
 def merge_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
     """Add to `grads` what earlier micro-steps left unreduced, eager ones included.
 

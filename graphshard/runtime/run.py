@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from graphshard.plan import Direction
+from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
 from graphshard.runtime.gather import Gather
 from graphshard.runtime.live import LiveGroup, lookup
-from graphshard.runtime.reduce import Reduction, keep_unreduced, merge_unreduced
-from graphshard.runtime.tangents import ALL_DEFINED, TangentMask
+from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_unreduced
 
 
 @dataclass(slots=True)
@@ -73,19 +73,27 @@ class OpenGroup:
         which all tangents are missing does not exist in eager (None), so it is left out.
         """
         live, defined = self._live, self._run.defined
-        wanted: dict[int, Tensor] = {}
-        if torch._C._will_engine_execute_node(live.accumulate_node):  # type: ignore[attr-defined]
+        reducible: dict[int, Tensor] = {}
+        if will_execute(live.accumulate_node):  # not for torch.autograd.grad(loss, inputs)
             masks = tangents or (ALL_DEFINED,) * len(indices)
             rows = zip(indices, grads, masks, strict=True)
-            wanted = {i: g for i, g, mask in rows if mask & defined}
-            if live.fsdp.reduces:
-                wanted = merge_unreduced(live, wanted)
-            else:
-                keep_unreduced(live, wanted)
-                wanted = {}
-        reduction = Reduction(live, wanted)
+            reducible = collect(live, {i: g for i, g, mask in rows if mask & defined})
+        reduction = Reduction(live, reducible)
         self._run.track(reduction)
         return reduction
+
+
+def collect(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
+    """What is to be reduced now that `grads` have come: nothing while more is to come."""
+    grads = merge(live.arrived, grads)
+    if more_calls_ahead(live):
+        live.arrived = grads
+        return {}
+    live.arrived = {}
+    if live.fsdp.reduces:
+        return merge_unreduced(live, grads)
+    keep_unreduced(live, grads)
+    return {}
 
 
 class GatherStep:
@@ -119,7 +127,7 @@ class GatherStep:
 
 
 def guarded(
-    body: Callable[[list[Any]], Any], direction: Direction, tangents: TangentMask | None = None
+    body: Callable[[list[Any]], Any], direction: Direction, calls: Calls | None = None
 ) -> Callable[[list[Any]], Any]:
     """A boxed callable that runs `body` with a fresh `Run` as its first argument.
 
@@ -127,7 +135,7 @@ def guarded(
     """
 
     def call(args: list[Any]) -> Any:
-        run = Run(direction, tangents.take() if tangents is not None else ALL_DEFINED)
+        run = Run(direction, ALL_DEFINED if calls is None else calls.take_mask())
         args.insert(0, run)
         try:
             return body(args)

@@ -70,23 +70,24 @@
   }
 
   function rect(parent, kind, left, right, y, height) {
-    const box = { x: left, y, width: Math.max(right - left, 2), height };
+    const box = { x: left, y, width: Math.max(right - left - 0.8, 2), height };
     add(parent, "rect", { class: `fill ${kind}`, ...box });
     add(parent, "rect", { class: `hatch ${kind}`, ...box });
   }
 
   // One focusable mark. `stop` is shared by the marks of which one is reached with Tab.
   function draw(svg, mark, y, height, row, stop) {
+    const left = x(mark.first);
+    const right = x(mark.last + 1);
+    const thin = Math.min(height, 2 * (right - left)) < 12 ? " thin" : "";
     const element = add(svg, "g", {
-      class: `mark ${mark.kind}${height < 12 ? " thin" : ""}`, "data-group": mark.group ?? "",
+      class: `mark ${mark.kind}${thin}`, "data-group": mark.group ?? "",
       tabindex: stop.item ? -1 : 0, role: "button", "aria-pressed": "false", "aria-label": mark.aria,
     });
     const item = { mark, element, row, stop };
     stop.item ??= item;
     items.set(element, item);
     row.push(item);
-    const left = x(mark.first);
-    const right = x(mark.last + 1);
     if (mark.kind === "peak") {
       const end = left > width - 160;
       add(element, "circle", { class: "fill peak", cx: left, cy: y, r: 4.5 });

@@ -1,0 +1,104 @@
+"""Forward calls that wait for their backward, and what arrives when it comes.
+
+Two things about a backward are known only to the autograd engine, and eager FSDP2 depends on
+both. Which outputs the loss really used: AOTAutograd fills the gradient of an unused output with
+zeros, but parameters that hang on it alone keep `.grad` None. And whether a group was called
+several times in one loss: autograd then adds up the unsharded gradients of all calls before
+FSDP2 reduces once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphshard.runtime.live import LiveGroup, lookup
+
+ALL_DEFINED = -1  # every bit set: no tangent is missing
+
+
+class PendingCall:
+    """One forward call, by its autograd node. `task` is the engine run that reached it last."""
+
+    __slots__ = ("_node", "task")
+
+    def __init__(self, node: Any) -> None:
+        self._node = weakref.ref(node)
+        self.task = -1
+
+    @property
+    def is_alive(self) -> bool:
+        return self._node() is not None
+
+    def is_ahead(self, task: int) -> bool:
+        """The engine run `task`, running now, has this call's backward still before it."""
+        node = self._node()
+        return self.task != task and node is not None and will_execute(node)
+
+
+class Calls:
+    """The calls of one compiled graph.
+
+    positions: place of each tangent's output among the graph's outputs.
+    anchors: places of the groups' anchors among the graph's inputs.
+    """
+
+    def __init__(self, positions: Sequence[int], anchors: Sequence[int]) -> None:
+        self._positions = tuple(positions)
+        self._anchors = tuple(anchors)
+        self._mask = ALL_DEFINED
+
+    def begin(self, inputs: Sequence[Any], outputs: Any) -> None:
+        """Remember a forward call until its backward."""
+        node = _autograd_node(outputs)
+        if node is None:
+            return
+        call = PendingCall(node)
+        for anchor in self._anchors:
+            add_call(lookup(inputs[anchor]), call)
+        node.register_prehook(partial(self._arrive, call))
+
+    def take_mask(self) -> int:
+        """Bit k is set if tangent k arrived; valid once, for the backward that runs now."""
+        mask, self._mask = self._mask, ALL_DEFINED
+        return mask
+
+    def _arrive(self, call: PendingCall, gradients: tuple[Tensor | None, ...]) -> None:
+        call.task = torch._C._current_graph_task_id()
+        if len(self._positions) > 1:
+            self._mask = sum(
+                1 << bit
+                for bit, position in enumerate(self._positions)
+                if gradients[position] is not None
+            )
+
+
+def add_call(live: LiveGroup, call: PendingCall) -> None:
+    live.calls = [c for c in live.calls if c.is_alive]
+    live.calls.append(call)
+
+
+def more_calls_ahead(live: LiveGroup) -> bool:
+    """Another call of this group has its backward in the engine run that is running now."""
+    if len(live.calls) < 2:
+        return False
+    task = torch._C._current_graph_task_id()
+    return any(call.is_ahead(task) for call in live.calls)
+
+
+def will_execute(node: Any) -> bool:
+    """The engine run that is running now executes `node`."""
+    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+
+
+def _autograd_node(outputs: Any) -> Any:
+    for output in outputs:
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        if node is not None and node.name() == "CompiledFunctionBackward":
+            return node
+    return None

@@ -1,0 +1,129 @@
+"""The plan as a value: its file format, residency and gathered bytes."""
+
+import json
+
+import pytest
+from plans import group, plan, two_layers
+
+from graphshard.plan import Lane, Plan, Residency, StepKind, gathered_bytes_by_step
+
+
+def test_json_round_trip():
+    before = two_layers()
+    assert Plan.from_json(before.to_json()) == before
+    assert Plan.from_json(before.to_json(indent=None)) == before
+
+
+def test_json_round_trip_without_backward():
+    before = plan([group(0, "")], "issue 0, wait 0, compute 2, release 0")
+    after = Plan.from_json(before.to_json())
+    assert after == before
+    assert after.backward is None
+
+
+def test_json_is_plain_and_carries_its_schema():
+    data = json.loads(two_layers().to_json())
+    assert data["schema"] == 1
+    assert data["forward"]["steps"][0]["kind"] == "gather_issue"
+    assert data["groups"][1]["params"][0]["shape"] == [15, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("[]", "found 'list'"),
+        ("3", "found 'int'"),
+        ("{}", "found None"),
+        ('{"schema": 99}', "found 99"),
+        ('{"schema": 1}', "broken plan file: KeyError"),
+    ],
+)
+def test_from_json_names_what_is_wrong(text, message):
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(text)
+
+
+def broken(change):
+    data = json.loads(two_layers().to_json())
+    change(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("groups"), "broken plan file: KeyError"),
+        (lambda d: d.update(forward=None), "broken plan file: TypeError"),
+        (lambda d: d["groups"][0].update(color=1), "broken plan file: TypeError"),
+        (lambda d: d["forward"]["steps"][0].update(kind="guess"), "'guess' is not a valid"),
+        (lambda d: d["forward"].update(direction="sideways"), "'sideways' is not a valid"),
+        (lambda d: d["forward"]["steps"][1].update(group=7), "forward step 1 names no group 7"),
+        (lambda d: d["backward"]["steps"][0].update(group=-1), "backward step 0 names no group -1"),
+    ],
+)
+def test_from_json_refuses_a_broken_plan(change, message):
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(broken(change))
+
+
+def test_residency_of_a_resharded_and_a_kept_group():
+    # Forward has steps 0 to 7, backward steps 8 to 19.
+    assert two_layers().residency() == (
+        Residency(group=0, start=0, stop=4, kept=False),
+        Residency(group=1, start=2, stop=12, kept=True),
+        Residency(group=0, start=9, stop=16, kept=False),
+    )
+
+
+def test_residency_without_a_release_lasts_to_the_end():
+    text = "issue 0, wait 0, compute 2"
+    assert plan([group(0, "")], text).residency() == (Residency(0, 0, 2, kept=False),)
+
+
+def test_gathered_bytes_count_the_bucket_at_the_wait():
+    alive = gathered_bytes_by_step(
+        plan([group(0, "a", 100)], "compute 1, issue 0, wait 0, compute 2, release 0, compute 1")
+    )
+    assert alive == [0, 100, 200, 100, 100, 0]
+
+
+def test_gathered_bytes_on_one_rank_need_no_bucket():
+    one = group(0, "a", 100, world=1)
+    assert gathered_bytes_by_step(plan([one], "issue 0, wait 0, release 0")) == [100, 100, 100]
+
+
+def test_gathered_bytes_of_a_kept_group_last_until_backward():
+    alive = gathered_bytes_by_step(two_layers())
+    a, b = 100, 60
+    assert alive[:8] == [a, 2 * a, a + b, a + b, a + b, 2 * b, b, b]
+    # The kept group's wait in backward copies nothing, so it counts once.
+    assert alive[8:] == [b, a + b, a + b, a + b, a + b, a, 2 * a, a, a, 0, 0, 0]
+
+
+def test_summary_counts_no_collective_for_a_kept_gather():
+    assert two_layers().summary() == {
+        "name": "toy",
+        "graphs": 2,
+        "groups": 2,
+        "params": 2,
+        "all_gathers": 3,
+        "reduce_scatters": 2,
+        "collectives": 5,
+        "gathered_peak_bytes": 200,
+    }
+
+
+def test_every_kind_of_step_has_a_lane():
+    lanes = {step.kind: step.lane for s in two_layers().schedules for step in s.steps}
+    assert set(lanes) == set(StepKind)
+    assert lanes[StepKind.RELEASE] is Lane.COMPUTE
+    assert lanes[StepKind.GATHER_WAIT] is Lane.ALL_GATHER
+    assert lanes[StepKind.REDUCE_ISSUE] is Lane.REDUCE_SCATTER
+
+
+def test_an_empty_plan():
+    empty = plan([], "")
+    assert empty.residency() == ()
+    assert empty.gathered_peak_bytes() == 0

@@ -1,0 +1,272 @@
+"""Plan -> rows -> page: what the picture says, and that the page needs nothing but itself."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+from plans import group, plan, two_layers
+
+from graphshard.plan import Direction, Lane
+from graphshard.view.html import render
+from graphshard.view.text import bytes_text, summary_lines
+from graphshard.view.timeline import POINT_SHARE, Bar, Segment, axis_edges, timeline
+
+EXTERNAL = re.compile(r"https?:|//[a-z]|@import|url\((?!\"#)", re.IGNORECASE)
+LOADING = {"src", "href", "srcset", "data", "poster", "action", "formaction", "background", "style"}
+
+
+class Page(HTMLParser):
+    """What a page holds: tags with attributes, and the text of each script and style."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags = []
+        self.texts = {"script": [], "style": [], "td": [], "th": []}
+        self.inside = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.inside = tag
+        if tag in self.texts:
+            self.texts[tag].append("")
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+    def handle_data(self, data):
+        if self.inside in self.texts:
+            self.texts[self.inside][-1] += data
+
+    @property
+    def policy(self):
+        return next(a["content"] for t, a in self.tags if t == "meta" and "http-equiv" in a)
+
+    @property
+    def payload(self):
+        return json.loads(self.texts["script"][0])
+
+
+def segments(rows, lane):
+    return next(r.segments for r in rows.lanes if r.lane is lane)
+
+
+def deep(num_layers):
+    """Layers resharded after forward, gathered one ahead, reductions awaited at the end."""
+    forward = "".join(f"issue {i}, wait {i}, compute 9, release {i}," for i in range(num_layers))
+    back = reversed(range(num_layers))
+    backward = "".join(f"issue {i}, wait {i}, compute 9, release {i}, reduce {i}," for i in back)
+    backward += ",".join(f"reduced {i}" for i in reversed(range(num_layers)))
+    return plan([group(i, f"layers.{i}") for i in range(num_layers)], forward, backward)
+
+
+def test_all_gathers_span_from_issue_to_wait():
+    found = segments(timeline(two_layers()), Lane.ALL_GATHER)
+    assert [(s.group, s.first, s.last) for s in found if not s.kept] == [
+        (0, 0, 1),
+        (1, 2, 5),
+        (0, 9, 14),
+    ]
+
+
+def test_a_kept_gather_is_no_all_gather_and_covers_its_wait_alone():
+    (kept,) = [s for s in segments(timeline(two_layers()), Lane.ALL_GATHER) if s.kept]
+    assert (kept.group, kept.direction, kept.first, kept.last) == (1, Direction.BACKWARD, 10, 10)
+
+
+def test_reductions_span_from_issue_to_wait_and_stack_where_they_overlap():
+    lane = next(r for r in timeline(two_layers()).lanes if r.lane is Lane.REDUCE_SCATTER)
+    found = [(s.group, s.first, s.last, s.row) for s in lane.segments]
+    assert found == [(1, 13, 18, 0), (0, 17, 19, 1)]
+    assert lane.depth == 2
+
+
+def test_compute_segments_keep_program_order_and_count_ops():
+    found = segments(timeline(two_layers()), Lane.COMPUTE)
+    assert [(s.first, s.num_ops) for s in found] == [(3, 4), (6, 3), (11, 5), (15, 6)]
+    assert [s.direction.value for s in found] == ["forward"] * 2 + ["backward"] * 2
+
+
+def test_an_issue_without_a_wait_runs_to_the_end_of_its_direction():
+    rows = timeline(plan([group(0, "")], "issue 0, compute 2", "compute 3"))
+    (segment,) = segments(rows, Lane.ALL_GATHER)
+    assert segment == Segment(Lane.ALL_GATHER, Direction.FORWARD, 0, 1, group=0, awaited=False)
+
+
+def test_a_group_gathered_twice_in_one_direction_has_two_segments():
+    text = "issue 0, wait 0, release 0, issue 0, wait 0, release 0"
+    rows = timeline(plan([group(0, "")], text))
+    assert [(s.first, s.last) for s in segments(rows, Lane.ALL_GATHER)] == [(0, 1), (3, 4)]
+    assert [(b.first, b.last) for b in rows.residency[0].bars] == [(0, 2), (3, 5)]
+
+
+def test_residency_rows_follow_the_groups_and_say_from_where_a_group_is_kept():
+    first, second = timeline(two_layers()).residency
+    assert first.bars == (Bar(0, 4, None, True), Bar(9, 16, None, True))
+    assert second.bars == (Bar(2, 12, kept_from=7, released=True),)
+
+
+def test_a_group_never_released_is_shown_as_such():
+    rows = timeline(plan([group(0, "")], "issue 0, wait 0, compute 1, release 0 kept"))
+    assert rows.residency[0].bars == (Bar(0, 3, kept_from=3, released=False),)
+
+
+def test_a_group_never_gathered_has_an_empty_row():
+    rows = timeline(plan([group(0, "used"), group(1, "unused")], "issue 0, wait 0, release 0"))
+    assert rows.residency[1].bars == ()
+
+
+def test_axis_is_in_program_order_and_sized_by_ops():
+    rows = timeline(two_layers())
+    assert rows.edges[0] == 0
+    assert rows.edges[-1] == pytest.approx(1)
+    assert len(rows.edges) == len(rows.steps) + 1
+    widths = [b - a for a, b in pairwise(rows.edges)]
+    assert widths[3] / widths[6] == pytest.approx(4 / 3)
+    assert sum(widths[i] for i in (3, 6, 11, 15)) == pytest.approx(1 - POINT_SHARE)
+    assert min(widths) > 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "compute 0", "compute 5", "issue 0, wait 0", "compute 0, issue 0"]
+)
+def test_axis_of_odd_schedules(text):
+    edges = axis_edges(plan([group(0, "")], text).forward.steps)
+    assert list(edges) == sorted(edges)
+    assert edges[-1] in (0, pytest.approx(1))
+
+
+def test_curve_divider_and_peak():
+    rows = timeline(two_layers())
+    assert (rows.divider, rows.peak_step) == (8, 1)
+    assert rows.gathered_bytes[1] == 200
+    assert rows.direction_of(7) is Direction.FORWARD
+    assert rows.direction_of(8) is Direction.BACKWARD
+
+
+PLANS = {
+    "two layers": two_layers(),
+    "eighty layers": deep(80),
+    "forward only": plan([group(0, "")], "issue 0, wait 0, compute 1, release 0"),
+    "empty": plan([], ""),
+    "hostile": plan([group(0, "</script><script>x()</script>")], "issue 0", name="<img src=//x>"),
+}
+
+
+@pytest.fixture(params=PLANS.values(), ids=PLANS.keys())
+def page(request):
+    return Page(render(request.param))
+
+
+def test_page_refers_to_nothing_outside_itself(page):
+    for tag, attributes in page.tags:
+        assert tag not in {"link", "img", "iframe", "object", "embed", "base", "form"}
+        # The policy would also refuse inline style attributes and handlers.
+        assert not [a for a in attributes if a in LOADING or a.startswith("on")], (tag, attributes)
+    assert not EXTERNAL.search(page.texts["style"][0])
+    script = page.texts["script"][1].replace('"http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"https?:|import|fetch\(|XMLHttp|WebSocket|innerHTML|eval\(", script)
+
+
+def test_page_policy_admits_its_own_style_and_script_only(page):
+    def hashed(text):
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    assert [t for t, _ in page.tags].count("style") == 1
+    assert [a.get("type") for t, a in page.tags if t == "script"] == ["application/json", None]
+    assert page.policy == (
+        f"default-src 'none'; style-src {hashed(page.texts['style'][0])}; "
+        f"script-src {hashed(page.texts['script'][1])}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def test_page_states_what_its_axis_is():
+    text = render(two_layers())
+    assert "program order (not time)" in text
+    assert "kept gathered after forward, so that backward needs no all-gather" in text
+    assert "kept gathered after forward" not in render(PLANS["forward only"])
+
+
+def test_page_escapes_names():
+    text = render(PLANS["hostile"])
+    assert "<img" not in text
+    assert text.count("<script") == 2
+    assert Page(text).payload["residency"][0]["name"] == "</script><script>x()</script>"
+
+
+def test_page_has_a_row_for_every_group():
+    page = Page(render(two_layers()))
+    assert page.texts["td"][:5] == ["1", "25", "1", "100 B", "yes"]
+    assert page.texts["td"][-1] == "no"
+    assert "layers.1" in page.texts["th"]
+
+
+def test_every_mark_has_a_spoken_label_and_lies_on_the_axis():
+    payload = Page(render(two_layers())).payload
+    rows = [*payload["lanes"], *payload["residency"], {"marks": [payload["peak"]]}]
+    marks = [mark for row in rows for mark in row["marks"]]
+    assert len(marks) == 4 + 4 + 2 + 3 + 1
+    for mark in marks:
+        assert mark["aria"].startswith(mark["title"])
+        assert 0 <= mark["first"] <= mark["last"] < len(payload["steps"])
+    kept = payload["residency"][1]["marks"][0]
+    assert kept["split"] == 7
+    assert ["kept after forward", "from step 7"] in kept["card"]
+
+
+def test_payload_axis_survives_rounding():
+    edges = Page(render(deep(80))).payload["edges"]
+    assert all(a < b for a, b in pairwise(edges))
+
+
+def test_render_is_deterministic():
+    assert render(two_layers()) == render(two_layers())
+
+
+@pytest.mark.parametrize("case", PLANS.values(), ids=PLANS.keys())
+def test_summary_fits_its_width(case):
+    text = summary_lines(case)
+    assert text.isascii()
+    assert text.endswith("\n")
+    assert max(map(len, text.splitlines())) <= 92
+
+
+def test_summary_says_what_runs():
+    lines = summary_lines(two_layers()).splitlines()
+    assert [line.split() for line in lines[2:7]] == [
+        ["forward", "backward", "step"],
+        ["all-gathers", "2", "1", "3"],
+        ["kept,", "no", "all-gather", "0", "1", "1"],
+        ["reduce-scatters", "0", "2", "2"],
+        ["ops", "7", "11", "18"],
+    ]
+    assert lines[8] == "gathered peak 200 B at step 1, forward: wait for all-gather layers.0"
+
+
+def test_summary_folds_groups_that_are_alike():
+    lines = summary_lines(deep(80)).splitlines()
+    assert lines[-1].startswith("layers.0-79 (80) ")
+    assert lines[-2].startswith("group")
+    assert [line.split()[0] for line in summary_lines(two_layers()).splitlines()[-2:]] == [
+        "layers.0",
+        "layers.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 * 2**20 + 2**19, "3.5 MiB"),
+        (2**30, "1.0 GiB"),
+        (3 * 2**50, "3,072.0 TiB"),
+    ],
+)
+def test_bytes_text(count, text):
+    assert bytes_text(count) == text
