@@ -160,7 +160,7 @@ def generate(
         recent = text[-seq_len:]
         window = recent + [0] * (seq_len - len(recent))
         logits = model(torch.tensor([window], device=device))[0, len(recent) - 1]
-        chances = torch.softmax(logits.cpu() / 0.7, dim=-1)
+        chances = torch.softmax(logits.cpu() / 0.8, dim=-1)
         text.append(int(torch.multinomial(chances, 1, generator=generator)))
         advance()
     return bytes(text).decode("utf-8", errors="replace")

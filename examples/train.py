@@ -20,7 +20,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -56,25 +56,21 @@ def read_corpus() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Job:
-    """What does not change between the runs. `advance` moves the progress bar."""
+    """What does not change between the runs. `advance(what)` moves the progress bar."""
 
     config: LlamaConfig
     mesh: DeviceMesh
     corpus: Tensor
     batch_size: int
     num_steps: int
-    advance: Advance = print
+    saved_step: int  # the checkpoint holds this many steps
+    advance: Advance
 
     @property
     def device(self) -> str:
         return self.mesh.device_type
-
-    @property
-    def saved_step(self) -> int:
-        """How many steps the checkpoint holds."""
-        return 2 * self.num_steps // 3
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's rows of the global batch of `step`: bytes, and the bytes that follow them."""
@@ -122,25 +118,16 @@ def train(run: Run, job: Job, first: int, stop: int) -> None:
         inputs, targets = job.batch(step)
         measured = step == job.num_steps - 1
         began = time.perf_counter()
-        with profile(profile_memory=True) if measured else profiler_off() as profiler:
+        with profile(profile_memory=True) if measured else nullcontext() as profiler:
             # .item() waits for the loss, synchronize() for the optimizer behind it.
             run.losses[step] = train_step(run, inputs, targets).item()
-            synchronize()
+            if job.device != "cpu":
+                torch.accelerator.synchronize()
         if profiler is None:
             run.seconds[step] = time.perf_counter() - began
         else:
             run.gathered_peak_bytes = gathered_peak_bytes(profiler)
         job.advance(run.name)
-
-
-@contextmanager
-def profiler_off() -> Iterator[None]:
-    yield None
-
-
-def synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 # -- memory: the same measurement for both runs, from outside both --------------------------------
@@ -152,7 +139,7 @@ def gathered_peak_bytes(profiler: profile) -> int:
     Counted are the allocations made while one of the ranges `FSDP::all_gather*` (FSDP2) or
     `graphshard::all_gather*` was open in the same thread, each until the allocator reports its
     address free: the buckets that all-gathers write to and the parameters copied out of them.
-    Neither gradients, activations and shards are among them, nor what gloo allocates for itself
+    Gradients, activations and shards are not among them, nor is what gloo allocates for itself
     inside the collective (c10d::*).
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -252,36 +239,31 @@ def print_losses(one: Run, other: Run) -> bool:
     return same and all(equal.values())
 
 
-def print_costs(eager: Run, planned: Run) -> None:
-    say(f"\n{'':<36}{eager.name:>14}{planned.name:>14}")
-    rows = [("first step", first_ms), ("median of the other steps", median_ms), *MEMORY_ROWS]
-    for title, cell in rows:
-        say(f"{title:<36}{cell(eager):>14}{cell(planned):>14}")
+def print_costs(*runs: Run) -> None:
+    rows = {
+        "": [run.name for run in runs],
+        "first step": [f"{run.seconds[0] * 1e3:.0f} ms" for run in runs],
+        "median of the other steps": [f"{median_ms(run):.1f} ms" for run in runs],
+        "gathered bytes at peak, measured": [measured_bytes(run) for run in runs],
+        "gathered bytes at peak, planned": [planned_bytes(run) for run in runs],
+    }
+    say("")
+    for title, cells in rows.items():
+        say(f"{title:<36}" + "".join(f"{cell:>14}" for cell in cells))
 
 
-def first_ms(run: Run) -> str:
-    return f"{run.seconds[0] * 1e3:.0f} ms"
-
-
-def median_ms(run: Run) -> str:
-    later = [seconds for step, seconds in run.seconds.items() if step > 0]
-    return f"{statistics.median(later) * 1e3:.1f} ms" if later else "-"
+def median_ms(run: Run) -> float:
+    return 1e3 * statistics.median(seconds for step, seconds in run.seconds.items() if step > 0)
 
 
 def measured_bytes(run: Run) -> str:
-    # With one process there is nothing to gather, and FSDP2 opens no range.
+    # One process gathers nothing: there is no all-gather to look into.
     return f"{run.gathered_peak_bytes:,}" if dist.get_world_size() > 1 else "-"
 
 
 def planned_bytes(run: Run) -> str:
     plans = graphshard.plans(run.model)
     return f"{plans[0].summary()['gathered_peak_bytes']:,}" if plans else "-"
-
-
-MEMORY_ROWS = [
-    ("gathered bytes at peak, measured", measured_bytes),
-    ("gathered bytes at peak, planned", planned_bytes),
-]
 
 
 def yes_no(value: bool) -> str:
@@ -315,10 +297,10 @@ def progress(total: int) -> Iterator[Advance]:
     except ImportError:
         yield plain_progress(total)
         return
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         yield plain_progress(total)
         return
+    console = Console(stderr=True)
     with Progress(console=console, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("starting", total=total)
         yield lambda what: bar.update(task, advance=1, description=what)
@@ -370,22 +352,23 @@ def report(job: Job, eager: Run, planned: Run, resumed: Run, text: str) -> bool:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train with eager FSDP2 and with graphshard.")
-    parser.add_argument("--steps", type=int, default=30, help="training steps of each run")
+    parser.add_argument("--steps", type=int, default=40, help="training steps of each run")
     parser.add_argument("--dim", type=int, default=256, help="width, a multiple of 32")
     parser.add_argument("--layers", type=int, default=8, help="number of blocks")
     parser.add_argument("--seq-len", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences per process and step")
     parser.add_argument("--out", type=Path, default=Path("schedule.html"), help="picture to write")
     args = parser.parse_args()
-    if args.steps < 2:
-        parser.error("--steps must be at least 2: the checkpoint lies between two steps")
+    if args.steps < 3:
+        parser.error("--steps must be at least 3: a first one, some to time, one to measure")
     return args
 
 
 def open_mesh() -> DeviceMesh:
-    """Join the other processes; one accelerator each if there is one, else the CPU."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
+    """Join the other processes: with an accelerator for each of them, else on the CPU."""
+    device = torch.device("cpu")
+    if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.accelerator.current_accelerator() or device
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         # Bitwise comparisons need kernels that give the same bits every time.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -397,17 +380,20 @@ def open_mesh() -> DeviceMesh:
 
 def main() -> int:
     args = arguments()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes on stderr
     config = LlamaConfig(args.dim, args.layers, args.seq_len)
-    mesh = open_mesh()
     try:
-        job = Job(config, mesh, read_corpus(), args.batch, args.steps)
-        with progress(3 * job.num_steps - job.saved_step + SAMPLE_BYTES) as job.advance:
+        mesh = open_mesh()
+        saved = 2 * args.steps // 3
+        with progress(3 * args.steps - saved + SAMPLE_BYTES) as advance:
+            job = Job(config, mesh, read_corpus(), args.batch, args.steps, saved, advance)
             eager, planned, resumed, text = run_all(job)
         equal = report(job, eager, planned, resumed, text)
         write_schedule(planned, args.out)
         return 0 if equal else 1
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import fx
 
 from graphshard import dynamo, fallback, report
 from graphshard.compiler import GraphCompiler
-from graphshard.options import Options, is_disabled, parse_options
+from graphshard.options import Options, parse_options
 
 logger = logging.getLogger(__name__)
 
@@ -66,5 +66,4 @@ def _graph_name() -> str:
 
 graphshard.is_graphshard_backend = True  # type: ignore[attr-defined]
 
-if not is_disabled():
-    dynamo.install(fallback.protected)
+dynamo.install(fallback.protected)

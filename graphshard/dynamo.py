@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from graphshard import fsdp2
 from graphshard.capture.hooks import enter_group, leave_group
 from graphshard.capture.ports import prepare
+from graphshard.options import is_disabled
 
 __all__ = ["SkipFrame", "compile_variant", "input_example", "install", "substitute_grouped_hooks"]
 
@@ -154,6 +156,8 @@ def _patch_entry(enter: Callable[[Any], Callable[..., Any]]) -> None:
     def call(self: Any, fn: Any) -> Any:
         if not is_ours(self.callback):
             return original(self, fn)
+        if is_disabled():
+            return fn  # as torch.compile(fn, disable=True) does
         is_module = isinstance(fn, nn.Module) or isinstance(getattr(fn, "__self__", None), nn.Module)
         with torch._dynamo.config.patch(wrap_top_frame=is_module):
             compiled = original(self, fn)
@@ -173,6 +177,30 @@ def compile_variant() -> tuple[int, int]:
     compile_id = torch._guards.CompileContext.current_compile_id()
     done = 0 if compile_id is None else (compile_id.frame_compile_id or 0)
     return done, int(torch._dynamo.config.recompile_limit)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """Why Dynamo ended a graph early, and where in the user's code."""
+
+    reason: str
+    where: str
+
+
+def frames_seen() -> int:
+    """How many frames Dynamo has looked at; changes when something is compiled."""
+    return int(torch._dynamo.utils.counters["frames"]["total"])
+
+
+def graph_breaks() -> list[GraphBreak]:
+    """All graph breaks of this process so far, oldest first."""
+    return [_graph_break(b) for b in torch._dynamo.utils.graph_break_reasons if b.graph_break]
+
+
+def _graph_break(found: Any) -> GraphBreak:
+    frame = found.user_stack[-1] if found.user_stack else None
+    where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown place"
+    return GraphBreak(str(found.reason).split("\n", 1)[0], where)
 
 
 def wrapped_module(fn: Any) -> nn.Module | None:

@@ -12,8 +12,15 @@ from typing import Any
 from torch import nn
 
 from graphshard import dynamo, fsdp2
-from graphshard.capture.ports import Record, prepare, records_under, unfinished_records
+from graphshard.capture.ports import (
+    Record,
+    all_records,
+    prepare,
+    records_under,
+    unfinished_records,
+)
 from graphshard.errors import GraphshardError, GraphshardWarning
+from graphshard.runtime.live import LiveGroup
 
 logger = logging.getLogger(__name__)
 
@@ -45,25 +52,69 @@ def warn_near_recompile_limit() -> None:
 def protected(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """What users call instead of the function that torch.compile made.
 
-    Validates the model as FSDP2 would before anything is traced, and after an exception puts
-    every group that was in the middle of its forward back into the SHARDED state.
+    Validates the model as FSDP2 would before anything is traced, says which groups ran outside
+    the graphs, and after an exception puts every group that was in the middle of its forward
+    back into the SHARDED state.
     """
     module = dynamo.wrapped_module(compiled)
-    ready = False
+    frames_before = -1
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal ready
-        if not ready:
+        nonlocal frames_before
+        if frames_before < 0:
             _prepare(module)
-            ready = True
+        watch = Watch(module) if frames_before != dynamo.frames_seen() else None
         try:
-            return compiled(*args, **kwargs)
+            result = compiled(*args, **kwargs)
         except BaseException:
             recover(module)
             raise
+        if watch is not None:
+            watch.report()
+            frames_before = dynamo.frames_seen()
+        return result
 
     return call
+
+
+class Watch:
+    """Finds the groups that one call ran outside the graphs, and why."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._module = module
+        self._breaks = len(dynamo.graph_breaks())
+        self._before = {live.number: live.counters.forwards for live in self._groups()}
+
+    def _records(self) -> list[Record]:
+        return all_records() if self._module is None else records_under(self._module)
+
+    def _groups(self) -> list[LiveGroup]:
+        return [live for record in self._records() for live in record.groups]
+
+    def report(self) -> None:
+        """Note a reason for each group that stayed outside, and warn once per reason."""
+        breaks = dynamo.graph_breaks()[self._breaks :]
+        if not breaks:
+            return
+        reason = f"of a graph break at {breaks[0].where}: {breaks[0].reason}"
+        for record in self._records():
+            outside = [g.fqn for g in record.groups if self._stayed_outside(g, record)]
+            if len(outside) == len(record.groups) and self._module is None:
+                continue  # a model that this function does not call
+            for fqn in outside:
+                record.outside[fqn] = reason
+            if outside:
+                warn_once(f"{_names(outside)} ran through eager FSDP2 because {reason}")
+
+    def _stayed_outside(self, live: LiveGroup, record: Record) -> bool:
+        ran = live.counters.forwards > self._before.get(live.number, 0)
+        return not ran and live.fqn not in record.reasons
+
+
+def _names(fqns: list[str]) -> str:
+    shown = ", ".join(fqns[:5]) + (", ..." if len(fqns) > 5 else "")
+    return f"group {shown}" if len(fqns) == 1 else f"{len(fqns)} groups ({shown})"
 
 
 def _prepare(module: nn.Module | None) -> None:

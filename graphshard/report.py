@@ -46,7 +46,7 @@ class Report:
             f"collectives  {self.all_gathers} all-gathers and {self.reduce_scatters} "
             "reduce-scatters per step, over all graphs",
         ]
-        lines += [f"eager        {fqn}: {reason}" for fqn, reason in self.reasons.items()]
+        lines += [f"eager        {fqn}: because {reason}" for fqn, reason in self.reasons.items()]
         if self.present == 0:
             lines.append("the model has no fully_shard group that graphshard has seen run")
         return "\n".join(lines)
@@ -64,7 +64,7 @@ def explain(model: nn.Module) -> Report:
         present=len(groups),
         all_gathers=sum(s["all_gathers"] for s in summaries),
         reduce_scatters=sum(s["reduce_scatters"] for s in summaries),
-        reasons={fqn: why for record in records for fqn, why in record.reasons.items()},
+        reasons={k: v for r in records for k, v in {**r.outside, **r.reasons}.items()},
         code=tuple((c.plan.name, c.forward_code, c.backward_code) for c in compiled),
     )
 

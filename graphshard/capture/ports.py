@@ -27,16 +27,24 @@ _RECORDS: weakref.WeakSet[Record] = weakref.WeakSet()
 
 @dataclass(eq=False)
 class Record:
-    """What is known about one FSDP root: its groups, its compiled plans, its eager parts."""
+    """What is known about one FSDP root: its groups, its compiled plans, its eager parts.
+
+    reasons: group FQN -> why it always runs through eager FSDP2.
+    outside: group FQN -> why it ran outside the graphs when last compiled.
+    """
 
     states: list[State]
     ports: list[Port] = field(default_factory=list)
     plans: dict[str, CompiledPlan] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
 
     @property
     def groups(self) -> list[LiveGroup]:
         return [port.live for port in self.ports if port.live is not None]
+
+    def is_unfinished(self) -> bool:
+        return any(p.entered or fsdp2.is_mid_iteration(p.state) for p in self.ports)
 
     def leave_eager(self, fqn: str, reason: str) -> None:
         """Run the group `fqn` through FSDP2 from now on."""
@@ -144,5 +152,10 @@ def records_under(model: nn.Module) -> list[Record]:
 
 
 def unfinished_records() -> list[Record]:
-    """Records of roots that an exception left in the middle of a forward."""
-    return [r for r in _RECORDS if any(p.entered or p.saved for p in r.ports)]
+    """Records of roots that an exception left in the middle of a forward, captured or eager."""
+    return [r for r in all_records() if r.is_unfinished()]
+
+
+def all_records() -> list[Record]:
+    """Records of all FSDP roots that are alive in this process."""
+    return list(_RECORDS)
