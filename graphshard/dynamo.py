@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,14 +56,14 @@ def is_ours(callback: Any) -> bool:
     return bool(getattr(innermost(callback), "is_graphshard_backend", False))
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _compiling_for_graphshard() -> bool:
     transaction = InstructionTranslator.current_tx()
     return is_ours(transaction.output.compiler_fn)
 
 
-_PRE_FORWARD = FSDPState._pre_forward
-_POST_FORWARD = FSDPState._post_forward
+_PRE_FORWARD: Any = FSDPState._pre_forward
+_POST_FORWARD: Any = FSDPState._post_forward
 # What FSDP2 itself does under Dynamo: break the graph and run the hook in eager mode.
 _eager_pre_forward = torch._dynamo.disable(
     _PRE_FORWARD.__wrapped__, recursive=True, reason="skipping FSDP hooks"
@@ -88,7 +89,7 @@ def _post_forward(self: Any, module: Any, args: Any, output: Any) -> Any:
     return allow_side_effects(leave_group, module, output)
 
 
-def _graphshard_prepare(self: fsdp2.FSDPModule) -> bool:
+def _graphshard_prepare(self: nn.Module) -> bool:
     """Attach ports to the module's root. Runs at trace time, on the real module.
 
     Dynamo calls a method with the constant mark on the real object and takes its result as a
@@ -126,7 +127,7 @@ def _substitute_grouped(hook: Callable[..., Any], is_pre: bool) -> None:
             return eager(module, args, output)
         return allow_side_effects(leave_group, module, output)
 
-    torch.compiler.substitute_in_graph(hook, skip_signature_check=True)(pre if is_pre else post)  # type: ignore[arg-type]
+    torch.compiler.substitute_in_graph(hook, skip_signature_check=True)(pre if is_pre else post)
 
 
 @functools.cache
@@ -137,7 +138,7 @@ def install(enter: Callable[[Any], Callable[..., Any]]) -> None:
     that users call instead.
     """
     constant = torch.compiler.assume_constant_result(_graphshard_prepare)
-    setattr(fsdp2.FSDPModule, _graphshard_prepare.__name__, constant)
+    setattr(fsdp2.ShardedModule, _graphshard_prepare.__name__, constant)
     torch.compiler.substitute_in_graph(_PRE_FORWARD, skip_signature_check=True)(_pre_forward)
     torch.compiler.substitute_in_graph(_POST_FORWARD, skip_signature_check=True)(_post_forward)
     _patch_entry(enter)
@@ -158,7 +159,9 @@ def _patch_entry(enter: Callable[[Any], Callable[..., Any]]) -> None:
             return original(self, fn)
         if is_disabled():
             return fn  # as torch.compile(fn, disable=True) does
-        is_module = isinstance(fn, nn.Module) or isinstance(getattr(fn, "__self__", None), nn.Module)
+        is_module = isinstance(fn, nn.Module) or isinstance(
+            getattr(fn, "__self__", None), nn.Module
+        )
         with torch._dynamo.config.patch(wrap_top_frame=is_module):
             compiled = original(self, fn)
         return compiled if isinstance(fn, nn.Module) else enter(compiled)
@@ -181,10 +184,14 @@ def compile_variant() -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class GraphBreak:
-    """Why Dynamo ended a graph early, and where in the user's code."""
+    """Why Dynamo ended a graph early, and where in the user's code.
+
+    at_eager_group: it was at a group that runs through FSDP2's own hooks.
+    """
 
     reason: str
     where: str
+    at_eager_group: bool
 
 
 def frames_seen() -> int:
@@ -198,9 +205,11 @@ def graph_breaks() -> list[GraphBreak]:
 
 
 def _graph_break(found: Any) -> GraphBreak:
-    frame = found.user_stack[-1] if found.user_stack else None
-    where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown place"
-    return GraphBreak(str(found.reason).split("\n", 1)[0], where)
+    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [f for f in found.user_stack or () if not f.filename.startswith(skipped)]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+    own_hook = bool(found.user_stack) and found.user_stack[-1].filename == __file__
+    return GraphBreak(str(found.reason).split("\n", 1)[0], where, own_hook)
 
 
 def wrapped_module(fn: Any) -> nn.Module | None:

@@ -16,7 +16,6 @@ from graphshard.runtime.calls import Calls
 from graphshard.runtime.run import guarded
 
 
-
 def with_run_input(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of `module` whose first input is the run object; the original stays as it is."""
     clone = fx.GraphModule(module, copy.deepcopy(module.graph))

@@ -1,13 +1,13 @@
 """Every error and warning that graphshard raises.
 
-    GraphshardError
-    |-- OptionsError         (also ValueError)   bad `options=` or `mode=`
-    |-- CaptureError         the graph cannot be taken apart
-    |   `-- UnsupportedModel a documented limit: runs through FSDP2 instead
-    |-- VerifyError          a pass broke a rule: graphshard's own bug
-    `-- RuntimeStateError    a collective or a buffer was used out of order
+GraphshardError
+|-- OptionsError         (also ValueError)   bad `options=` or `mode=`
+|-- CaptureError         the graph cannot be taken apart
+|   `-- UnsupportedModel a documented limit: runs through FSDP2 instead
+|-- VerifyError          a pass broke a rule: graphshard's own bug
+`-- RuntimeStateError    a collective or a buffer was used out of order
 
-    GraphshardWarning        (UserWarning)       a part runs through eager FSDP2
+GraphshardWarning        (UserWarning)       a part runs through eager FSDP2
 """
 
 

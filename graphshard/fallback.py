@@ -97,7 +97,9 @@ class Watch:
         breaks = dynamo.graph_breaks()[self._breaks :]
         if not breaks:
             return
-        reason = f"of a graph break at {breaks[0].where}: {breaks[0].reason}"
+        reason = f"the graph breaks at {breaks[0].where}"
+        if not breaks[0].at_eager_group:
+            reason += f": {breaks[0].reason}"
         for record in self._records():
             outside = [g.fqn for g in record.groups if self._stayed_outside(g, record)]
             if len(outside) == len(record.groups) and self._module is None:
@@ -121,7 +123,7 @@ def _prepare(module: nn.Module | None) -> None:
     if module is None:
         return
     dynamo.substitute_grouped_hooks(fsdp2.states_under(module))
-    if isinstance(module, fsdp2.FSDPModule):
+    if isinstance(module, fsdp2.ShardedModule):
         state = fsdp2.state_of(module)
         fsdp2.lazy_init(state)  # raises what FSDP2 raises
         prepare(state)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 State = FSDPState
+ShardedModule = FSDPModule
 TrainingState = _fsdp_common.TrainingState
 
 
@@ -216,7 +217,7 @@ class FsdpGroup:
 
     @property
     def gather_process_group(self) -> dist.ProcessGroup:
-        return self.raw.mesh_info.shard_process_group
+        return self.raw.mesh_info.shard_process_group  # type: ignore[no-any-return]
 
     @property
     def reduce_process_group(self) -> dist.ProcessGroup:
@@ -247,7 +248,8 @@ class FsdpGroup:
 
     def orig_dtype(self) -> torch.dtype:
         """Dtype of the group's trainable parameters and their `.grad`."""
-        return next(p.raw.orig_dtype for p in self.params if p.sharded.requires_grad)
+        dtypes = (p.raw.orig_dtype for p in self.params if p.sharded.requires_grad)
+        return next(dtypes)  # type: ignore[no-any-return]
 
     def reduce_policy(self, grad_dtype: torch.dtype) -> ReducePolicy:
         """Reduction dtype, divide factors and ops for gradients of `grad_dtype`."""
@@ -370,4 +372,3 @@ def forward_hooks(state: FSDPState) -> Iterator[tuple[Callable[..., Any], bool]]
             is_pre = names.get(getattr(inner, "__name__", ""))
             if is_pre is not None and not isinstance(hook, functools.partial):
                 yield hook, is_pre
-

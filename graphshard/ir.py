@@ -205,7 +205,7 @@ def steps(graph: fx.Graph, kind: StepKind) -> Iterator[tuple[fx.Node, CommStep]]
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
+    return graph.find_nodes(op="output")[0]  # type: ignore[no-any-return]
 
 
 def window(graph: fx.Graph, node: fx.Node, radius: int = 5) -> str:

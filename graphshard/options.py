@@ -35,7 +35,7 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
     """
     if mode not in (None, "default"):
         raise OptionsError("GS101", f"mode={mode!r} is not supported; leave it out")
-    given = dict(options or {})
+    given, default = dict(options or {}), Options()
     known = [f.name for f in fields(Options)]
     for key in given:
         if key not in known:
@@ -49,8 +49,8 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
     if dump_dir is not None and not isinstance(dump_dir, str | Path):
         raise OptionsError("GS103", f"option dump_dir={dump_dir!r} is not a path")
     return Options(
-        compute=str(given.get("compute", Options.compute)),
-        fallback=str(given.get("fallback", Options.fallback)),
+        compute=str(given.get("compute", default.compute)),
+        fallback=str(given.get("fallback", default.fallback)),
         dump_dir=Path(dump_dir) if dump_dir else None,
     )
 

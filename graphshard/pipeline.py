@@ -96,6 +96,4 @@ def _kept(program: Program) -> frozenset[int]:
     if program.backward is None:
         return frozenset()
     needed = {step.group for _, step in steps(program.backward.graph, StepKind.GATHER_WAIT)}
-    return frozenset(
-        g.id for g in program.groups if not g.reshard_after_forward and g.id in needed
-    )
+    return frozenset(g.id for g in program.groups if not g.reshard_after_forward and g.id in needed)

@@ -5,7 +5,7 @@ from collections import defaultdict
 from torch import fx
 
 from graphshard.errors import VerifyError
-from graphshard.ir import Program, compute_nodes, step_of
+from graphshard.ir import Program, compute_nodes, output_node, step_of
 from graphshard.plan import Direction, Plan, Schedule, StepKind
 
 
@@ -39,6 +39,6 @@ def _reorder(graph: fx.Graph, schedule: Schedule) -> None:
     if comm or len({n for n in order if step_of(n) is None}) != len(compute):
         left = ", ".join(f"{kind} of group {group}" for kind, group in comm)
         raise VerifyError("GS310", f"the schedule leaves out {left or 'compute ops'}")
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    output = output_node(graph)
     for node in order:
         output.prepend(node)

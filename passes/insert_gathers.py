@@ -70,7 +70,3 @@ def _dtypes(info: GroupInfo, marks: list[Mark]) -> tuple[torch.dtype, ...]:
     for mark in marks:
         dtypes[mark.index] = mark.node.args[2]
     return (dtypes[0],) if len(set(dtypes)) == 1 else tuple(dtypes)
-
-
-
-

@@ -52,10 +52,9 @@ def _insert(
     group = open_group(graph, anchor_of(marks[0]), info)
     set_step(group, CommStep(StepKind.REDUCE_ISSUE, info.id, "open"))
     group._rename(f"group_{identifier(info.fqn)}")
-    args = [group, [m.node.args[0] for m in marks], tuple(m.index for m in marks)]
-    if masks:
-        args.append(tuple(masks[m.node] for m in marks))
-    issue = graph.call_method("issue_reduce", tuple(args))
+    grads, indices = [m.node.args[0] for m in marks], tuple(m.index for m in marks)
+    tangents = (tuple(masks[m.node] for m in marks),) if masks else ()
+    issue = graph.call_method("issue_reduce", (group, grads, indices, *tangents))
     issue._rename(f"reduce_{identifier(info.fqn)}")
     return set_step(issue, CommStep(StepKind.REDUCE_ISSUE, info.id))
 

@@ -29,7 +29,9 @@ def enter_group(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if not port.entered:
         for item in port.params:
             port.saved.append(item.module._parameters[item.name])  # type: ignore[arg-type]
-            anchor = port.anchor if item.param.raw.sharded_param.requires_grad else port.frozen_anchor
+            anchor = (
+                port.anchor if item.param.raw.sharded_param.requires_grad else port.frozen_anchor
+            )
             full = UNSHARD(anchor, item.size, item.dtype, port.device, item.index)
             item.module._parameters[item.name] = full
             for slot in item.shared:

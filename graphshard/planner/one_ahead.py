@@ -42,9 +42,7 @@ def _busy_boundaries(outline: Outline) -> frozenset[int]:
     return frozenset(firsts | lasts | {r.after + 1 for r in outline.reductions})
 
 
-def _steps_before(
-    outline: Outline, following: dict[int, GroupUse], op: int
-) -> Iterator[Step]:
+def _steps_before(outline: Outline, following: dict[int, GroupUse], op: int) -> Iterator[Step]:
     """Communication between compute op `op - 1` and compute op `op`.
 
     following: group -> the use whose gather is issued after that group's wait.

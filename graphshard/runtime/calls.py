@@ -93,7 +93,7 @@ def more_calls_ahead(live: LiveGroup) -> bool:
 
 def will_execute(node: Any) -> bool:
     """The engine run that is running now executes `node`."""
-    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def _autograd_node(outputs: Any) -> Any:

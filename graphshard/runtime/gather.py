@@ -80,7 +80,7 @@ class Gather:
 def all_gather(bucket: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Asynchronous c10d all-gather of `own` (a view into `bucket`) into `bucket`."""
     issue = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
-    return issue(bucket, own, group=group, async_op=True)
+    return issue(bucket, own, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
 def free(tensors: list[Tensor]) -> None:

@@ -133,4 +133,6 @@ def find(value: object) -> LiveGroup | None:
     if not isinstance(value, Tensor) or value.dim() != 0 or value.device.type != "cpu":
         return None
     live = _LIVE.get(int(value)) if value.dtype == torch.float32 else None
-    return live if live is not None and (value is live.anchor or value is live.frozen_anchor) else None
+    return (
+        live if live is not None and (value is live.anchor or value is live.frozen_anchor) else None
+    )

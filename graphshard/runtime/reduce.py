@@ -37,7 +37,8 @@ class Reduction:
         dtypes = {g.dtype for g in grads}
         if len(dtypes) > 1:
             raise RuntimeStateError(
-                "GS404", f"gradients of {self._live.fqn} have several dtypes: {sorted(map(str, dtypes))}"
+                "GS404",
+                f"gradients of {self._live.fqn} have several dtypes: {sorted(map(str, dtypes))}",
             )
         fsdp = self._live.fsdp
         world = fsdp.world_size
@@ -81,12 +82,11 @@ def reduce_scatter(
 ) -> dist.Work:
     """Asynchronous c10d reduce-scatter of `packed` (rank-major) into `output`."""
     issue = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return issue(output, packed, op=policy.scatter_op, group=group, async_op=True)
+    work = issue(output, packed, op=policy.scatter_op, group=group, async_op=True)
+    return work  # type: ignore[no-any-return]
 
 
-def _pack(
-    grads: list[Tensor], params: list[FsdpParam], world: int, policy: ReducePolicy
-) -> Tensor:
+def _pack(grads: list[Tensor], params: list[FsdpParam], world: int, policy: ReducePolicy) -> Tensor:
     """Rank-major flat input of the reduce-scatter in the reduction dtype, padded per parameter."""
     rows = [
         torch.cat(g.chunk(world, dim=p.shard_dim)) if p.shard_dim and world > 1 else g
@@ -102,12 +102,10 @@ def _pack(
 
 def merge(first: dict[int, Tensor], second: dict[int, Tensor]) -> dict[int, Tensor]:
     """Sums by parameter index, in autograd's order of addition."""
-    return {
-        index: first[index] + second[index]
-        if index in first and index in second
-        else first.get(index, second.get(index))
-        for index in sorted(first.keys() | second.keys())
-    }  # type: ignore[return-value]
+    total = dict(first)
+    for index, grad in second.items():
+        total[index] = total[index] + grad if index in total else grad
+    return dict(sorted(total.items()))
 
 
 def merge_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
