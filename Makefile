@@ -46,5 +46,5 @@ $(DONE): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
-		.import_linter_cache out schedule.html
+		.import_linter_cache out schedule.html schedule.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

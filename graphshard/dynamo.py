@@ -7,6 +7,7 @@ built, and the patched entry point acts only for contexts of this backend.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -162,7 +163,8 @@ def _patch_entry(enter: Callable[[Any], Callable[..., Any]]) -> None:
         is_module = isinstance(fn, nn.Module) or isinstance(
             getattr(fn, "__self__", None), nn.Module
         )
-        with torch._dynamo.config.patch(wrap_top_frame=is_module):
+        hooks_inside = torch._dynamo.config.patch(wrap_top_frame=True)
+        with hooks_inside if is_module else contextlib.nullcontext():
             compiled = original(self, fn)
         return compiled if isinstance(fn, nn.Module) else enter(compiled)
 

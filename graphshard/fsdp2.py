@@ -256,7 +256,7 @@ class FsdpGroup:
         reduce_dtype = self.held_reduce_dtype or grad_dtype
         pre, post, scatter_op, all_reduce_op = _fsdp_collectives._get_gradient_divide_factors(
             self.reduce_process_group,
-            None,
+            self.replicate_process_group,
             reduce_dtype,
             self.device.type,
             self.raw.gradient_divide_factor,
@@ -268,6 +268,63 @@ class FsdpGroup:
     def single_rank_divide_factor(self) -> float | None:
         """On one rank FSDP2 skips the collective but keeps an explicit divide factor."""
         return self.raw.gradient_divide_factor  # type: ignore[no-any-return]
+
+    @property
+    def replicate_process_group(self) -> dist.ProcessGroup | None:
+        """The all-reduce group of HSDP, or None."""
+        if not isinstance(self.raw.mesh_info, _fsdp_common.HSDPMeshInfo):
+            return None
+        return self.raw._all_reduce_process_group  # type: ignore[no-any-return]
+
+    @property
+    def all_reduces(self) -> bool:
+        """`set_requires_all_reduce`."""
+        return bool(self.raw.all_reduce_grads)
+
+    @property
+    def gather_comm(self) -> Any:
+        """FSDP2's AllGather: its own, or one set by `set_custom_all_gather` and the like."""
+        return self.raw._all_gather_comm
+
+    @property
+    def reduce_comm(self) -> Any:
+        """FSDP2's ReduceScatter: its own, or one set by `set_custom_reduce_scatter`."""
+        return self.raw._reduce_scatter_comm
+
+    def run_all_reduce_hook(self, output: Tensor) -> None:
+        """`set_all_reduce_hook`, on its stream if one was given; the caller's stream waits."""
+        hook, stream = self.raw._all_reduce_hook, self.raw._all_reduce_hook_stream
+        if hook is None:
+            return
+        if stream is None or self.replicate_process_group is not None:
+            hook(output)
+            return
+        current = self.raw.device_handle.current_stream()
+        stream.wait_stream(current)
+        with self.raw.device_handle.stream(stream):
+            hook(output)
+        current.wait_stream(stream)
+
+    @property
+    def post_forward_process_group(self) -> dist.ProcessGroup | None:
+        """The smaller group of an int `reshard_after_forward`, or None."""
+        if not self.raw._use_post_forward_mesh:
+            return None
+        return self.raw.post_forward_mesh_info.shard_process_group  # type: ignore[no-any-return]
+
+    def take_unsharded(self) -> list[Tensor] | None:
+        """A flat copy of each parameter that FSDP2 has gathered itself (`unshard()`, say).
+
+        FSDP2's own memory is given back: the group is SHARDED afterwards. None if it was.
+        """
+        if self.raw._all_gather_result is not None:
+            self.raw.wait_for_unshard()
+        flats = None
+        if self.raw.is_unsharded:
+            flats = [p.raw.all_gather_outputs[0].clone() for p in self.params]
+        if not self.raw.is_sharded:
+            self.reshard()
+        return flats
 
     @property
     def is_sharded(self) -> bool:
@@ -291,18 +348,11 @@ def _unsupported(group: FsdpGroup) -> Iterator[str]:
         yield "its parameters use several meshes (ShardPlacementResult)"
     if not isinstance(mesh, _fsdp_common.FSDPMeshInfo):
         yield "its mesh replicates only"
-    if isinstance(mesh, _fsdp_common.HSDPMeshInfo):
-        yield "its mesh is two-dimensional (HSDP)"
-    if raw.post_forward_mesh_info not in (None, mesh):
-        yield "reshard_after_forward is an int (a smaller post-forward mesh)"
     if isinstance(raw.offload_policy, CPUOffloadPolicy):
         yield "it uses CPUOffloadPolicy"
-    for attribute, default, method in _CUSTOM_COMMS:
-        if type(getattr(raw, attribute, None)).__name__ not in (default, "NoneType"):
-            yield f"{method} is set"
-    if raw._all_reduce_hook is not None:
-        yield "set_all_reduce_hook is set"
     for param in group.params:
+        if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
+            yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"
         if param.raw.is_dtensor:
             yield f"{param.fqn} is a DTensor before sharding (tensor parallel)"
         if hasattr(param.raw._sharded_local_tensor, "fsdp_pre_all_gather"):
@@ -310,12 +360,6 @@ def _unsupported(group: FsdpGroup) -> Iterator[str]:
         for slot in param.slots:
             if type(slot.module).__setattr__ is not nn.Module.__setattr__:
                 yield f"{type(slot.module).__name__} of {param.fqn} overrides __setattr__"
-
-
-_CUSTOM_COMMS = (
-    ("_all_gather_comm", "DefaultAllGather", "a custom or symmetric-memory all-gather"),
-    ("_reduce_scatter_comm", "DefaultReduceScatter", "a custom or symmetric-memory reduce-scatter"),
-)
 
 
 def is_mid_iteration(state: FSDPState) -> bool:

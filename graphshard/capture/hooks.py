@@ -28,10 +28,8 @@ def enter_group(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = _apply_to_tensors(_boundary, args), _apply_to_tensors(_boundary, kwargs)
     if not port.entered:
         for item in port.params:
-            port.saved.append(item.module._parameters[item.name])  # type: ignore[arg-type]
-            anchor = (
-                port.anchor if item.param.raw.sharded_param.requires_grad else port.frozen_anchor
-            )
+            param = item.param.raw.sharded_param
+            anchor = port.anchor if param.requires_grad else port.frozen_anchor
             full = UNSHARD(anchor, item.size, item.dtype, port.device, item.index)
             item.module._parameters[item.name] = full
             for slot in item.shared:
@@ -41,15 +39,15 @@ def enter_group(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def leave_group(module: nn.Module, output: Any) -> Any:
-    """FSDP2's post-forward: parameters out, output cast."""
+    """FSDP2's post-forward: sharded parameters back in, output cast."""
     port: Port = module._graphshard_port  # type: ignore[assignment]
     port.entered.pop()
     if not port.entered:
-        for item, saved in zip(port.params, port.saved):  # noqa: B905 (Dynamo: no strict=)
-            item.module._parameters[item.name] = saved  # type: ignore[assignment]
+        for item in port.params:
+            param = item.param.raw.sharded_param
+            item.module._parameters[item.name] = param
             for slot in item.shared:
-                slot.module._parameters[slot.name] = saved  # type: ignore[assignment]
-        port.saved.clear()
+                slot.module._parameters[slot.name] = param
     if port.output_dtype is not None:
         output = _cast(port.output_dtype, output)
     return output

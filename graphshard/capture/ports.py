@@ -10,7 +10,7 @@ import logging
 import weakref
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
 from graphshard import fsdp2
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
@@ -78,7 +78,7 @@ class PortParam:
 class Port:
     """Everything the traced hooks read, and the little they write, for one `fully_shard` call.
 
-    entered, saved: empty outside a forward; Dynamo replays what traced code does to them.
+    entered: empty outside a forward; Dynamo replays what traced code does to it.
     eager: this group runs through FSDP2's own hooks.
     """
 
@@ -91,7 +91,6 @@ class Port:
         self.live: LiveGroup | None = None
         self.eager = False
         self.entered: list[nn.Module] = []
-        self.saved: list[Tensor] = []
         self.record = record
         self.state = state
         if group is not None:
@@ -102,7 +101,6 @@ class Port:
     def restore(self) -> None:
         """Undo an interrupted forward: sharded DTensors registered, nothing gathered."""
         self.entered.clear()
-        self.saved.clear()
         if self.live is not None:
             self.live.drop()
             self.live.fsdp.reshard()

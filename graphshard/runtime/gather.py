@@ -7,6 +7,7 @@ dtypes, in registration order, in one bucket.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,56 +20,81 @@ from graphshard.runtime.live import Held, LiveGroup
 
 
 class Gather:
-    """One gathered use of a group, from issue to release."""
+    """One gathered use of a group, from issue to release.
 
-    __slots__ = ("_bucket", "_dtypes", "_live", "_tensors", "_versions", "_work")
+    `_flats` are the gathered parameters with FSDP2's padding, one-dimensional; what compute sees
+    are views of them.
+    """
+
+    __slots__ = ("_bucket", "_dtypes", "_flats", "_live", "_versions", "_widths", "_work")
 
     def __init__(self, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
         self._live = live
         self._dtypes = dtypes
         self._work: dist.Work | None = None
         self._bucket: Tensor | None = None
-        self._tensors: list[Tensor] | None = None
-        if (held := live.fresh(dtypes)) is not None:
-            self._tensors, self._versions = held.tensors, held.versions
-            return
+        self._versions = live.versions()
+        taken = live.fsdp.take_unsharded()
+        held = live.fresh(dtypes)
+        if taken is not None:
+            self._flats: list[Tensor] | None = cast(taken, dtypes)
+        elif held is not None and held.part_of is None:
+            self._flats = held.flats
+        else:
+            self._flats = None
+            with record_function(f"graphshard::all_gather {live.fqn}"):
+                self._issue(held)
         live.held = None
-        with record_function(f"graphshard::all_gather {live.fqn}"):
-            self._issue()
 
-    def _issue(self) -> None:
-        self._versions = self._live.versions()
-        shards = self._live.shards()
+    def _issue(self, held: Held | None) -> None:
         fsdp = self._live.fsdp
-        if fsdp.world_size == 1:
-            self._tensors = _copy_single_rank(self._live, shards, self._dtypes)
+        if held is not None:
+            parts, group = held.flats, held.part_of
+        else:
+            parts, group = self._live.shards(), fsdp.gather_process_group
+        assert group is not None
+        if group.size() == 1:
+            self._flats = cast(parts, self._dtypes, copy=True)
             return
-        group = fsdp.gather_process_group
-        self._bucket, own = _bucket(shards, self._dtypes, group)
-        self._work = all_gather(self._bucket, own, group)
+        self._widths = [p.numel() for p in parts]
+        self._bucket, own = _bucket(parts, self._dtypes, group, fsdp.gather_comm)
+        self._work = all_gather(self._bucket, own, group, fsdp.gather_comm)
         self._live.counters.all_gathers += 1
 
     def wait(self) -> list[Tensor]:
         """The gathered parameters in registration order, each of its unsharded size."""
-        if self._tensors is None:
+        if self._flats is None:
             if self._bucket is None:
                 raise RuntimeStateError("GS403", f"{self._live.fqn} was used after its release")
             with record_function(f"graphshard::all_gather_wait {self._live.fqn}"):
                 self.drain()
-                self._tensors = _copy_out(self._live, self._bucket, self._dtypes)
+                self._flats = _copy_out(self._bucket, self._widths, self._dtypes)
             # The backend's thread may hold the tensor a little longer: free its memory now.
             self._bucket.untyped_storage().resize_(0)
             self._bucket = None
-        return self._tensors
+        world = self._live.fsdp.world_size
+        pairs = zip(self._flats, self._live.fsdp.params, strict=True)
+        return [_unsharded(flat, param, world) for flat, param in pairs]
 
     def release(self, *, keep: bool) -> None:
         """Give the memory back, or keep it for a later gather of the same shards."""
-        if self._tensors is None:
-            raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
-        self._live.held = Held(self._tensors, self._dtypes, self._versions) if keep else None
-        tensors, self._tensors = self._tensors, None
+        flats, self._flats = self._taken(), None
+        live = self._live
+        live.held = Held(flats, self._dtypes, self._versions) if keep else None
         if not keep:
-            free(tensors)
+            free(flats)
+
+    def release_to(self, group: dist.ProcessGroup) -> None:
+        """Keep this rank's part of each parameter, spread over the smaller `group`."""
+        flats, self._flats = self._taken(), None
+        parts = [f.chunk(group.size())[group.rank()].clone() for f in flats]
+        self._live.held = Held(parts, self._dtypes, self._versions, part_of=group)
+        free(flats)
+
+    def _taken(self) -> list[Tensor]:
+        if self._flats is None:
+            raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
+        return self._flats
 
     def drain(self) -> None:
         """Wait for the collective, if any; its result may be thrown away."""
@@ -77,19 +103,27 @@ class Gather:
             self._work = None
 
 
-def all_gather(bucket: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Asynchronous c10d all-gather of `own` (a view into `bucket`) into `bucket`."""
-    issue = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
-    return issue(bucket, own, group=group, async_op=True)  # type: ignore[no-any-return]
+def all_gather(
+    bucket: Tensor, own: Tensor, group: dist.ProcessGroup, comm: Any
+) -> dist.Work | None:
+    """Asynchronous all-gather of `own` (a view into `bucket`) into `bucket` by FSDP2's `comm`."""
+    work = comm(output_tensor=bucket, input_tensor=own, group=group, async_op=True)
+    return work  # type: ignore[no-any-return]
 
 
-def free(tensors: list[Tensor]) -> None:
-    """End of life of gathered buffers: dropping the references frees them."""
-    tensors.clear()
+def free(flats: list[Tensor]) -> None:
+    """End of life of gathered memory: dropping the references frees it."""
+    flats.clear()
+
+
+def cast(
+    parts: list[Tensor], dtypes: tuple[torch.dtype, ...], *, copy: bool = False
+) -> list[Tensor]:
+    return [p.to(d, copy=copy) for p, d in zip(parts, dtypes, strict=True)]
 
 
 def _bucket(
-    shards: list[Tensor], dtypes: tuple[torch.dtype, ...], group: dist.ProcessGroup
+    parts: list[Tensor], dtypes: tuple[torch.dtype, ...], group: dist.ProcessGroup, comm: Any
 ) -> tuple[Tensor, Tensor]:
     """Output of the all-gather and this rank's filled part of it.
 
@@ -98,29 +132,35 @@ def _bucket(
     uniform = len(set(dtypes)) == 1
     wire = dtypes[0] if uniform else torch.uint8
     if not uniform:
-        shards = [s.to(d).view(torch.uint8) for s, d in zip(shards, dtypes, strict=True)]
-    numels = [s.numel() for s in shards]
+        parts = [p.view(torch.uint8) for p in cast(parts, dtypes)]
+    numels = [p.numel() for p in parts]
     total = sum(numels)
-    bucket = torch.empty(total * group.size(), dtype=wire, device=shards[0].device)
+    bucket = comm.allocate((total * group.size(),), dtype=wire, device=parts[0].device)
     own = bucket.narrow(0, total * group.rank(), total)
-    torch._foreach_copy_(list(own.split(numels)), shards)
+    torch._foreach_copy_(list(own.split(numels)), parts)
     return bucket, own
 
 
-def _copy_out(live: LiveGroup, bucket: Tensor, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
-    """From rank-major (the wire) to parameter-major (what compute sees)."""
-    world, params = live.fsdp.world_size, live.fsdp.params
-    numels = [math.prod(p.padded_shard_size) for p in params]
+def _copy_out(bucket: Tensor, widths: list[int], dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
+    """From rank-major (the wire) to parameter-major (what compute sees).
+
+    widths: elements that one rank contributes to each parameter.
+    """
+    world = (
+        bucket.numel()
+        * bucket.itemsize
+        // sum(w * d.itemsize for w, d in zip(widths, dtypes, strict=True))
+    )
     flats = [
-        torch.empty(world * n, dtype=dtype, device=bucket.device)
-        for n, dtype in zip(numels, dtypes, strict=True)
+        torch.empty(world * width, dtype=dtype, device=bucket.device)
+        for width, dtype in zip(widths, dtypes, strict=True)
     ]
     out = [f.view(world, -1) for f in flats]
     if bucket.dtype == torch.uint8:
         out = [o.view(torch.uint8) for o in out]
-    widths = [o.shape[1] for o in out]
-    torch.split_with_sizes_copy(bucket.view(world, -1), widths, dim=1, out=out)
-    return [_unsharded(f, p, world) for f, p in zip(flats, params, strict=True)]
+    columns = [o.shape[1] for o in out]
+    torch.split_with_sizes_copy(bucket.view(world, -1), columns, dim=1, out=out)
+    return flats
 
 
 def _unsharded(flat: Tensor, param: FsdpParam, world: int) -> Tensor:
@@ -129,13 +169,3 @@ def _unsharded(flat: Tensor, param: FsdpParam, world: int) -> Tensor:
         return flat[: math.prod(size)].view(size)
     ranks = flat.view(world, *param.padded_shard_size).unbind(0)
     return torch.cat(ranks, dim=dim)
-
-
-def _copy_single_rank(
-    live: LiveGroup, shards: list[Tensor], dtypes: tuple[torch.dtype, ...]
-) -> list[Tensor]:
-    """On one rank there is nothing to gather; a copy keeps later writes to the shard apart."""
-    return [
-        shard.to(dtype, copy=True)[: math.prod(p.size)].view(p.size)
-        for shard, dtype, p in zip(shards, dtypes, live.fsdp.params, strict=True)
-    ]

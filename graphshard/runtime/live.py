@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
@@ -21,11 +22,16 @@ from graphshard.fsdp2 import FsdpGroup
 
 @dataclass(slots=True)
 class Held:
-    """Gathered parameters that outlive their direction, with what they were gathered from."""
+    """Gathered memory that outlives its direction, one flat tensor per parameter.
 
-    tensors: list[Tensor]
+    versions: of the shards that it was gathered from. part_of: None for whole parameters, else
+    the smaller group over which they are spread (an int `reshard_after_forward`).
+    """
+
+    flats: list[Tensor]
     dtypes: tuple[torch.dtype, ...]
     versions: tuple[tuple[int, int, int], ...]
+    part_of: dist.ProcessGroup | None = None
 
 
 @dataclass(slots=True)
@@ -34,6 +40,7 @@ class Counters:
 
     all_gathers: int = 0
     reduce_scatters: int = 0
+    all_reduces: int = 0
     forwards: int = 0
 
 
@@ -44,6 +51,7 @@ class LiveGroup:
     held: gathered parameters that outlive forward or backward.
     unreduced: gradients of micro-steps without gradient sync, by parameter index.
     arrived: gradients of this backward, while another call of the group is still ahead of it.
+    partial: reduce-scattered gradients that wait for HSDP's all-reduce, flat.
     calls: forward calls whose backward has not run (`graphshard.runtime.calls.PendingCall`).
     """
 
@@ -57,6 +65,7 @@ class LiveGroup:
     held: Held | None = None
     unreduced: dict[int, Tensor] = field(default_factory=dict)
     arrived: dict[int, Tensor] = field(default_factory=dict)
+    partial: Tensor | None = None
     calls: list[Any] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
 
@@ -89,6 +98,7 @@ class LiveGroup:
     def drop(self) -> None:
         """Forget what an interrupted step left."""
         self.held = None
+        self.partial = None
         self.arrived.clear()
 
 

@@ -7,6 +7,7 @@ result is bitwise the same.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,14 +44,20 @@ class Reduction:
         fsdp = self._live.fsdp
         world = fsdp.world_size
         self._policy = fsdp.reduce_policy(dtypes.pop())
-        self._input = _pack(grads, self._params, world, self._policy)
+        self._input = _pack(grads, self._params, world, self._policy, fsdp.reduce_comm)
         if world == 1:
             factor = fsdp.single_rank_divide_factor
             self._output = self._input if factor is None else self._input / factor
             return
-        self._output = self._input.new_empty(self._input.numel() // world)
+        self._output = fsdp.reduce_comm.allocate(
+            (self._input.numel() // world,), dtype=self._input.dtype, device=self._input.device
+        )
         self._work = reduce_scatter(
-            self._output, self._input, self._policy, fsdp.reduce_process_group
+            self._output,
+            self._input,
+            self._policy,
+            fsdp.reduce_process_group,
+            fsdp.reduce_comm,
         )
         self._live.counters.reduce_scatters += 1
 
@@ -60,15 +67,36 @@ class Reduction:
             return
         with record_function(f"graphshard::reduce_scatter_wait {self._live.fqn}"):
             self.drain()
-            output = self._output
-            if self._policy.postdivide not in (None, 1):
-                output.div_(self._policy.postdivide)
-            output = output.to(self._live.fsdp.orig_dtype())
-            offset = 0
-            for param in self._params:
-                grad = output.as_strided(param.local_size, param.local_stride, offset)
-                param.add_sharded_grad(grad)
-                offset += math.prod(param.padded_shard_size)
+            if self._all_reduce():
+                self._assign()
+
+    def _all_reduce(self) -> bool:
+        """HSDP's second reduction. False if it is put off to a later micro-step."""
+        live, output = self._live, self._output
+        group = live.fsdp.replicate_process_group
+        if group is None:
+            return True
+        if live.partial is not None:
+            output.add_(live.partial)
+            live.partial = None
+        if not live.fsdp.all_reduces:
+            live.partial = output
+            return False
+        dist.all_reduce(output, group=group, op=self._policy.all_reduce_op)
+        live.counters.all_reduces += 1
+        return True
+
+    def _assign(self) -> None:
+        fsdp, output = self._live.fsdp, self._output
+        fsdp.run_all_reduce_hook(output)
+        if self._policy.postdivide not in (None, 1):
+            output.div_(self._policy.postdivide)
+        output = output.to(fsdp.orig_dtype())
+        offset = 0
+        for param in self._params:
+            grad = output.as_strided(param.local_size, param.local_stride, offset)
+            param.add_sharded_grad(grad)
+            offset += math.prod(param.padded_shard_size)
 
     def drain(self) -> None:
         """Wait for the collective, if any; its result may be thrown away."""
@@ -78,22 +106,25 @@ class Reduction:
 
 
 def reduce_scatter(
-    output: Tensor, packed: Tensor, policy: ReducePolicy, group: dist.ProcessGroup
-) -> dist.Work:
-    """Asynchronous c10d reduce-scatter of `packed` (rank-major) into `output`."""
-    issue = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work = issue(output, packed, op=policy.scatter_op, group=group, async_op=True)
+    output: Tensor, packed: Tensor, policy: ReducePolicy, group: dist.ProcessGroup, comm: Any
+) -> dist.Work | None:
+    """Asynchronous reduce-scatter of `packed` (rank-major) into `output` by FSDP2's `comm`."""
+    work = comm(
+        output_tensor=output, input_tensor=packed, group=group, op=policy.scatter_op, async_op=True
+    )
     return work  # type: ignore[no-any-return]
 
 
-def _pack(grads: list[Tensor], params: list[FsdpParam], world: int, policy: ReducePolicy) -> Tensor:
+def _pack(
+    grads: list[Tensor], params: list[FsdpParam], world: int, policy: ReducePolicy, comm: Any
+) -> Tensor:
     """Rank-major flat input of the reduce-scatter in the reduction dtype, padded per parameter."""
     rows = [
         torch.cat(g.chunk(world, dim=p.shard_dim)) if p.shard_dim and world > 1 else g
         for g, p in zip(grads, params, strict=True)
     ]
     numel = world * sum(math.prod(p.padded_shard_size) for p in params)
-    packed = torch.empty(numel, dtype=policy.reduce_dtype, device=grads[0].device)
+    packed: Tensor = comm.allocate((numel,), dtype=policy.reduce_dtype, device=grads[0].device)
     torch._chunk_cat(rows, dim=0, num_chunks=world, out=packed.view(world, -1))
     if policy.predivide not in (None, 1):
         packed.div_(policy.predivide)

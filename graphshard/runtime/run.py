@@ -123,7 +123,11 @@ class GatherStep:
 
         FSDP2's `reshard_after_forward`, read now, says whether it stays gathered.
         """
-        self._gather.release(keep=not self._live.fsdp.reshard_after_forward)
+        fsdp = self._live.fsdp
+        if (group := fsdp.post_forward_process_group) is not None:
+            self._gather.release_to(group)
+        else:
+            self._gather.release(keep=not fsdp.reshard_after_forward)
 
 
 def guarded(

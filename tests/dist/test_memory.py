@@ -52,8 +52,8 @@ def watch_gathered() -> Iterator[Storages]:
     seen = Storages()
 
     def watching(original: Any) -> Any:
-        def call(*args: Any) -> Any:
-            result = original(*args)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
             for tensor in result:
                 seen.add(tensor)
             return result
@@ -63,7 +63,7 @@ def watch_gathered() -> Iterator[Storages]:
     with (
         patched(gather, "_bucket", watching),
         patched(gather, "_copy_out", watching),
-        patched(gather, "_copy_single_rank", watching),
+        patched(gather, "cast", watching),
     ):
         yield seen
 
@@ -144,8 +144,9 @@ def poison_released(original: Any) -> Any:
     def call(tensors: list[Tensor]) -> None:
         for tensor in tensors:
             tensor.untyped_storage().copy_(
-                torch.full((tensor.untyped_storage().nbytes(),), 0xFF, dtype=torch.uint8)
-                .untyped_storage()
+                torch.full(
+                    (tensor.untyped_storage().nbytes(),), 0xFF, dtype=torch.uint8
+                ).untyped_storage()
             )
         original(tensors)
 
