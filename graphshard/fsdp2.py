@@ -18,6 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from graphshard.errors import RuntimeStateError
+
 State = FSDPState
 ShardedModule = FSDPModule
 TrainingState = _fsdp_common.TrainingState
@@ -172,6 +174,26 @@ class FsdpParam:
             hook(param)
 
     @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """Dtype of the sharded `.grad`; None leaves it in the reduction's dtype."""
+        dtype = getattr(self.raw, "sharded_grad_dtype", self.raw.orig_dtype)  # torch >= 2.15
+        return dtype  # type: ignore[no-any-return]
+
+    def as_accumulated(self, grad: Tensor) -> Tensor:
+        """`grad` in the dtype in which FSDP2 accumulates it over micro-steps without sync."""
+        if hasattr(self.raw, "unsharded_grad_dtype"):  # torch >= 2.15
+            dtype = self.raw.unsharded_grad_dtype
+        else:
+            dtype = self.raw.reduce_dtype
+        return grad if dtype is None else grad.to(dtype)
+
+    def as_autograd_gives(self, grad: Tensor) -> Tensor:
+        """`grad` as a leaf of this torch would receive it: 2.15 narrows it at once."""
+        dtype = getattr(self.raw, "unsharded_grad_dtype", None)
+        narrow = dtype is not None and dtype.itemsize < grad.dtype.itemsize
+        return grad.to(dtype) if narrow else grad
+
+    @property
     def local_size(self) -> tuple[int, ...]:
         """Size of this rank's part without padding."""
         return tuple(self.raw.sharded_size)
@@ -241,19 +263,30 @@ class FsdpGroup:
         """`set_reduce_scatter_unused_params` (torch >= 2.13)."""
         return bool(getattr(self.raw, "reduce_scatter_unused_params", False))
 
-    @property
-    def held_reduce_dtype(self) -> torch.dtype | None:
-        """The dtype in which unreduced gradients accumulate; None: as autograd makes them."""
-        return self.raw._reduce_dtype  # type: ignore[no-any-return]
+    def reduce_order(self) -> Sequence[int]:
+        """Parameter indices in the order in which FSDP2 packs their gradients.
 
-    def orig_dtype(self) -> torch.dtype:
-        """Dtype of the group's trainable parameters and their `.grad`."""
-        dtypes = (p.raw.orig_dtype for p in self.params if p.sharded.requires_grad)
-        return next(dtypes)  # type: ignore[no-any-return]
+        Registration order; torch 2.15 puts parameters of one dtype together.
+        """
+        indices: Sequence[int] = getattr(self.raw, "_reduce_scatter_param_indices", ())
+        return indices or range(len(self.params))
 
-    def reduce_policy(self, grad_dtype: torch.dtype) -> ReducePolicy:
-        """Reduction dtype, divide factors and ops for gradients of `grad_dtype`."""
-        reduce_dtype = self.held_reduce_dtype or grad_dtype
+    def reduce_dtype(self, params: Sequence[FsdpParam], grads: Sequence[Tensor]) -> torch.dtype:
+        """The dtype on the wire for these gradients.
+
+        Raises RuntimeStateError where FSDP2 refuses gradients of several dtypes (torch < 2.15).
+        """
+        if hasattr(self.raw, "_get_reduce_dtype"):  # torch >= 2.15
+            return self.raw._get_reduce_dtype([p.raw for p in params], list(grads))  # type: ignore[no-any-return]
+        dtypes = {g.dtype for g in grads}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise RuntimeStateError("GS404", f"gradients of {self.fqn} have dtypes {names}")
+        return self.raw._reduce_dtype or dtypes.pop()
+
+    def reduce_policy(self, params: Sequence[FsdpParam], grads: Sequence[Tensor]) -> ReducePolicy:
+        """Reduction dtype, divide factors and ops for these gradients."""
+        reduce_dtype = self.reduce_dtype(params, grads)
         pre, post, scatter_op, all_reduce_op = _fsdp_collectives._get_gradient_divide_factors(
             self.reduce_process_group,
             self.replicate_process_group,

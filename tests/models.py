@@ -323,8 +323,7 @@ class MoE(nn.Module):
         source = unused.scatter(0, slot, order // self.top_k)[:-1]
         weight = gate.new_zeros(EXPERTS * capacity + 1).scatter(0, slot, gate.flatten()[order])[:-1]
         routed = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])]).index_select(0, source)
-        slices = zip(self.experts, routed.split(capacity), strict=True)
-        results = [expert(rows) for expert, rows in slices]
+        results = [e(rows) for e, rows in zip(self.experts, routed.split(capacity), strict=True)]
         y = torch.zeros_like(tokens[:1]).repeat(count + 1, 1)
         return y.index_add(0, source, torch.cat(results) * weight[:, None])[:-1].view_as(x)
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import FsdpParam, ReducePolicy
 from graphshard.runtime.live import LiveGroup
 
@@ -35,15 +34,9 @@ class Reduction:
             self._issue(list(grads.values()))
 
     def _issue(self, grads: list[Tensor]) -> None:
-        dtypes = {g.dtype for g in grads}
-        if len(dtypes) > 1:
-            raise RuntimeStateError(
-                "GS404",
-                f"gradients of {self._live.fqn} have several dtypes: {sorted(map(str, dtypes))}",
-            )
         fsdp = self._live.fsdp
         world = fsdp.world_size
-        self._policy = fsdp.reduce_policy(dtypes.pop())
+        self._policy = fsdp.reduce_policy(self._params, grads)
         self._input = _pack(grads, self._params, world, self._policy, fsdp.reduce_comm)
         if world == 1:
             factor = fsdp.single_rank_divide_factor
@@ -91,10 +84,12 @@ class Reduction:
         fsdp.run_all_reduce_hook(output)
         if self._policy.postdivide not in (None, 1):
             output.div_(self._policy.postdivide)
-        output = output.to(fsdp.orig_dtype())
+        # One cast per dtype, as in FSDP2: gradients of one dtype share memory.
+        outputs = {d: output.to(d or output.dtype) for d in {p.grad_dtype for p in self._params}}
         offset = 0
         for param in self._params:
-            grad = output.as_strided(param.local_size, param.local_stride, offset)
+            flat = outputs[param.grad_dtype]
+            grad = flat.as_strided(param.local_size, param.local_stride, offset)
             param.add_sharded_grad(grad)
             offset += math.prod(param.padded_shard_size)
 
@@ -125,6 +120,8 @@ def _pack(
     ]
     numel = world * sum(math.prod(p.padded_shard_size) for p in params)
     packed: Tensor = comm.allocate((numel,), dtype=policy.reduce_dtype, device=grads[0].device)
+    if len({r.dtype for r in rows}) > 1:
+        rows = [r.to(policy.reduce_dtype) for r in rows]
     torch._chunk_cat(rows, dim=0, num_chunks=world, out=packed.view(world, -1))
     if policy.predivide not in (None, 1):
         packed.div_(policy.predivide)
@@ -145,7 +142,8 @@ def merge_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tens
     Returns all gradients by parameter index in registration order; clears what it takes.
     """
     merged: dict[int, Tensor] = {}
-    for index, param in enumerate(live.fsdp.params):
+    for index in live.fsdp.reduce_order():
+        param = live.fsdp.params[index]
         parts = [live.unreduced.pop(index, None), param.take_eager_grad(), grads.get(index)]
         present = [p for p in parts if p is not None]
         if present:
@@ -160,8 +158,7 @@ def merge_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tens
 
 def keep_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> None:
     """`set_requires_gradient_sync(False)`: hold unsharded gradients in FSDP2's dtype for them."""
-    dtype = live.fsdp.held_reduce_dtype
     for index, grad in merge_unreduced(live, grads).items():
-        held = grad if dtype is None else grad.to(dtype)
+        held = live.fsdp.params[index].as_accumulated(grad)
         # A gradient may share memory with another tensor of the graph (an expanded sum).
         live.unreduced[index] = held.clone() if held is grads.get(index) else held

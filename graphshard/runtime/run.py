@@ -85,6 +85,8 @@ class OpenGroup:
 
 def collect(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
     """What is to be reduced now that `grads` have come: nothing while more is to come."""
+    params = live.fsdp.params
+    grads = {index: params[index].as_autograd_gives(grad) for index, grad in grads.items()}
     grads = merge(live.arrived, grads)
     if more_calls_ahead(live):
         live.arrived = grads

@@ -253,8 +253,9 @@ def _worker_main(conn: Connection, rank: int, world_size: int, port: int, stack_
         faulthandler.register(signal.SIGUSR1, file=stacks)
         ctx: list[Ctx] = []
         _reply(conn, lambda: ctx.append(_join(rank, world_size, port)))
-        while (message := conn.recv_bytes()) != _LEAVE:
-            _reply(conn, (lambda m=message: _run_case(ctx[0], m)) if message else _settle)
+        with contextlib.suppress(EOFError):  # the test process is gone
+            while (message := conn.recv_bytes()) != _LEAVE:
+                _reply(conn, (lambda m=message: _run_case(ctx[0], m)) if message else _settle)
         dist.destroy_process_group()
         os._exit(
             0

@@ -58,6 +58,14 @@ def calling(name: str, *args: Any, **kwargs: Any) -> Callable[[nn.Module, Ctx], 
     return shard
 
 
+def divide_by_three(model: nn.Module, ctx: Ctx) -> nn.Module:
+    plain(model, ctx)
+    for module in (model, *model.blocks):
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        module.set_gradient_divide_factor(3.0)
+    return model
+
+
 class LoggedAllGather:
     """A user's all-gather: allocates and communicates itself."""
 
@@ -191,7 +199,7 @@ ROWS = [
     Row("set_reshard_after_backward", plain, keep_after_backward, micro_steps=2),
     Row("set_requires_gradient_sync of a submodule", plain, sync_last),
     Row("unshard", plain, unshard_first),
-    Row("set_gradient_divide_factor", calling("set_gradient_divide_factor", 3.0)),
+    Row("set_gradient_divide_factor", divide_by_three),
     Row("set_force_sum_reduction_for_comms", calling("set_force_sum_reduction_for_comms", True)),
     Row("set_all_reduce_hook", all_reduce_hook),
     Row("set_custom_all_gather and _reduce_scatter", custom_comms),
