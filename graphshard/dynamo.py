@@ -12,12 +12,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import CodeType
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
 from torch import fx, nn
-from torch._dynamo import eval_frame
+from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import (
@@ -28,9 +29,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from graphshard import fsdp2
 from graphshard.capture.hooks import enter_group, leave_group
 from graphshard.capture.ports import prepare
-from graphshard.options import is_disabled
+from graphshard.options import Options, is_disabled, parse_options
 
 __all__ = ["SkipFrame", "compile_variant", "input_example", "install", "substitute_grouped_hooks"]
+
+_T = TypeVar("_T")
 
 _WRAPPERS = (
     "_torchdynamo_orig_backend",
@@ -41,20 +44,18 @@ _WRAPPERS = (
 )
 
 
-def innermost(callback: Any) -> Any:
-    """The backend function at the bottom of Dynamo's wrappers around it."""
-    seen = 0
-    while seen < 16:
-        seen += 1
+def _wrappers(callback: Any) -> Iterator[Any]:
+    """Dynamo's wrappers around a backend function, from the outside, the function last."""
+    for _ in range(16):
+        yield callback
         inner = next((getattr(callback, n) for n in _WRAPPERS if hasattr(callback, n)), None)
         if inner is None:
-            break
+            return
         callback = inner
-    return callback
 
 
 def is_ours(callback: Any) -> bool:
-    return bool(getattr(innermost(callback), "is_graphshard_backend", False))
+    return any(getattr(w, "is_graphshard_backend", False) for w in _wrappers(callback))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -132,11 +133,11 @@ def _substitute_grouped(hook: Callable[..., Any], is_pre: bool) -> None:
 
 
 @functools.cache
-def install(enter: Callable[[Any], Callable[..., Any]]) -> None:
+def install(enter: Callable[..., Callable[..., Any]]) -> None:
     """Register the substitutes and patch the entry point, once per process.
 
-    enter: gets each function that `torch.compile` made for this backend and returns the function
-    that users call instead.
+    enter: gets each function that `torch.compile` made for this backend, and the options, and
+    returns the function that users call instead.
     """
     constant = torch.compiler.assume_constant_result(_graphshard_prepare)
     setattr(fsdp2.ShardedModule, _graphshard_prepare.__name__, constant)
@@ -145,12 +146,8 @@ def install(enter: Callable[[Any], Callable[..., Any]]) -> None:
     _patch_entry(enter)
 
 
-def _patch_entry(enter: Callable[[Any], Callable[..., Any]]) -> None:
-    """Let `torch.compile` of a module put the module's own hooks inside the graph.
-
-    Dynamo does so only with the process-wide setting `wrap_top_frame`; here it is on only while
-    a module of this backend is wrapped.
-    """
+def _patch_entry(enter: Callable[..., Callable[..., Any]]) -> None:
+    """Act on what `torch.compile` makes for this backend, and on nothing else."""
     context = eval_frame._TorchDynamoContext
     original = context.__call__
 
@@ -160,15 +157,66 @@ def _patch_entry(enter: Callable[[Any], Callable[..., Any]]) -> None:
             return original(self, fn)
         if is_disabled():
             return fn  # as torch.compile(fn, disable=True) does
+        settings = _settings(self.callback)
         is_module = isinstance(fn, nn.Module) or isinstance(
             getattr(fn, "__self__", None), nn.Module
         )
-        hooks_inside = torch._dynamo.config.patch(wrap_top_frame=True)
-        with hooks_inside if is_module else contextlib.nullcontext():
+        with _hooks_inside() if is_module else contextlib.nullcontext():
             compiled = original(self, fn)
-        return compiled if isinstance(fn, nn.Module) else enter(compiled)
+        return compiled if isinstance(fn, nn.Module) else enter(compiled, settings)
 
     context.__call__ = call  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _hooks_inside() -> Iterator[None]:
+    """While a module is wrapped: the frame that Dynamo compiles includes the module's own hooks.
+
+    Dynamo does so only with the process-wide setting `wrap_top_frame`, and with one frame for
+    all modules of the process: what it decides for one (its recompile limit, a skipped frame)
+    then holds for all. Here each class of modules has a frame of its own, so that identical
+    blocks still share their graphs.
+    """
+    wrap = external_utils.wrap_inline
+
+    def wrap_inline(fn: Any) -> Any:
+        inner = wrap(fn)
+        owner = getattr(fn, "__self__", fn)
+        inner.__code__ = _frame_of_class(inner.__code__, type(owner))  # type: ignore[arg-type]
+        return inner
+
+    external_utils.wrap_inline = wrap_inline
+    try:
+        with torch._dynamo.config.patch(wrap_top_frame=True):
+            yield
+    finally:
+        external_utils.wrap_inline = wrap
+
+
+@functools.cache
+def _frame_of_class(code: CodeType, owner: type) -> CodeType:
+    return code.replace(co_name=f"call_{owner.__name__}")
+
+
+def _settings(callback: Any) -> Options:
+    """The options given to `torch.compile`. Raises OptionsError before anything is traced."""
+    for wrapper in _wrappers(callback):
+        given = getattr(wrapper, "kwargs", None)
+        if isinstance(given, dict):
+            return parse_options(given.get("options"), given.get("mode"))
+    return Options()
+
+
+def invisible(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, whose own frame Dynamo leaves alone when it runs; what it calls is its business."""
+    eval_frame.skip_code(fn.__code__)
+    return fn
+
+
+def hidden(fn: Callable[..., _T]) -> Callable[..., _T]:
+    """`fn`, into which Dynamo does not look, nor into anything that it calls."""
+    disabled = torch._dynamo.disable(fn, recursive=True, reason="graphshard's own bookkeeping")
+    return disabled  # type: ignore[no-any-return]
 
 
 def input_example(placeholder: fx.Node) -> Any:

@@ -31,6 +31,7 @@ class Record:
 
     reasons: group FQN -> why it always runs through eager FSDP2.
     outside: group FQN -> why it ran outside the graphs when last compiled.
+    traces: grows whenever Dynamo reaches one of the groups.
     """
 
     states: list[State]
@@ -38,6 +39,7 @@ class Record:
     plans: dict[str, CompiledPlan] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
+    traces: int = 0
 
     @property
     def groups(self) -> list[LiveGroup]:
@@ -79,7 +81,8 @@ class Port:
     """Everything the traced hooks read, and the little they write, for one `fully_shard` call.
 
     entered: empty outside a forward; Dynamo replays what traced code does to it.
-    eager: this group runs through FSDP2's own hooks.
+    eager: this group runs through FSDP2's own hooks. apart: its modules are compiled on their
+    own, because the graph around them breaks.
     """
 
     def __init__(self, state: State, group: FsdpGroup | None, record: Record) -> None:
@@ -90,6 +93,7 @@ class Port:
         self.params: tuple[PortParam, ...] = ()
         self.live: LiveGroup | None = None
         self.eager = False
+        self.apart = False
         self.entered: list[nn.Module] = []
         self.record = record
         self.state = state
@@ -97,6 +101,10 @@ class Port:
             self.live = register(group)
             self.anchor, self.frozen_anchor = self.live.anchor, self.live.frozen_anchor
             self.params = tuple(PortParam(p, i) for i, p in enumerate(group.params))
+
+    @property
+    def fqn(self) -> str:
+        return "" if self.live is None else self.live.fqn
 
     def restore(self) -> None:
         """Undo an interrupted forward: sharded DTensors registered, nothing gathered."""
@@ -120,6 +128,7 @@ def prepare(state: State) -> bool:
     first = fsdp2.modules_of(state)[0]
     if PORT not in first.__dict__:
         _attach(fsdp2.siblings(state))
+    first.__dict__[PORT].record.traces += 1
     return True
 
 

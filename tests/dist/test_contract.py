@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import graphshard
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+
+import graphshard
 
 pytestmark = pytest.mark.dist
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import graphshard
 import pytest
 import torch
 from models import CASES, Llama
@@ -18,6 +17,8 @@ from test_semantics import assert_same, assert_sharded, grads, inputs, two_heads
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+import graphshard
 
 pytestmark = pytest.mark.dist
 
@@ -251,9 +252,31 @@ def offloaded(ctx: Ctx) -> list[str]:
         assert_equal(expected, train(model, case, ctx, 3))
     report = graphshard.explain(model)
     assert "CPUOffloadPolicy" in report.reasons["blocks.1"]
-    assert report.captured + len(report.reasons) == report.present
+    assert "models.py" in report.reasons["(root)"]
+    assert len(report.reasons) == 2
+    assert report.captured == report.present - 2
     assert_sharded(model)
     return [str(w.message) for w in caught if issubclass(w.category, graphshard.GraphshardWarning)]
+
+
+def offload_error(ctx: Ctx) -> None:
+    model = Llama().to(ctx.device)
+    for block in model.blocks:
+        fully_shard(block, mesh=ctx.mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model, mesh=ctx.mesh)
+    model.compile(backend="graphshard", options={"fallback": "error"})
+    with pytest.raises(graphshard.UnsupportedModel, match=r"blocks\.0 .* CPUOffloadPolicy"):
+        model(torch.zeros(1, 4, dtype=torch.long, device=ctx.device))
+    assert_clean(model)
+
+
+def test_unsupported_group_is_an_error_if_asked(pool: Pool) -> None:
+    pool.run(2, offload_error)
+
+
+def test_bad_options_fail_at_once() -> None:
+    with pytest.raises(ValueError, match="did you mean 'fallback'"):
+        torch.compile(nn.Linear(2, 2), backend="graphshard", options={"fallbck": "error"})
 
 
 def test_unsupported_group_runs_eagerly_between_graphs(pool: Pool) -> None:
@@ -276,7 +299,7 @@ class Breaking(nn.Module):
         return self.b(x) + self.a(x)
 
 
-def graph_break(ctx: Ctx) -> None:
+def graph_break(ctx: Ctx, how: str) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(Breaking(), nn.Linear(16, 7), Breaking(7)).to(ctx.device)
@@ -290,18 +313,37 @@ def graph_break(ctx: Ctx) -> None:
         return {"loss": loss.detach(), **grads(model)}
 
     oracle, model = make(), make()
-    model.compile(backend="graphshard")
-    for seed in range(3):
-        assert_same(one(oracle, seed), one(model, seed))
+    run: Any = model
+    if how == "in place":
+        model.compile(backend="graphshard")
+    else:
+        run = torch.compile(lambda x: model(x), backend="graphshard")
+    call = _call_with(model, run)
+    for seed in range(4):
+        assert_same(one(oracle, seed), one(call, seed))
         assert_sharded(model)
     report = graphshard.explain(model)
-    assert report.captured + len(report.reasons) == report.present == 3
-    assert report.reasons
+    assert report.captured == 1
+    assert sorted(report.reasons) == ["0", "2"]
     assert all("test_fallback.py" in why for why in report.reasons.values())
 
 
-def test_graph_break_inside_a_block(pool: Pool) -> None:
-    pool.run(2, graph_break)
+@pytest.mark.parametrize("how", ["in place", "function"])
+def test_graph_break_inside_a_block(pool: Pool, how: str) -> None:
+    pool.run(2, graph_break, how)
+
+
+def nested(ctx: Ctx) -> None:
+    oracle, model = two_heads(ctx), two_heads(ctx)
+    inner = torch.compile(model, backend="graphshard", **STRICT)
+    outer = torch.compile(lambda x: inner(x), backend="graphshard", **STRICT)
+    assert_same(step(oracle, ctx), step(_call_with(model, outer), ctx))
+    assert len(graphshard.plans(model)) == 1
+    assert_same(step(oracle, ctx, 1), step(_call_with(model, inner), ctx, 1))
+
+
+def test_compiled_model_inside_a_compiled_function(pool: Pool) -> None:
+    pool.run(2, nested)
 
 
 def recompile_limit(ctx: Ctx) -> tuple[list[str], int]:

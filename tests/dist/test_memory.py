@@ -4,15 +4,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import graphshard
 import pytest
 import torch
-from graphshard.runtime import gather, reduce
 from models import CASES
 from parity import assert_equal, build, reseed, train, twin
 from pool import Ctx, Pool
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+import graphshard
+from graphshard.runtime import gather, reduce
 
 pytestmark = pytest.mark.dist
 

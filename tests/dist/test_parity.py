@@ -3,13 +3,14 @@
 from functools import partial
 from typing import Any
 
-import graphshard
 import pytest
 import torch
 from models import CASES, Llama, shard_blocks
 from parity import assert_equal, build, count_collectives, train, twin
 from pool import Ctx, Pool, capped
 from torch import nn
+
+import graphshard
 
 pytestmark = pytest.mark.dist
 

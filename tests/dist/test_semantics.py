@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import graphshard
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,8 @@ from pool import Ctx, Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+import graphshard
 
 pytestmark = pytest.mark.dist
 

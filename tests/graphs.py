@@ -1,0 +1,123 @@
+"""Programs made by hand: small fx graphs with marks, and a compact text to compare them by."""
+
+import operator
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from graphshard.ir import Program, is_unshard, set_anchor_group
+from graphshard.ops import REDUCE_GRAD, UNSHARD
+from graphshard.plan import GroupInfo, ParamInfo
+
+aten = torch.ops.aten
+META = torch.device("meta")
+
+
+class Sketch(fx.Graph):
+    """A graph under construction. Every node gets a value, as AOTAutograd gives it one."""
+
+    def input(self, name: str, *size: int) -> fx.Node:
+        return self._with_value(self.placeholder(name), torch.empty(size or (4, 4), device=META))
+
+    def anchor(self, group: int, name: str | None = None) -> fx.Node:
+        """The input that names group `group`."""
+        node = self.placeholder(name or f"a{group}")
+        set_anchor_group(node, group)
+        return self._with_value(node, torch.empty((), device=META))
+
+    def op(self, target, *args, name=None, **kwargs) -> fx.Node:
+        name = name or target.__name__.split(".")[0]
+        node = self.create_node("call_function", target, args, kwargs, name=name)
+        values = map_arg((args, kwargs), lambda n: n.meta["val"])
+        return self._with_value(node, target(*values[0], **values[1]))
+
+    def unshard(self, anchor: fx.Node, index: int = 0, name: str = "w") -> fx.Node:
+        return self.op(UNSHARD, anchor, [4, 4], torch.float32, META, index, name=name)
+
+    def reduce(self, grad: fx.Node, anchor: fx.Node, index: int = 0, name: str = "token"):
+        return self.op(REDUCE_GRAD, grad, anchor, index, name=name)
+
+    def relus(self, node: fx.Node, count: int) -> fx.Node:
+        for _ in range(count):
+            node = self.op(aten.relu.default, node)
+        return node
+
+    def done(self, *outputs) -> fx.GraphModule:
+        self.output(outputs)
+        return fx.GraphModule(torch.nn.Module(), self)
+
+    def _with_value(self, node, value) -> fx.Node:
+        node.meta["val"] = value
+        return node
+
+
+def group(id: int, *names: str, fqn: str | None = None, reshard: bool = True) -> GroupInfo:
+    """A group of float32 parameters of 16 elements on two ranks."""
+    fqn = f"layers.{id}" if fqn is None else fqn
+    names = names or ("weight",)
+    params = tuple(ParamInfo(f"{fqn}.{n}", (4, 4), "float32", True, 64) for n in names)
+    return GroupInfo(id, fqn, params, 2, reshard, sum(p.gathered_bytes for p in params))
+
+
+def program(*groups: GroupInfo, outputs: int = 1, **graphs: fx.GraphModule) -> Program:
+    return Program("toy", groups or (group(0),), outputs, **graphs)
+
+
+def layers(count: int = 2, reshard: bool = True) -> Program:
+    """`x @ w.t()` then `relu`, `count` times, after the partition: marks in both directions."""
+    forward, backward = Sketch(), Sketch()
+    for graph in (forward, backward):
+        graph.placeholder("run")
+    x = forward.input("x")
+    anchors = [forward.anchor(i) for i in range(count)]
+    weights = [forward.unshard(a, name=f"w{i}") for i, a in enumerate(anchors)]
+    saved = []
+    for weight in weights:
+        saved.append(x)
+        turned = forward.op(aten.t.default, weight)
+        x = forward.op(aten.relu.default, forward.op(aten.mm.default, x, turned))
+
+    inputs = [backward.input(f"x{i}") for i in range(count)]
+    again = [backward.anchor(i) for i in range(count)]
+    grad = backward.input("tangents_1")
+    weights = [backward.unshard(a, name=f"w{i}") for i, a in enumerate(again)]
+    tokens = []
+    for i in reversed(range(count)):
+        turned = backward.op(aten.t.default, grad)
+        weight_grad = backward.op(aten.mm.default, turned, inputs[i], name=f"dw{i}")
+        tokens.insert(0, backward.reduce(weight_grad, again[i], name=f"token{i}"))
+        grad = backward.op(aten.mm.default, grad, weights[i], name=f"dx{i}")
+    return program(
+        *(group(i, reshard=reshard) for i in range(count)),
+        forward=forward.done(x, *saved, *anchors),
+        backward=backward.done(grad, *tokens),
+    )
+
+
+def text(graph: fx.Graph) -> str:
+    """One line a node, inputs left out."""
+    return "\n".join(_line(node) for node in graph.nodes if node.op != "placeholder")
+
+
+def _line(node: fx.Node) -> str:
+    args = list(node.args)
+    if node.op == "output":
+        return f"return {_arg(args[0])}"
+    if node.op == "call_method":
+        return f"{node.name} = {args[0]}.{node.target}({_join(args[1:])})"
+    if node.target is operator.getitem:
+        return f"{node.name} = {args[0]}[{args[1]}]"
+    if is_unshard(node):
+        args = [args[0], args[2], args[4]]
+    return f"{node.name} = {node.target.__name__.split('.')[0]}({_join(args)})"
+
+
+def _join(args) -> str:
+    return ", ".join(map(_arg, args))
+
+
+def _arg(arg) -> str:
+    if isinstance(arg, list | tuple):
+        return f"({_join(arg)})"
+    return str(arg).removeprefix("torch.")

@@ -1,0 +1,80 @@
+"""`options=` and the environment."""
+
+from pathlib import Path
+
+import pytest
+
+from graphshard.errors import GraphshardError, OptionsError
+from graphshard.options import Options, is_disabled, parse_options
+
+DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name in (DUMP, DISABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_defaults(nothing):
+    assert parse_options(nothing) == Options("aten", "warn", None)
+
+
+def test_every_option_is_taken(tmp_path):
+    given = {"compute": "aten", "fallback": "error", "dump_dir": str(tmp_path)}
+    assert parse_options(given) == Options("aten", "error", tmp_path)
+    assert parse_options({"dump_dir": tmp_path}).dump_dir == tmp_path
+
+
+def test_options_go_over_the_environment_over_the_default(monkeypatch):
+    monkeypatch.setenv(DUMP, "from_env")
+    assert parse_options(None).dump_dir == Path("from_env")
+    assert parse_options({"dump_dir": "from_options"}).dump_dir == Path("from_options")
+    monkeypatch.setenv(DUMP, "")
+    assert parse_options(None).dump_dir is None
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ({"fallbak": "warn"}, "GS102", "unknown option 'fallbak'; did you mean 'fallback'?"),
+        ({"zzz": 1}, "GS102", "unknown option 'zzz'; known keys: compute, fallback, dump_dir"),
+        ({"compute": "fast"}, "GS103", "option compute='fast'; choose one of ('aten',)"),
+        ({"fallback": True}, "GS103", "option fallback=True; choose one of ('warn', 'error')"),
+        ({"fallback": None}, "GS103", "option fallback=None; choose one of ('warn', 'error')"),
+        ({"dump_dir": 7}, "GS103", "option dump_dir=7 is not a path"),
+    ],
+)
+def test_what_is_wrong_is_named(options, code, message):
+    with pytest.raises(OptionsError) as caught:
+        parse_options(options)
+    assert str(caught.value) == f"{code}: {message}"
+    assert caught.value.code == code
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, GraphshardError)
+
+
+def test_there_are_no_modes():
+    assert parse_options(None, mode="default") == parse_options(None, mode=None)
+    with pytest.raises(OptionsError, match="GS101: mode='max-autotune' is not supported"):
+        parse_options(None, mode="max-autotune")
+
+
+def test_options_are_read_only_and_the_callers_dict_stays_as_it_is():
+    given = {"fallback": "error"}
+    with pytest.raises(AttributeError):
+        parse_options(given).fallback = "warn"
+    assert given == {"fallback": "error"}
+
+
+@pytest.mark.parametrize(
+    ("value", "disabled"), [("1", True), ("yes", True), ("0", False), ("", False)]
+)
+def test_the_kill_switch(monkeypatch, value, disabled):
+    monkeypatch.setenv(DISABLE, value)
+    assert is_disabled() is disabled
+
+
+def test_graphshard_is_on_by_default():
+    assert is_disabled() is False
