@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard.errors import RuntimeStateError
+from graphshard.plan import Direction
 
 State = FSDPState
 ShardedModule = FSDPModule
@@ -337,6 +338,12 @@ class FsdpGroup:
         with self.raw.device_handle.stream(stream):
             hook(output)
         current.wait_stream(stream)
+
+    def prefetches(self, direction: Direction) -> Sequence[FSDPState]:
+        """`set_modules_to_forward_prefetch` / `set_modules_to_backward_prefetch`, as states."""
+        if direction is Direction.FORWARD:
+            return self.state._states_to_forward_prefetch
+        return self.state._states_to_backward_prefetch
 
     @property
     def post_forward_process_group(self) -> dist.ProcessGroup | None:

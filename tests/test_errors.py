@@ -1,5 +1,7 @@
 """Errors: what a handler and another process can read from them."""
 
+import pickle
+
 import pytest
 
 from graphshard import errors
@@ -22,3 +24,10 @@ def test_every_error_is_a_graphshard_error():
 def test_bad_options_are_value_errors():
     with pytest.raises(ValueError, match="GS102"):
         raise OptionsError("GS102", "unknown option")
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="__init__ takes more than Exception.args")
+def test_an_error_travels_between_processes():
+    error = pickle.loads(pickle.dumps(UnsupportedModel("GS299", "tied over two roots")))
+    assert isinstance(error, UnsupportedModel)
+    assert (error.code, error.message) == ("GS299", "tied over two roots")

@@ -1,5 +1,7 @@
 """The verifier: each rule, broken alone, names itself, the group, the parameter and the place."""
 
+import operator
+
 import pytest
 from graphs import Sketch, aten, group, layers, program
 
@@ -98,6 +100,16 @@ def test_gs303_view_of_a_gathered_parameter_is_saved_for_backward():
     broken = run_passes(layers(2), PLACEMENT[:2])
     save_more(broken.forward.graph, "t_1")
     check(broken, "GS303", culprit="t_1", fqn="layers.1", param="layers.1.weight")
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="ir.aliases stops at a list of views")
+def test_gs303_part_of_a_split_parameter_is_saved_for_backward():
+    graph, nothing = Sketch(), Sketch()
+    split = graph.op(aten.split.Tensor, graph.unshard(graph.anchor(0)), 2)
+    part = graph.op(operator.getitem, split, 0, name="part")
+    forward = graph.done(graph.relus(part, 12), part)
+    broken = program(forward=forward, backward=nothing.done())
+    check(broken, "GS303", culprit="part", param="layers.0.weight")
 
 
 def test_gs303_is_about_saved_values_not_about_outputs():

@@ -146,6 +146,9 @@ def _attach(states: list[State]) -> None:
         record.ports.append(port)
         for module in fsdp2.modules_of(state):
             module.__dict__[PORT] = port
+    peers = {port.state: port.live for port in record.ports if port.live is not None}
+    for live in record.groups:
+        live.peers = peers
 
 
 def port_of(module: nn.Module) -> Port | None:

@@ -91,6 +91,10 @@ class Gather:
         self._live.held = Held(parts, self._dtypes, self._versions, part_of=group)
         free(flats)
 
+    def fits(self, dtypes: tuple[torch.dtype, ...]) -> bool:
+        """Still what a gather of these dtypes would fetch now."""
+        return dtypes == self._dtypes and self._versions == self._live.versions()
+
     def _taken(self) -> list[Tensor]:
         if self._flats is None:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
@@ -101,6 +105,24 @@ class Gather:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+def prefetch(live: LiveGroup) -> None:
+    """Issue the all-gather of a group that some later run will ask for."""
+    if live.prefetched is None:
+        live.prefetched = Gather(live, live.dtypes)
+
+
+def take_prefetched(live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> Gather:
+    """A gather of these dtypes: the prefetched one if it fits, else a new one."""
+    live.dtypes = dtypes
+    ahead, live.prefetched = live.prefetched, None
+    if ahead is None:
+        return Gather(live, dtypes)
+    if ahead.fits(dtypes):
+        return ahead  # type: ignore[no-any-return]
+    ahead.drain()
+    return Gather(live, dtypes)
 
 
 def all_gather(

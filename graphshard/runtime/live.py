@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
-from graphshard.fsdp2 import FsdpGroup
+from graphshard.fsdp2 import FsdpGroup, State
 
 
 @dataclass(slots=True)
@@ -52,6 +52,8 @@ class LiveGroup:
     unreduced: gradients of micro-steps without gradient sync, by parameter index.
     arrived: gradients of this backward, while another call of the group is still ahead of it.
     partial: reduce-scattered gradients that wait for HSDP's all-reduce, flat.
+    dtypes: what was gathered last. prefetched: a gather (`graphshard.runtime.gather.Gather`) that
+    `set_modules_to_*_prefetch` asked for and nobody has used yet. peers: the groups of the root.
     calls: forward calls whose backward has not run (`graphshard.runtime.calls.PendingCall`).
     """
 
@@ -68,6 +70,9 @@ class LiveGroup:
     partial: Tensor | None = None
     calls: list[Any] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    dtypes: tuple[torch.dtype, ...] = ()
+    prefetched: Any = None
+    peers: dict[State, LiveGroup] = field(default_factory=dict)
 
     def shards(self) -> list[Tensor]:
         """This rank's padded data of every parameter, in registration order.
@@ -99,6 +104,9 @@ class LiveGroup:
         """Forget what an interrupted step left."""
         self.held = None
         self.partial = None
+        if self.prefetched is not None:
+            self.prefetched.drain()
+            self.prefetched = None
         self.arrived.clear()
 
 
@@ -125,6 +133,7 @@ def register(fsdp: FsdpGroup) -> LiveGroup:
         frozen_anchor=frozen,
         accumulate_node=node,
         orig_dtypes=tuple(p.shard.dtype for p in fsdp.params),
+        dtypes=tuple(p.dtype for p in fsdp.params),
     )
     _LIVE[number] = live
     return live

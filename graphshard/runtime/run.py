@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphshard.plan import Direction
 from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
-from graphshard.runtime.gather import Gather
+from graphshard.runtime.gather import Gather, prefetch, take_prefetched
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_unreduced
 
@@ -26,6 +26,8 @@ class Run:
     direction: Direction
     defined: int = ALL_DEFINED
     _groups: list[LiveGroup] = field(default_factory=list)
+    _gathered: set[LiveGroup] = field(default_factory=set)
+    _last: LiveGroup | None = None
     _in_flight: list[Gather | Reduction] = field(default_factory=list)
 
     def open(self, anchor: Tensor) -> OpenGroup:
@@ -35,6 +37,22 @@ class Run:
         if self.direction is Direction.FORWARD:
             live.counters.forwards += 1
         return OpenGroup(self, live)
+
+    def gathered(self, live: LiveGroup) -> None:
+        self._gathered.add(live)
+
+    def may_issue(self, live: LiveGroup) -> bool:
+        """False for a group that an explicit prefetch list leaves out."""
+        named = self._last.fsdp.prefetches(self.direction) if self._last is not None else ()
+        return not named or live.fsdp.state in named
+
+    def prefetch_after(self, live: LiveGroup) -> None:
+        """`live` is gathered: issue what `set_modules_to_*_prefetch` names for it."""
+        self._last = live
+        for state in live.fsdp.prefetches(self.direction):
+            target = live.peers.get(state)
+            if target is not None and target not in self._gathered:
+                prefetch(target)
 
     def track(self, work: Gather | Reduction) -> None:
         self._in_flight.append(work)
@@ -58,11 +76,15 @@ class OpenGroup:
         self._live = live
 
     def issue_gather(self, *dtypes: torch.dtype) -> GatherStep:
-        """Start the all-gather. dtypes: one for all parameters, or one for each."""
+        """Start the all-gather. dtypes: one for all parameters, or one for each.
+
+        Where the user named what to prefetch, nothing else is issued ahead of its wait.
+        """
         wanted = dtypes if len(dtypes) > 1 else dtypes * len(self._live.fsdp.params)
-        gather = Gather(self._live, wanted)
-        self._run.track(gather)
-        return GatherStep(self._run, self._live, gather)
+        step = GatherStep(self._run, self._live, wanted)
+        if self._run.may_issue(self._live):
+            step.issue()
+        return step
 
     def issue_reduce(
         self, grads: list[Tensor], indices: tuple[int, ...], tangents: tuple[int, ...] = ()
@@ -101,16 +123,32 @@ def collect(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
 class GatherStep:
     """A gather within a run."""
 
-    __slots__ = ("_gather", "_live", "_run")
+    __slots__ = ("_dtypes", "_issued", "_live", "_run")
 
-    def __init__(self, run: Run, live: LiveGroup, gather: Gather) -> None:
+    def __init__(self, run: Run, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
         self._run = run
         self._live = live
-        self._gather = gather
+        self._dtypes = dtypes
+        self._issued: Gather | None = None
+
+    def issue(self) -> None:
+        """Start the all-gather, or take the one that was prefetched for another group."""
+        self._issued = take_prefetched(self._live, self._dtypes)
+        self._run.gathered(self._live)
+        self._run.track(self._issued)
 
     def wait(self) -> list[Tensor]:
         """The group's parameters, gathered."""
-        return self._gather.wait()
+        if self._issued is None:
+            self.issue()
+        tensors = self._gather.wait()
+        self._run.prefetch_after(self._live)
+        return tensors
+
+    @property
+    def _gather(self) -> Gather:
+        assert self._issued is not None
+        return self._issued
 
     def release(self) -> None:
         """Last use is over, and nothing later in this step needs the group.

@@ -181,7 +181,22 @@ def freeze_some(model: nn.Module, step: int) -> None:
     model.embed.requires_grad_(False)
 
 
+def prefetch_two(model: nn.Module, ctx: Ctx) -> nn.Module:
+    plain(model, ctx)
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
+    return model
+
+
+def toggle_prefetch(model: nn.Module, step: int) -> None:
+    model.blocks[0].set_modules_to_forward_prefetch(list(model.blocks[1 : 1 + step % 3]))
+
+
 ROWS = [
+    Row("set_modules_to_forward_prefetch and _backward_prefetch", prefetch_two),
+    Row("prefetch lists that change", plain, toggle_prefetch),
     Row("hsdp 2x2", partial(mesh_2d, shape=(2, 2)), ranks=4),
     Row(
         "hsdp 2x2, bf16",
@@ -277,3 +292,43 @@ def test_row(pool: Pool, row: Row) -> None:
         pytest.skip(f"needs {row.ranks} ranks")
     for seen in pool.run(row.ranks, row_case, row.name, timeout_s=200):
         assert seen["compiled"] == seen["eager"]
+
+
+def gather_order(ctx: Ctx, lists: dict[int, list[int]]) -> list[str]:
+    """FQNs in the order in which forward issues all-gathers and first waits for them."""
+    from graphshard.runtime import gather
+
+    torch.manual_seed(0)
+    model = plain(Llama().to(ctx.device), ctx)
+    for index, targets in lists.items():
+        blocks = [model.blocks[t] for t in targets]
+        model.blocks[index].set_modules_to_forward_prefetch(blocks)
+    model.compile(backend="graphshard", fullgraph=True, options={"fallback": "error"})
+    seen: list[str] = []
+    issue, wait = gather.Gather._issue, gather.Gather.wait
+
+    def logged_issue(self: Any, held: Any) -> None:
+        seen.append(f"+{self._live.fqn}")
+        issue(self, held)
+
+    def logged_wait(self: Any) -> Any:
+        seen.append(f"={self._live.fqn}")
+        return wait(self)
+
+    gather.Gather._issue, gather.Gather.wait = logged_issue, logged_wait
+    try:
+        CASES["llama"].loss(model, CASES["llama"].batch(0, ctx.rank, ctx.device))
+    finally:
+        gather.Gather._issue, gather.Gather.wait = issue, wait
+    return [entry.replace("blocks.", "").replace("(root)", "r") for entry in seen]
+
+
+def test_gathers_are_issued_as_the_prefetch_lists_say(pool: Pool) -> None:
+    default = ["+r", "=r", "+0", "=0", "+1", "=1", "+2", "=2", "+3", "=3"]
+    two_ahead = ["+r", "=r", "+0", "=0", "+1", "+2", "=1", "=2", "+3", "=3"]
+    for order in pool.run(2, gather_order, {}):
+        assert order == default
+    for order in pool.run(2, gather_order, {0: [1, 2]}):
+        assert order == two_ahead
+    for order in pool.run(2, gather_order, {0: [3]}):
+        assert order == ["+r", "=r", "+0", "=0", "+3", "+1", "=1", "+2", "=2", "=3"]
