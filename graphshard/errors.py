@@ -10,6 +10,8 @@ GraphshardError
 GraphshardWarning        (UserWarning)       a part runs through eager FSDP2
 """
 
+from __future__ import annotations
+
 
 class GraphshardError(Exception):
     """Base class. `code` is stable (GS...) and has an entry in docs/errors.md."""
@@ -18,6 +20,9 @@ class GraphshardError(Exception):
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+
+    def __reduce__(self) -> tuple[type[GraphshardError], tuple[str, str]]:
+        return type(self), (self.code, self.message)
 
 
 class OptionsError(GraphshardError, ValueError):

@@ -8,7 +8,8 @@ only here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,25 +160,30 @@ def cast_dtype(node: fx.Node) -> torch.dtype | None:
 
 def aliases(roots: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """`roots` and every node that shares memory with one of them, in discovery order."""
-    found = dict.fromkeys(roots)
-    queue = list(found)
-    while queue:
-        node = queue.pop(0)
-        for user in node.users:
-            if user not in found and is_view(user) and user.args and user.args[0] is node:
-                found[user] = None
-                queue.append(user)
-    return found
+    return _reached(roots, _shares_memory)
 
 
 def derived(roots: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """`roots`, their views and dtype casts, and views of those."""
+    return _reached(
+        roots, lambda user, node: _shares_memory(user, node) or cast_dtype(user) is not None
+    )
+
+
+def _shares_memory(user: fx.Node, node: fx.Node) -> bool:
+    """`user` is a view of `node`, or one of the views of which `node` is the list (a split)."""
+    return is_view(user) or (user.target is operator.getitem and is_view(node))
+
+
+def _reached(
+    roots: Iterable[fx.Node], follows: Callable[[fx.Node, fx.Node], bool]
+) -> dict[fx.Node, None]:
     found = dict.fromkeys(roots)
     queue = list(found)
     while queue:
         node = queue.pop(0)
         for user in node.users:
-            if user not in found and (is_view(user) or cast_dtype(user)) and user.args[0] is node:
+            if user not in found and user.args and user.args[0] is node and follows(user, node):
                 found[user] = None
                 queue.append(user)
     return found

@@ -39,7 +39,7 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
     known = [f.name for f in fields(Options)]
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
             raise OptionsError("GS102", f"unknown option {key!r}; {hint}")
     for key, choices in _CHOICES.items():

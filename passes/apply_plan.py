@@ -15,8 +15,12 @@ def apply_plan(program: Program, plan: Plan) -> Program:
     Before: naive placement. After: graph order is schedule order; the order of the compute ops
     is unchanged. Raises VerifyError if the plan does not fit the program.
     """
+    directions = {Direction.FORWARD: program.forward, Direction.BACKWARD: program.backward}
+    wanted = [d for d, module in directions.items() if module is not None]
+    if [s.direction for s in plan.schedules] != wanted:
+        raise VerifyError("GS310", f"the plan has other directions than {', '.join(wanted)}")
     for schedule in plan.schedules:
-        module = program.forward if schedule.direction is Direction.FORWARD else program.backward
+        module = directions[schedule.direction]
         assert module is not None
         _reorder(module.graph, schedule)
         module.recompile()
@@ -25,7 +29,7 @@ def apply_plan(program: Program, plan: Plan) -> Program:
 
 def _reorder(graph: fx.Graph, schedule: Schedule) -> None:
     compute = compute_nodes(graph)
-    comm: dict[tuple[StepKind, int], list[fx.Node]] = defaultdict(list)
+    comm: dict[tuple[StepKind, int | None], list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if (step := step_of(node)) is not None:
             comm[step.kind, step.group].append(node)
@@ -33,12 +37,18 @@ def _reorder(graph: fx.Graph, schedule: Schedule) -> None:
     for entry in schedule.steps:
         if entry.kind is StepKind.COMPUTE:
             order.extend(compute[entry.start : entry.stop])
+        elif (entry.kind, entry.group) in comm:
+            order.extend(comm.pop((entry.kind, entry.group)))
         else:
-            assert entry.group is not None
-            order.extend(comm.pop((entry.kind, entry.group), ()))
-    if comm or len({n for n in order if step_of(n) is None}) != len(compute):
+            raise VerifyError("GS310", f"the graph has no {entry.kind} of group {entry.group} left")
+    if comm:
         left = ", ".join(f"{kind} of group {group}" for kind, group in comm)
-        raise VerifyError("GS310", f"the schedule leaves out {left or 'compute ops'}")
+        raise VerifyError("GS310", f"the schedule leaves out {left}")
+    covered = [i for s in schedule.of_kind(StepKind.COMPUTE) for i in range(s.start, s.stop)]
+    if set(range(len(compute))) - set(covered):
+        raise VerifyError("GS310", "the schedule leaves out compute ops")
+    if covered != list(range(len(compute))):
+        raise VerifyError("GS310", f"the graph has {len(compute)} compute ops, the schedule others")
     output = output_node(graph)
     for node in order:
         output.prepend(node)

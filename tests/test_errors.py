@@ -26,7 +26,6 @@ def test_bad_options_are_value_errors():
         raise OptionsError("GS102", "unknown option")
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="__init__ takes more than Exception.args")
 def test_an_error_travels_between_processes():
     error = pickle.loads(pickle.dumps(UnsupportedModel("GS299", "tied over two roots")))
     assert isinstance(error, UnsupportedModel)

@@ -226,7 +226,6 @@ def test_a_region_of_activation_checkpointing_keeps_its_number():
     assert weight.meta["ac_graph_id"] == 3
 
 
-@pytest.mark.xfail(strict=True, reason="ir.derived stops at a list of views")
 def test_the_parts_of_a_split_parameter_are_recomputed():
     graph = Sketch()
     made = program(joint=graph.done(split_in_two(graph, graph.unshard(graph.anchor(0)))))
@@ -422,7 +421,6 @@ def test_without_backward_every_release_is_for_good():
     assert methods(made.forward.graph) == {0: "release", 1: "release"}
 
 
-@pytest.mark.xfail(strict=True, reason="ir.aliases stops at a list of views")
 def test_a_split_parameter_is_released_after_the_last_reader_of_a_part():
     graph = Sketch()
     graph.placeholder("run")
@@ -616,7 +614,6 @@ def test_a_schedule_that_leaves_something_out_is_refused(left_out, message):
     assert caught.value.code == "GS310"
 
 
-@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="apply_plan checks too little")
 @pytest.mark.parametrize(
     ("forward", "backward"),
     [

@@ -102,7 +102,6 @@ def test_gs303_view_of_a_gathered_parameter_is_saved_for_backward():
     check(broken, "GS303", culprit="t_1", fqn="layers.1", param="layers.1.weight")
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="ir.aliases stops at a list of views")
 def test_gs303_part_of_a_split_parameter_is_saved_for_backward():
     graph, nothing = Sketch(), Sketch()
     split = graph.op(aten.split.Tensor, graph.unshard(graph.anchor(0)), 2)

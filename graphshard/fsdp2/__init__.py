@@ -1,0 +1,46 @@
+"""The one place that reads FSDP2's private state (torch 2.11 to 2.15).
+
+Everything else sees thin views whose attributes are read live, so that a setting changed by the
+user between two steps takes effect at the next use, as in FSDP2.
+"""
+
+from graphshard.fsdp2.group import FsdpGroup, ReducePolicy, fsdp_groups
+from graphshard.fsdp2.param import FsdpParam, Slot
+from graphshard.fsdp2.state import (
+    CastPolicy,
+    ShardedModule,
+    State,
+    cast_policy,
+    device_of,
+    forward_hooks,
+    is_mid_iteration,
+    is_root,
+    lazy_init,
+    modules_of,
+    reset_iteration,
+    siblings,
+    state_of,
+    states_under,
+)
+
+__all__ = [
+    "CastPolicy",
+    "FsdpGroup",
+    "FsdpParam",
+    "ReducePolicy",
+    "ShardedModule",
+    "Slot",
+    "State",
+    "cast_policy",
+    "device_of",
+    "forward_hooks",
+    "fsdp_groups",
+    "is_mid_iteration",
+    "is_root",
+    "lazy_init",
+    "modules_of",
+    "reset_iteration",
+    "siblings",
+    "state_of",
+    "states_under",
+]

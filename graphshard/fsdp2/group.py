@@ -1,0 +1,224 @@
+"""A live view of one FSDP2 parameter group, and why it may have to stay eager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from graphshard.errors import RuntimeStateError
+from graphshard.fsdp2.param import FsdpParam
+from graphshard.plan import Direction
+
+
+def fsdp_groups(state: FSDPState) -> list[FsdpGroup]:
+    """The parameter groups of one state (none if all its parameters belong to children)."""
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.13
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return [FsdpGroup(g, state) for g in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class ReducePolicy:
+    """How one group reduces now. Factors and ops are FSDP2's own."""
+
+    reduce_dtype: torch.dtype
+    predivide: float | None
+    postdivide: float | None
+    scatter_op: Any
+    all_reduce_op: Any
+
+
+class FsdpGroup:
+    """A live view of one FSDPParamGroup."""
+
+    __slots__ = ("params", "raw", "state")
+
+    def __init__(self, raw: Any, state: FSDPState) -> None:
+        self.raw = raw
+        self.state = state
+        self.params = tuple(FsdpParam(p) for p in raw.fsdp_params)
+
+    @property
+    def fqn(self) -> str:
+        """Module FQN from the root ("" for the root itself, "a, b" for grouped modules)."""
+        return self.raw._module_fqn or ""
+
+    @property
+    def world_size(self) -> int:
+        return int(self.raw.mesh_info.shard_mesh_size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.raw.device  # type: ignore[no-any-return]
+
+    @property
+    def gather_process_group(self) -> dist.ProcessGroup:
+        return self.raw.mesh_info.shard_process_group  # type: ignore[no-any-return]
+
+    @property
+    def reduce_process_group(self) -> dist.ProcessGroup:
+        return getattr(self.raw, "_reduce_scatter_process_group", None) or self.gather_process_group
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        return bool(self.raw._reshard_after_forward)
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        return bool(self.raw.reshard_after_backward)
+
+    @property
+    def reduces(self) -> bool:
+        """`set_requires_gradient_sync`."""
+        return bool(self.raw.reduce_grads)
+
+    @property
+    def reduces_unused(self) -> bool:
+        """`set_reduce_scatter_unused_params` (torch >= 2.13)."""
+        return bool(getattr(self.raw, "reduce_scatter_unused_params", False))
+
+    def reduce_order(self) -> Sequence[int]:
+        """Parameter indices in the order in which FSDP2 packs their gradients.
+
+        Registration order; torch 2.15 puts parameters of one dtype together.
+        """
+        indices: Sequence[int] = getattr(self.raw, "_reduce_scatter_param_indices", ())
+        return indices or range(len(self.params))
+
+    def reduce_dtype(self, params: Sequence[FsdpParam], grads: Sequence[Tensor]) -> torch.dtype:
+        """The dtype on the wire for these gradients.
+
+        Raises RuntimeStateError where FSDP2 refuses gradients of several dtypes (torch < 2.15).
+        """
+        if hasattr(self.raw, "_get_reduce_dtype"):  # torch >= 2.15
+            return self.raw._get_reduce_dtype([p.raw for p in params], list(grads))  # type: ignore[no-any-return]
+        dtypes = {g.dtype for g in grads}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise RuntimeStateError("GS404", f"gradients of {self.fqn} have dtypes {names}")
+        return self.raw._reduce_dtype or dtypes.pop()
+
+    def reduce_policy(self, params: Sequence[FsdpParam], grads: Sequence[Tensor]) -> ReducePolicy:
+        """Reduction dtype, divide factors and ops for these gradients."""
+        reduce_dtype = self.reduce_dtype(params, grads)
+        pre, post, scatter_op, all_reduce_op = _fsdp_collectives._get_gradient_divide_factors(
+            self.reduce_process_group,
+            self.replicate_process_group,
+            reduce_dtype,
+            self.device.type,
+            self.raw.gradient_divide_factor,
+            self.raw.force_sum_reduction_for_comms,
+        )
+        return ReducePolicy(reduce_dtype, pre, post, scatter_op, all_reduce_op)
+
+    @property
+    def single_rank_divide_factor(self) -> float | None:
+        """On one rank FSDP2 skips the collective but keeps an explicit divide factor."""
+        return self.raw.gradient_divide_factor  # type: ignore[no-any-return]
+
+    @property
+    def replicate_process_group(self) -> dist.ProcessGroup | None:
+        """The all-reduce group of HSDP, or None."""
+        if not isinstance(self.raw.mesh_info, _fsdp_common.HSDPMeshInfo):
+            return None
+        return self.raw._all_reduce_process_group  # type: ignore[no-any-return]
+
+    @property
+    def all_reduces(self) -> bool:
+        """`set_requires_all_reduce`."""
+        return bool(self.raw.all_reduce_grads)
+
+    @property
+    def gather_comm(self) -> Any:
+        """FSDP2's AllGather: its own, or one set by `set_custom_all_gather` and the like."""
+        return self.raw._all_gather_comm
+
+    @property
+    def reduce_comm(self) -> Any:
+        """FSDP2's ReduceScatter: its own, or one set by `set_custom_reduce_scatter`."""
+        return self.raw._reduce_scatter_comm
+
+    def run_all_reduce_hook(self, output: Tensor) -> None:
+        """`set_all_reduce_hook`, on its stream if one was given; the caller's stream waits."""
+        hook, stream = self.raw._all_reduce_hook, self.raw._all_reduce_hook_stream
+        if hook is None:
+            return
+        if stream is None or self.replicate_process_group is not None:
+            hook(output)
+            return
+        current = self.raw.device_handle.current_stream()
+        stream.wait_stream(current)
+        with self.raw.device_handle.stream(stream):
+            hook(output)
+        current.wait_stream(stream)
+
+    def prefetches(self, direction: Direction) -> Sequence[FSDPState]:
+        """`set_modules_to_forward_prefetch` / `set_modules_to_backward_prefetch`, as states."""
+        if direction is Direction.FORWARD:
+            return self.state._states_to_forward_prefetch
+        return self.state._states_to_backward_prefetch
+
+    @property
+    def post_forward_process_group(self) -> dist.ProcessGroup | None:
+        """The smaller group of an int `reshard_after_forward`, or None."""
+        if not self.raw._use_post_forward_mesh:
+            return None
+        return self.raw.post_forward_mesh_info.shard_process_group  # type: ignore[no-any-return]
+
+    def take_unsharded(self) -> list[Tensor] | None:
+        """A flat copy of each parameter that FSDP2 has gathered itself (`unshard()`, say).
+
+        FSDP2's own memory is given back: the group is SHARDED afterwards. None if it was.
+        """
+        if self.raw._all_gather_result is not None:
+            self.raw.wait_for_unshard()
+        flats = None
+        if self.raw.is_unsharded:
+            flats = [p.raw.all_gather_outputs[0].clone() for p in self.params]
+        if not self.raw.is_sharded:
+            self.reshard()
+        return flats
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.raw.is_sharded)
+
+    def reshard(self) -> None:
+        """Back to the SHARDED state, DTensors registered."""
+        self.raw._to_sharded()
+        for param in self.params:
+            param.raw._setattr_on_modules(param.raw.sharded_param)
+
+    def unsupported(self) -> str | None:
+        """Why this group has to run through eager FSDP2, or None. Checked in FSDP2's terms."""
+        return next(_unsupported(self), None)
+
+
+def _unsupported(group: FsdpGroup) -> Iterator[str]:
+    raw = group.raw
+    mesh = raw.mesh_info
+    if len(fsdp_groups(group.state)) > 1:
+        yield "its parameters use several meshes (ShardPlacementResult)"
+    if not isinstance(mesh, _fsdp_common.FSDPMeshInfo):
+        yield "its mesh replicates only"
+    if isinstance(raw.offload_policy, CPUOffloadPolicy):
+        yield "it uses CPUOffloadPolicy"
+    for param in group.params:
+        if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
+            yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"
+        if param.raw.is_dtensor:
+            yield f"{param.fqn} is a DTensor before sharding (tensor parallel)"
+        if hasattr(param.raw._sharded_local_tensor, "fsdp_pre_all_gather"):
+            yield f"{param.fqn} is a tensor subclass with all-gather extensions"
+        for slot in param.slots:
+            if type(slot.module).__setattr__ is not nn.Module.__setattr__:
+                yield f"{type(slot.module).__name__} of {param.fqn} overrides __setattr__"

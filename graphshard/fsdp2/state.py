@@ -1,0 +1,127 @@
+"""FSDP2's states: finding them, initialising them, and resetting what an exception left."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from graphshard.fsdp2.group import fsdp_groups
+
+State = FSDPState
+ShardedModule = FSDPModule
+
+
+def states_under(root: nn.Module) -> list[FSDPState]:
+    """The FSDP states in `root`'s module tree, each once, in `named_modules` order."""
+    found = (state_of(m) for m in root.modules() if isinstance(m, FSDPModule))
+    return list(dict.fromkeys(found))
+
+
+def state_of(module: nn.Module) -> FSDPState:
+    """The state that `fully_shard` attached to `module`."""
+    return module._get_fsdp_state()  # type: ignore[operator, no-any-return]
+
+
+def modules_of(state: FSDPState) -> tuple[nn.Module, ...]:
+    """The modules that one `fully_shard` call put together."""
+    return state._modules
+
+
+def siblings(state: FSDPState) -> list[FSDPState]:
+    """All states of the same root; `lazy_init` must have run."""
+    return list(dict.fromkeys(state._state_ctx.all_states))  # 2.11 lists grouped ones twice
+
+
+def is_root(state: FSDPState) -> bool:
+    return bool(state._is_root)
+
+
+def lazy_init(state: FSDPState) -> None:
+    """FSDP2's own lazy initialisation, which finds the root, names and validates parameters.
+
+    Raises what FSDP2 raises (a parameter shared between groups, parameters on meta, ...).
+    """
+    state._lazy_init()
+
+
+@dataclass(frozen=True, slots=True)
+class CastPolicy:
+    """The parts of a MixedPrecisionPolicy that act on activations."""
+
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+
+
+def cast_policy(state: FSDPState) -> CastPolicy:
+    policy = state._mp_policy
+    cast_inputs = policy.cast_forward_inputs and policy.param_dtype is not None
+    return CastPolicy(policy.param_dtype if cast_inputs else None, policy.output_dtype)
+
+
+def device_of(state: FSDPState) -> torch.device:
+    return state._device
+
+
+def is_mid_iteration(state: FSDPState) -> bool:
+    """FSDP2's own (eager) state machine is between the start and the end of a step."""
+    return (
+        state._training_state is not TrainingState.IDLE
+        or state._state_ctx.iter_forward_root is not None
+        or state._state_ctx.post_backward_final_callback_queued
+    )
+
+
+def reset_iteration(states: Sequence[FSDPState]) -> None:
+    """Drop what an exception left in FSDP2's eager state machine; all groups are SHARDED after.
+
+    torch 2.11 and 2.12 have no `reset_iter_state`, so its parts are done here for them.
+    """
+    for state in states:
+        if hasattr(state, "_reset_iter_state"):
+            if is_root(state):
+                state._reset_iter_state()
+            continue
+        context = state._state_ctx
+        context.iter_forward_root = None
+        context.post_backward_final_callback_queued = False
+        state._training_state = TrainingState.IDLE
+        state._comm_ctx.all_gather_state = None
+        state._comm_ctx.post_forward_order.clear()
+        for group in fsdp_groups(state):
+            _reset_group(group.raw)
+
+
+def _reset_group(raw: Any) -> None:
+    pending = raw._all_gather_result
+    if pending is not None and isinstance(pending.all_gather_work, dist.Work):
+        pending.all_gather_work.wait()
+    raw._all_gather_result = None
+    raw._post_forward_indices.clear()
+    raw._training_state = TrainingState.IDLE
+    raw._to_sharded()
+
+
+def forward_hooks(state: FSDPState) -> Iterator[tuple[Callable[..., Any], bool]]:
+    """FSDP2's hook functions of a grouped state (`fully_shard([a, b])`), which are closures.
+
+    Yields (hook, is_pre): ordinary functions with `__wrapped__`, one pair per module.
+    """
+    if len(state._modules) == 1:
+        return
+    names = {"_pre_forward": True, "_post_forward": False}
+    for module in state._modules:
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        for hook in hooks:
+            inner = getattr(hook, "__wrapped__", None)
+            is_pre = names.get(getattr(inner, "__name__", ""))
+            if is_pre is not None and not isinstance(hook, functools.partial):
+                yield hook, is_pre
