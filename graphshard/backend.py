@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphshard import dynamo, fallback, report
-from graphshard.compiler import GraphCompiler
+from graphshard.compiler import GraphCompiler, without_groups
 from graphshard.options import Options, parse_options
 
 logger = logging.getLogger(__name__)
@@ -34,13 +34,15 @@ def graphshard(
     settings = parse_options(options, mode)
     compiler = GraphCompiler(gm, name=_graph_name())
     if not compiler.groups:
-        return gm.forward
+        return without_groups(gm, example_inputs)
     fallback.warn_near_recompile_limit()
     try:
         compiled = compiler.compile(example_inputs)
+    except dynamo.CONTROL_FLOW:
+        raise
     except Exception as error:
         _give_up(compiler, error, settings)
-        raise dynamo.SkipFrame(f"graphshard: {error}") from error
+        raise dynamo.skip_frame(f"graphshard: {error}") from error
     report.announce(compiler, settings)
     return compiled
 

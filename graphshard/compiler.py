@@ -12,6 +12,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
 from torch._functorch.partitioners import default_partition
+from torch._ops import HigherOrderOperator
 
 from graphshard.capture.ports import CompiledPlan, Record, port_of
 from graphshard.dynamo import input_example
@@ -135,6 +136,27 @@ class GraphCompiler:
             return outputs
 
         return call
+
+
+def without_groups(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A graph with nothing of ours in it, as it was captured.
+
+    A higher-order op (activation checkpointing, say) is defined by AOTAutograd's treatment of
+    it, random numbers included, so a graph with one goes through AOTAutograd.
+    """
+    nodes = [n for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
+    if not any(isinstance(n.target, HigherOrderOperator) for n in nodes):
+        return gm.forward
+    backend = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=default_partition)
+    return backend(gm, example_inputs)
+
+
+def _boxed(gm: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        return gm.forward(*args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def _find_groups(gm: fx.GraphModule) -> tuple[list[LiveGroup], dict[int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import torch._dynamo
 from torch import fx, nn
 from torch._dynamo import eval_frame, external_utils
-from torch._dynamo.exc import SkipFrame
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import (
     _disable_side_effect_safety_checks_for_current_subtracer as allow_side_effects,
@@ -31,7 +32,14 @@ from graphshard.capture.hooks import enter_group, leave_group
 from graphshard.capture.ports import prepare
 from graphshard.options import Options, is_disabled, parse_options
 
-__all__ = ["SkipFrame", "compile_variant", "input_example", "install", "substitute_grouped_hooks"]
+# What a backend raises to steer Dynamo: no failure.
+CONTROL_FLOW = (RestartAnalysis, SkipFrame)
+
+
+def skip_frame(why: str) -> SkipFrame:
+    """What a backend raises to have Dynamo run the frame in eager mode."""
+    return SkipFrame(why)
+
 
 _T = TypeVar("_T")
 
@@ -255,7 +263,8 @@ def graph_breaks() -> list[GraphBreak]:
 
 
 def _graph_break(found: Any) -> GraphBreak:
-    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    libraries = (torch.__file__, __file__, sysconfig.__file__)
+    skipped = tuple(str(Path(file).parent) for file in libraries)
     frames = [f for f in found.user_stack or () if not f.filename.startswith(skipped)]
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
     own_hook = bool(found.user_stack) and found.user_stack[-1].filename == __file__

@@ -225,4 +225,4 @@ def window(graph: fx.Graph, node: fx.Node, radius: int = 5) -> str:
 def identifier(text: str) -> str:
     """A Python identifier that still reads like the FQN `text`."""
     name = "".join(c if c.isalnum() else "_" for c in text).strip("_")
-    return name or "root"
+    return f"_{name}" if name[:1].isdigit() else name or "root"

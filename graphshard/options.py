@@ -45,7 +45,7 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
     for key, choices in _CHOICES.items():
         if key in given and given[key] not in choices:
             raise OptionsError("GS103", f"option {key}={given[key]!r}; choose one of {choices}")
-    dump_dir = given.get("dump_dir") or os.environ.get("GRAPHSHARD_DUMP_DIR")
+    dump_dir = given.get("dump_dir", os.environ.get("GRAPHSHARD_DUMP_DIR") or None)
     if dump_dir is not None and not isinstance(dump_dir, str | Path):
         raise OptionsError("GS103", f"option dump_dir={dump_dir!r} is not a path")
     return Options(

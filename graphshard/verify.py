@@ -15,6 +15,7 @@ from graphshard.errors import VerifyError
 from graphshard.ir import (
     Program,
     aliases,
+    derived,
     is_unshard,
     output_node,
     positions,
@@ -48,7 +49,11 @@ class Rule:
 def verify(program: Program, after: str) -> None:
     """Check every rule. Raises VerifyError for the first that does not hold after pass `after`."""
     for module in program.graphs:
-        module.graph.lint()
+        try:
+            module.graph.lint()
+        except RuntimeError as error:
+            message = f"after pass {after!r}: the graph is well formed; {error}"
+            raise VerifyError("GS309", message) from error
     for rule in RULES:
         for broken in rule.check(program):
             raise VerifyError(rule.code, _message(program, rule, broken, after))
@@ -68,7 +73,7 @@ def _marks_name_their_group(program: Program) -> Iterator[Broken]:
     for module in program.graphs:
         for mark in (*unshard_marks(module.graph), *reduce_marks(module.graph)):
             known = 0 <= mark.group < len(program.groups)
-            if not known or mark.index >= len(program.groups[mark.group].params):
+            if not known or not 0 <= mark.index < len(program.groups[mark.group].params):
                 yield Broken(module.graph, mark.node, mark.group, mark.index, "unknown identity")
 
 
@@ -85,7 +90,7 @@ def _nothing_gathered_is_saved(program: Program) -> Iterator[Broken]:
     graph = program.forward.graph
     saved = output_node(graph).args[0][program.num_outputs :]  # type: ignore[index]
     for root, group, index in _gathered_roots(graph):
-        for node in aliases([root]):
+        for node in derived([root]):
             if node in saved:  # type: ignore[operator]
                 yield Broken(graph, node, group, index, f"{node.name} is saved for backward")
 

@@ -4,6 +4,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.ir import Program, derived, unshard_marks
 
+# The partition saves what flows from one checkpointed region into a later one. Parameters belong
+# to no region, so they count as the last.
+_AFTER_ALL_REGIONS = 1 << 30
+
 
 def tag_recompute(program: Program) -> Program:
     """Make backward gather again instead of saving gathered parameters.
@@ -17,5 +21,5 @@ def tag_recompute(program: Program) -> Program:
         return program
     for node in derived(mark.node for mark in unshard_marks(program.joint.graph)):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        node.meta.setdefault("ac_graph_id", 0)
+        node.meta["ac_graph_id"] = _AFTER_ALL_REGIONS
     return program

@@ -215,15 +215,15 @@ def test_marks_and_their_views_and_casts_are_recomputed():
     made = run(program(joint=graph.done(graph.op(aten.t.default, y))), tag_recompute)
     assert recomputed(made) == ["w", "view", "_to_copy", "t"]
     assert weight.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
-    assert weight.meta["ac_graph_id"] == 0
 
 
-def test_a_region_of_activation_checkpointing_keeps_its_number():
+def test_parameters_come_after_every_region_of_activation_checkpointing():
+    """Or torch's partition would save them where a region reads what an earlier one made."""
     graph = Sketch()
     weight = graph.unshard(graph.anchor(0))
     weight.meta["ac_graph_id"] = 3
     run(program(joint=graph.done(graph.relus(weight, 1))), tag_recompute)
-    assert weight.meta["ac_graph_id"] == 3
+    assert weight.meta["ac_graph_id"] > 1_000_000
 
 
 def test_the_parts_of_a_split_parameter_are_recomputed():

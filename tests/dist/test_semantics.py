@@ -13,6 +13,7 @@ from pool import Ctx, Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 
@@ -345,6 +346,65 @@ def block_call(net: nn.Module, ctx: Ctx) -> Tensor:
 
 def test_eager_block_and_eager_step_after_a_compiled_step(pool: Pool) -> None:
     pool.run(2, eager_after_compiled)
+
+
+class Checkpointed(nn.Module):
+    """Checkpointing of a part of a block, random numbers inside."""
+
+    def __init__(self, dim: int, nested: bool) -> None:
+        super().__init__()
+        self.outer, self.inner = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.drop = nn.Dropout(0.3)
+        self.nested = nested
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.drop(F.silu(self.inner(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + checkpoint(self.part, self.outer(x), use_reentrant=False)
+        return checkpoint(self.part, x, use_reentrant=False) if self.nested else x
+
+
+def checkpointed_parts(ctx: Ctx, nested: bool, breaks: bool) -> tuple[int, int]:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Checkpointed(16, nested) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.blocks[0], x, use_reentrant=False)
+            if breaks:
+                torch._dynamo.graph_break()
+            return self.blocks[2](self.blocks[1](x))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = Net().to(ctx.device)
+        for block in model.blocks:
+            fully_shard(block, mesh=ctx.mesh)
+        return fully_shard(model, mesh=ctx.mesh)
+
+    def run(model: nn.Module) -> dict[str, Any]:
+        for step in range(3):
+            torch.manual_seed(10 * step + ctx.rank)
+            model(inputs(ctx, step)).square().mean().backward()
+        return grads(model)
+
+    model = make()
+    model.compile(backend="graphshard", fullgraph=not breaks)
+    assert_same(run(make()), run(model))
+    report = graphshard.explain(model)
+    return report.captured, report.present
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_checkpointing_inside_blocks(pool: Pool, nested: bool) -> None:
+    for captured, present in pool.run(2, checkpointed_parts, nested, False):
+        assert captured == present == 3
+
+
+def test_checkpointing_around_a_graph_break(pool: Pool) -> None:
+    pool.run(2, checkpointed_parts, False, True)
 
 
 def state_dict_case(ctx: Ctx) -> None:
