@@ -28,7 +28,7 @@ def enter_group(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = _apply_to_tensors(_boundary, args), _apply_to_tensors(_boundary, kwargs)
     if not port.entered:
         for item in port.params:
-            param = item.param.raw.sharded_param
+            param = item.param.sharded
             anchor = port.anchor if param.requires_grad else port.frozen_anchor
             full = UNSHARD(anchor, item.size, item.dtype, port.device, item.index)
             item.module._parameters[item.name] = full
@@ -44,7 +44,7 @@ def leave_group(module: nn.Module, output: Any) -> Any:
     port.entered.pop()
     if not port.entered:
         for item in port.params:
-            param = item.param.raw.sharded_param
+            param = item.param.sharded
             item.module._parameters[item.name] = param
             for slot in item.shared:
                 slot.module._parameters[slot.name] = param
