@@ -352,7 +352,7 @@ def report(job: Job, eager: Run, planned: Run, resumed: Run, text: str) -> bool:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train with eager FSDP2 and with graphshard.")
-    parser.add_argument("--steps", type=int, default=40, help="training steps of each run")
+    parser.add_argument("--steps", type=int, default=30, help="training steps of each run")
     parser.add_argument("--dim", type=int, default=256, help="width, a multiple of 32")
     parser.add_argument("--layers", type=int, default=8, help="number of blocks")
     parser.add_argument("--seq-len", type=int, default=128, help="bytes per sequence")

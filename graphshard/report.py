@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -25,26 +26,32 @@ def plans(model: nn.Module) -> list[Plan]:
 class Report:
     """What runs in a graph, what does not, and why.
 
-    graphs: compiled graphs, forward and backward counted apart.
+    plans: summaries of the compiled plans (see `Plan.summary`), oldest first.
     captured, present: groups whose forward has run in a graph, and all groups of the model.
     reasons: group FQN -> why it runs through eager FSDP2.
     code: for each plan its name, the emitted forward and the emitted backward.
     """
 
-    graphs: int
+    plans: tuple[dict[str, Any], ...]
     captured: int
     present: int
-    all_gathers: int
-    reduce_scatters: int
     reasons: dict[str, str]
     code: tuple[tuple[str, str, str], ...]
+
+    @property
+    def graphs(self) -> int:
+        """Compiled graphs, forward and backward counted apart."""
+        return sum(plan["graphs"] for plan in self.plans)
 
     def __str__(self) -> str:
         lines = [
             f"graphs       {self.graphs} (forward and backward counted apart)",
             f"groups       {self.captured} of {self.present} run in a graph",
-            f"collectives  {self.all_gathers} all-gathers and {self.reduce_scatters} "
-            "reduce-scatters per step, over all graphs",
+        ]
+        lines += [
+            f"collectives  {plan['all_gathers']} all-gathers and {plan['reduce_scatters']} "
+            f"reduce-scatters per step of {plan['name']}"
+            for plan in self.plans
         ]
         lines += [f"eager        {fqn}: because {reason}" for fqn, reason in self.reasons.items()]
         if self.present == 0:
@@ -57,13 +64,10 @@ def explain(model: nn.Module) -> Report:
     records = records_under(model)
     compiled = [c for record in records for c in _compiled(record)]
     groups = [live for record in records for live in record.groups]
-    summaries = [c.plan.summary() for c in compiled]
     return Report(
-        graphs=sum(s["graphs"] for s in summaries),
+        plans=tuple(c.plan.summary() for c in compiled),
         captured=sum(live.counters.forwards > 0 for live in groups),
         present=len(groups),
-        all_gathers=sum(s["all_gathers"] for s in summaries),
-        reduce_scatters=sum(s["reduce_scatters"] for s in summaries),
         reasons={k: v for r in records for k, v in {**r.outside, **r.reasons}.items()},
         code=tuple((c.plan.name, c.forward_code, c.backward_code) for c in compiled),
     )

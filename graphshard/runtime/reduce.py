@@ -62,6 +62,7 @@ class Reduction:
             self.drain()
             if self._all_reduce():
                 self._assign()
+        del self._input, self._output  # the run remembers this object until it ends
 
     def _all_reduce(self) -> bool:
         """HSDP's second reduction. False if it is put off to a later micro-step."""

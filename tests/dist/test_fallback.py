@@ -1,6 +1,7 @@
 """Exceptions, parts that stay eager, and what graphshard must not change for anybody else."""
 
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -12,13 +13,16 @@ import pytest
 import torch
 from models import CASES, Llama
 from parity import assert_equal, build, train, twin
-from pool import Ctx, Pool
-from test_semantics import assert_same, assert_sharded, grads, inputs, two_heads
+from pool import Ctx, Pool, capped
+from test_semantics import TwoHeads, assert_same, assert_sharded, grads, inputs, two_heads
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
+from graphshard import fallback, pipeline
+from graphshard.capture.ports import records_under
+from graphshard.runtime import gather
 
 pytestmark = pytest.mark.dist
 
@@ -39,7 +43,7 @@ def step(model: nn.Module, ctx: Ctx, seed: int = 0) -> dict[str, Any]:
 
 def assert_clean(model: nn.Module) -> None:
     assert_sharded(model)
-    for record in graphshard.report.records_under(model):
+    for record in records_under(model):
         for live in record.groups:
             assert live.held is None
             assert live.fsdp.is_sharded
@@ -61,8 +65,6 @@ class Failing(nn.Module):
 
 
 def failing_heads(ctx: Ctx) -> nn.Module:
-    from test_semantics import TwoHeads
-
     torch.manual_seed(0)
     model = TwoHeads().to(ctx.device)
     model.trunk[1] = Failing(model.trunk[1]).to(ctx.device)
@@ -138,8 +140,6 @@ def test_exception_in_backward(pool: Pool, where: str) -> None:
 
 
 def collective_failure(ctx: Ctx) -> None:
-    from graphshard.runtime import gather
-
     oracle, model = two_heads(ctx), two_heads(ctx)
     model.compile(backend="graphshard", **STRICT)
     assert_same(step(oracle, ctx), step(model, ctx))
@@ -162,20 +162,12 @@ def collective_failure(ctx: Ctx) -> None:
 
 
 def test_failure_at_a_collective(pool: Pool) -> None:
-    if pool_is_single():
+    if capped(2) == 1:
         pytest.skip("one rank has no collectives")
     pool.run(2, collective_failure)
 
 
-def pool_is_single() -> bool:
-    from pool import capped
-
-    return capped(2) == 1
-
-
 def broken_pass(ctx: Ctx, name: str) -> list[str]:
-    from graphshard import pipeline
-
     def boom(program: Any) -> Any:
         raise Boom(name)
 
@@ -186,8 +178,6 @@ def broken_pass(ctx: Ctx, name: str) -> list[str]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            from graphshard import fallback
-
             fallback.warn_once.cache_clear()
             assert_same(step(oracle, ctx), step(model, ctx))
     finally:
@@ -210,8 +200,6 @@ def test_failure_in_a_pass_falls_back_to_fsdp2(pool: Pool, name: str) -> None:
 
 
 def strict_failure(ctx: Ctx) -> None:
-    from graphshard import pipeline
-
     def boom(program: Any) -> Any:
         raise Boom("pass")
 
@@ -347,8 +335,6 @@ def test_compiled_model_inside_a_compiled_function(pool: Pool) -> None:
 
 
 def recompile_limit(ctx: Ctx) -> tuple[list[str], int]:
-    from graphshard import fallback
-
     fallback.warn_once.cache_clear()
     oracle, model = two_heads(ctx), two_heads(ctx)
     model.compile(backend="graphshard", dynamic=False)
@@ -361,9 +347,8 @@ def recompile_limit(ctx: Ctx) -> tuple[list[str], int]:
         for rows in range(1, 7):
             expected, actual = (net(inputs(ctx).repeat(2, 1)[:rows]) for net in (oracle, model))
             assert torch.equal(expected[0], actual[0])
-            for net, out in ((oracle, expected), (model, actual)):
+            for out in (expected, actual):
                 (out[0].sum() + out[1].sum()).backward()
-                assert net is not None
             assert_same(grads(oracle), grads(model))
     texts = [str(w.message) for w in caught if issubclass(w.category, graphshard.GraphshardWarning)]
     return texts, len(graphshard.plans(model))
@@ -436,7 +421,7 @@ def test_kill_switch() -> None:
     result = subprocess.run(
         [sys.executable, "-c", code],
         env={
-            **__import__("os").environ,
+            **os.environ,
             "GRAPHSHARD_DISABLE": "1",
             "PYTHONPATH": f"{here}:{here.parent}",
         },
