@@ -16,6 +16,6 @@ from pool import Pool  # noqa: E402 (needs the path above)
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """The test run's worker processes: `pool.run(2, fn, *args)` runs `fn(ctx, *args)` on 2 ranks."""
+    """This run's worker processes: `pool.run(2, fn, *args)` runs `fn(ctx, *args)` on 2 ranks."""
     with Pool() as workers:
         yield workers
