@@ -73,18 +73,6 @@ class FsdpParam:
             return local.data_ptr(), 0, 0
         return local.data_ptr(), param._version, local._version
 
-    def take_eager_grad(self) -> Tensor | None:
-        """The unsharded gradient that eager micro-steps left without reducing; cleared here."""
-        grad = getattr(self.raw, "unsharded_accumulated_grad", None)
-        if grad is not None:
-            self.raw.unsharded_accumulated_grad = None
-            return grad  # type: ignore[no-any-return]
-        param = getattr(self.raw, "_unsharded_param", None)
-        if param is None or param.grad is None:
-            return None
-        grad, param.grad = param.grad, None
-        return grad  # type: ignore[no-any-return]
-
     def add_sharded_grad(self, local: Tensor) -> None:
         """Set or add to `.grad` and run the post-accumulate-grad hooks, as FSDP2 does.
 

@@ -49,9 +49,7 @@ class LiveGroup:
     """One group at run time. Everything a user can change is read from `fsdp` when it is used.
 
     held: gathered parameters that outlive forward or backward.
-    unreduced: gradients of micro-steps without gradient sync, by parameter index.
     arrived: gradients of this backward, while another call of the group is still ahead of it.
-    partial: reduce-scattered gradients that wait for HSDP's all-reduce, flat.
     dtypes: what was gathered last. prefetched: a gather (`graphshard.runtime.gather.Gather`) that
     `set_modules_to_*_prefetch` asked for and nobody has used yet. peers: the groups of the root.
     calls: forward calls whose backward has not run (`graphshard.runtime.calls.PendingCall`).
@@ -65,9 +63,7 @@ class LiveGroup:
     accumulate_node: object
     orig_dtypes: tuple[torch.dtype, ...]
     held: Held | None = None
-    unreduced: dict[int, Tensor] = field(default_factory=dict)
     arrived: dict[int, Tensor] = field(default_factory=dict)
-    partial: Tensor | None = None
     calls: list[Any] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     dtypes: tuple[torch.dtype, ...] = ()
@@ -103,7 +99,6 @@ class LiveGroup:
     def drop(self) -> None:
         """Forget what an interrupted step left."""
         self.held = None
-        self.partial = None
         if self.prefetched is not None:
             self.prefetched.drain()
             self.prefetched = None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from graphshard.fsdp2 import FsdpParam, ReducePolicy
+from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
 from graphshard.runtime.live import LiveGroup
 
 
@@ -70,11 +70,11 @@ class Reduction:
         group = live.fsdp.replicate_process_group
         if group is None:
             return True
-        if live.partial is not None:
-            output.add_(live.partial)
-            live.partial = None
+        partial = gradients.take_partial(live.fsdp, self._params, output.dtype)
+        if partial is not None:
+            output.add_(partial)
         if not live.fsdp.all_reduces:
-            live.partial = output
+            gradients.leave_partial(live.fsdp, output)
             return False
         dist.all_reduce(output, group=group, op=self._policy.all_reduce_op)
         live.counters.all_reduces += 1
@@ -137,29 +137,32 @@ def merge(first: dict[int, Tensor], second: dict[int, Tensor]) -> dict[int, Tens
     return dict(sorted(total.items()))
 
 
-def merge_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Add to `grads` what earlier micro-steps left unreduced, eager ones included.
+def merge_unreduced(fsdp: FsdpGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Add to `grads` what earlier micro-steps left unreduced, compiled or eager.
 
     Returns all gradients by parameter index in registration order; clears what it takes.
     """
     merged: dict[int, Tensor] = {}
-    for index in live.fsdp.reduce_order():
-        param = live.fsdp.params[index]
-        parts = [live.unreduced.pop(index, None), param.take_eager_grad(), grads.get(index)]
-        present = [p for p in parts if p is not None]
-        if present:
-            total = present[0]
-            for part in present[1:]:
-                total = total + part
-            merged[index] = total
-        elif live.fsdp.reduces_unused and param.sharded.requires_grad:
-            merged[index] = torch.zeros(param.size, dtype=param.dtype, device=live.fsdp.device)
+    for index in fsdp.reduce_order():
+        param = fsdp.params[index]
+        before, grad = gradients.take_unreduced(param), grads.get(index)
+        if before is not None:
+            merged[index] = before if grad is None else before + grad
+        elif grad is not None:
+            merged[index] = grad
+        elif gradients.waits_for_all_reduce(fsdp, param) or (
+            fsdp.reduces_unused and param.sharded.requires_grad
+        ):
+            merged[index] = torch.zeros(param.size, dtype=param.dtype, device=fsdp.device)
+    gradients.nothing_unreduced(fsdp)
     return merged
 
 
 def keep_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> None:
-    """`set_requires_gradient_sync(False)`: hold unsharded gradients in FSDP2's dtype for them."""
-    for index, grad in merge_unreduced(live, grads).items():
-        held = live.fsdp.params[index].as_accumulated(grad)
+    """`set_requires_gradient_sync(False)`: leave unsharded gradients with FSDP2."""
+    for index, grad in grads.items():
+        param = live.fsdp.params[index]
+        before = gradients.take_unreduced(param)
+        held = param.as_accumulated(grad if before is None else before + grad)
         # A gradient may share memory with another tensor of the graph (an expanded sum).
-        live.unreduced[index] = held.clone() if held is grads.get(index) else held
+        gradients.leave_unreduced(live.fsdp, param, held.clone() if held is grad else held)

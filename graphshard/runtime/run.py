@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphshard.fsdp2 import gradients
 from graphshard.plan import Direction
 from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
 from graphshard.runtime.gather import Gather, prefetch, take_prefetched
@@ -63,7 +64,7 @@ class Run:
             work.drain()
         for live in self._groups:
             live.drop()
-            live.unreduced.clear()
+            gradients.forget(live.fsdp)
 
 
 class OpenGroup:
@@ -115,7 +116,7 @@ def collect(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
         return {}
     live.arrived = {}
     if live.fsdp.reduces:
-        return merge_unreduced(live, grads)
+        return merge_unreduced(live.fsdp, grads)
     keep_unreduced(live, grads)
     return {}
 
