@@ -10,7 +10,12 @@ import torch
 import torch._functorch.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
+from torch._functorch._aot_autograd.descriptors import (
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    TangentAOTInput,
+)
 from torch._functorch.partitioners import default_partition
 from torch._ops import HigherOrderOperator
 
@@ -198,12 +203,20 @@ def _tangent_positions(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[int
     Raises CaptureError if AOTAutograd describes a tangent of which no output is known.
     """
     output = output_node(joint.graph)
-    described = list(output.meta.get("desc", ()))[:num_fwd_outputs]
+    flat = output.meta.get("desc", ())[:num_fwd_outputs]
+    described = list(dict.fromkeys(map(_whole, flat)))
     positions = []
     for node in joint.graph.find_nodes(op="placeholder"):
-        tangent = node.meta.get("desc")
+        tangent = _whole(node.meta.get("desc"))
         if isinstance(tangent, TangentAOTInput):
             if tangent.output not in described:
                 raise CaptureError("GS203", f"no output belongs to {node.name}: {tangent}")
             positions.append(described.index(tangent.output))
     return tuple(positions)
+
+
+def _whole(described: Any) -> Any:
+    """The input or output of which `described` may be a part (a DTensor's local tensor, say)."""
+    while isinstance(described, (SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput)):
+        described = described.base
+    return described

@@ -14,6 +14,7 @@ from torch import nn
 
 from graphshard import fsdp2
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
+from graphshard.fsdp2.layouts import layout_number
 from graphshard.plan import Plan
 from graphshard.runtime.live import LiveGroup, register
 
@@ -66,7 +67,7 @@ class CompiledPlan:
 
 
 class PortParam:
-    """One parameter as the traced code needs it; `size` and `dtype` become guards."""
+    """One parameter as the traced code needs it; size, dtype and layout become guards."""
 
     def __init__(self, param: FsdpParam, index: int) -> None:
         self.module, self.name = param.slots[0].module, param.slots[0].name
@@ -74,6 +75,7 @@ class PortParam:
         self.size = param.size
         self.dtype = param.dtype
         self.index = index
+        self.layout = layout_number(param.unsharded_spec)
         self.param = param
 
 

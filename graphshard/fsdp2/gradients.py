@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.param import FsdpParam
@@ -29,23 +28,13 @@ def take_unreduced(param: FsdpParam) -> Tensor | None:
         raw.unsharded_accumulated_grad = None
     else:
         grad, leaf.grad = leaf.grad, None
-    return None if grad is None else raw._get_grad_inner_tensor(grad)  # type: ignore[no-any-return]
+    return grad  # type: ignore[no-any-return]
 
 
 def leave_unreduced(group: FsdpGroup, param: FsdpParam, grad: Tensor) -> None:
     """Keep an unsharded gradient (of `param.as_accumulated`'s dtype) for a later micro-step."""
     raw = param.raw
     leaf = _leaf(group, raw)
-    if isinstance(leaf, DTensor):
-        spec = raw._get_unsharded_dtensor_spec(grad)
-        grad = DTensor.from_local(
-            grad,
-            spec.mesh,
-            spec.placements,
-            run_check=False,
-            shape=spec.shape,
-            stride=spec.stride,
-        )
     if _has_own_place(raw) and grad.dtype != leaf.dtype:
         raw.unsharded_accumulated_grad = grad
     else:

@@ -215,8 +215,6 @@ def _unsupported(group: FsdpGroup) -> Iterator[str]:
     for param in group.params:
         if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
             yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"
-        if param.raw.is_dtensor:
-            yield f"{param.fqn} is a DTensor before sharding (tensor parallel)"
         if hasattr(param.raw._sharded_local_tensor, "fsdp_pre_all_gather"):
             yield f"{param.fqn} is a tensor subclass with all-gather extensions"
         for slot in param.slots:

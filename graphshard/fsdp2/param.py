@@ -101,10 +101,27 @@ class FsdpParam:
         return grad if dtype is None else grad.to(dtype)
 
     def as_autograd_gives(self, grad: Tensor) -> Tensor:
-        """`grad` as a leaf of this torch would receive it: 2.15 narrows it at once."""
+        """`grad` as a leaf of this torch would receive it.
+
+        2.15 narrows it at once, and widens at once what tensor parallel may have to reduce.
+        """
         dtype = getattr(self.raw, "unsharded_grad_dtype", None)
-        narrow = dtype is not None and dtype.itemsize < grad.dtype.itemsize
-        return grad.to(dtype) if narrow else grad
+        if dtype is None:
+            return grad
+        narrow = dtype.itemsize < grad.dtype.itemsize
+        return grad.to(dtype) if narrow or self.raw.may_reduce_grad_outside_dp else grad
+
+    @property
+    def unsharded_spec(self) -> Any:
+        """Mesh, placements and global shape of an unsharded DTensor; None for a plain tensor."""
+        if hasattr(self.raw, "_unsharded_dtensor_spec"):  # torch >= 2.13
+            return self.raw._unsharded_dtensor_spec
+        return self.raw._tp_spec if self.raw.is_dtensor else None
+
+    def local_gradient(self, grad: Tensor) -> Tensor:
+        """What FSDP2 reduces: for a DTensor its local part, after it is reduced on the rest of
+        the mesh."""
+        return self.raw._get_grad_inner_tensor(grad)  # type: ignore[no-any-return]
 
     @property
     def local_size(self) -> tuple[int, ...]:

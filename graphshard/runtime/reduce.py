@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
+from graphshard.fsdp2.layouts import copy_of
 from graphshard.runtime.live import LiveGroup
 
 
@@ -140,16 +141,16 @@ def merge(first: dict[int, Tensor], second: dict[int, Tensor]) -> dict[int, Tens
 def merge_unreduced(fsdp: FsdpGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
     """Add to `grads` what earlier micro-steps left unreduced, compiled or eager.
 
-    Returns all gradients by parameter index in registration order; clears what it takes.
+    Returns all (local) gradients by parameter index in packing order; clears what it takes.
     """
     merged: dict[int, Tensor] = {}
     for index in fsdp.reduce_order():
         param = fsdp.params[index]
         before, grad = gradients.take_unreduced(param), grads.get(index)
         if before is not None:
-            merged[index] = before if grad is None else before + grad
-        elif grad is not None:
-            merged[index] = grad
+            grad = before if grad is None else before + grad
+        if grad is not None:
+            merged[index] = param.local_gradient(grad)
         elif gradients.waits_for_all_reduce(fsdp, param) or (
             fsdp.reduces_unused and param.sharded.requires_grad
         ):
@@ -165,4 +166,4 @@ def keep_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> None:
         before = gradients.take_unreduced(param)
         held = param.as_accumulated(grad if before is None else before + grad)
         # A gradient may share memory with another tensor of the graph (an expanded sum).
-        gradients.leave_unreduced(live.fsdp, param, held.clone() if held is grad else held)
+        gradients.leave_unreduced(live.fsdp, param, copy_of(held) if held is grad else held)

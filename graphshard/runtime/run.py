@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphshard.fsdp2 import gradients
+from graphshard.fsdp2.layouts import as_dtensor
 from graphshard.plan import Direction
 from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
 from graphshard.runtime.gather import Gather, prefetch, take_prefetched
@@ -88,13 +89,22 @@ class OpenGroup:
         return step
 
     def issue_reduce(
-        self, grads: list[Tensor], indices: tuple[int, ...], tangents: tuple[int, ...] = ()
+        self,
+        grads: list[Tensor],
+        indices: tuple[int, ...],
+        *,
+        tangents: tuple[int, ...] = (),
+        layouts: tuple[int, ...] = (),
     ) -> Reduction:
         """Start the reduce-scatter of the gradients of parameters `indices`.
 
         tangents: for each gradient, the bit mask of the tangents it depends on; a gradient of
         which all tangents are missing does not exist in eager (None), so it is left out.
+        layouts: for each gradient, the DTensor layout of which it is the local part, or -1.
         """
+        if layouts:
+            pairs = zip(grads, layouts, strict=True)
+            grads = [g if layout < 0 else as_dtensor(g, layout) for g, layout in pairs]
         live, defined = self._live, self._run.defined
         reducible: dict[int, Tensor] = {}
         if will_execute(live.accumulate_node):  # not for torch.autograd.grad(loss, inputs)
