@@ -54,18 +54,26 @@ class FsdpGroup:
 
     @property
     def world_size(self) -> int:
-        return int(self.raw.mesh_info.shard_mesh_size)
+        """Ranks over which parameters are sharded; 1 if the mesh only replicates."""
+        return int(self.raw.mesh_info.shard_mesh_size) if self._shards else 1
+
+    @property
+    def _shards(self) -> bool:
+        return isinstance(self.raw.mesh_info, _fsdp_common.FSDPMeshInfo)
 
     @property
     def device(self) -> torch.device:
         return self.raw.device  # type: ignore[no-any-return]
 
     @property
-    def gather_process_group(self) -> dist.ProcessGroup:
-        return self.raw.mesh_info.shard_process_group  # type: ignore[no-any-return]
+    def gather_process_group(self) -> dist.ProcessGroup | None:
+        """None if the mesh only replicates."""
+        return self.raw.mesh_info.shard_process_group if self._shards else None
 
     @property
-    def reduce_process_group(self) -> dist.ProcessGroup:
+    def reduce_process_group(self) -> dist.ProcessGroup | None:
+        if not self._shards:
+            return None
         return getattr(self.raw, "_reduce_scatter_process_group", None) or self.gather_process_group
 
     @property
@@ -127,8 +135,8 @@ class FsdpGroup:
 
     @property
     def replicate_process_group(self) -> dist.ProcessGroup | None:
-        """The all-reduce group of HSDP, or None."""
-        if not isinstance(self.raw.mesh_info, _fsdp_common.HSDPMeshInfo):
+        """The all-reduce group of HSDP, or of a mesh that only replicates; else None."""
+        if not isinstance(self.raw.mesh_info, _fsdp_common.DDPMeshInfo):
             return None
         return self.raw._all_reduce_process_group  # type: ignore[no-any-return]
 
@@ -208,8 +216,6 @@ def _unsupported(group: FsdpGroup) -> Iterator[str]:
     mesh = raw.mesh_info
     if len(fsdp_groups(group.state)) > 1:
         yield "its parameters use several meshes (ShardPlacementResult)"
-    if not isinstance(mesh, _fsdp_common.FSDPMeshInfo):
-        yield "its mesh replicates only"
     if isinstance(raw.offload_policy, CPUOffloadPolicy):
         yield "it uses CPUOffloadPolicy"
     for param in group.params:

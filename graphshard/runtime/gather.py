@@ -52,8 +52,7 @@ class Gather:
             parts, group = held.flats, held.part_of
         else:
             parts, group = self._live.shards(), fsdp.gather_process_group
-        assert group is not None
-        if group.size() == 1:
+        if group is None or group.size() == 1:
             self._flats = cast(parts, self._dtypes, copy=True)
             return
         self._widths = [p.numel() for p in parts]

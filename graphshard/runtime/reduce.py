@@ -103,7 +103,11 @@ class Reduction:
 
 
 def reduce_scatter(
-    output: Tensor, packed: Tensor, policy: ReducePolicy, group: dist.ProcessGroup, comm: Any
+    output: Tensor,
+    packed: Tensor,
+    policy: ReducePolicy,
+    group: dist.ProcessGroup | None,
+    comm: Any,
 ) -> dist.Work | None:
     """Asynchronous reduce-scatter of `packed` (rank-major) into `output` by FSDP2's `comm`."""
     work = comm(
