@@ -155,6 +155,25 @@ class FsdpGroup:
         """FSDP2's ReduceScatter: its own, or one set by `set_custom_reduce_scatter`."""
         return self.raw._reduce_scatter_comm
 
+    def wait_for_optimizer(self) -> None:
+        """`set_post_optim_event`: gathers wait for the optimizer's event, once."""
+        context = self.state._state_ctx
+        event = context.post_optim_event
+        if event is not None:
+            context.post_optim_event = None
+            self.raw.device_handle.current_stream().wait_event(event)
+
+    @property
+    def reduce_input_cap(self) -> int | None:
+        """`set_reduce_scatter_max_input_buffers` (torch >= 2.13), None if left at FSDP2's 1."""
+        cap = getattr(self.state._comm_ctx, "reduce_scatter_max_input_buffers", 1)
+        return cap if cap > 1 else None
+
+    @property
+    def keeps_storage(self) -> bool:
+        """`set_keep_unsharded_storage` (torch >= 2.15): gathered memory stays in place."""
+        return any(getattr(p.raw, "keep_unsharded_storage", False) for p in self.params)
+
     def run_all_reduce_hook(self, output: Tensor) -> None:
         """`set_all_reduce_hook`, on its stream if one was given; the caller's stream waits."""
         hook, stream = self.raw._all_reduce_hook, self.raw._all_reduce_hook_stream
@@ -216,8 +235,8 @@ def _unsupported(group: FsdpGroup) -> Iterator[str]:
     mesh = raw.mesh_info
     if len(fsdp_groups(group.state)) > 1:
         yield "its parameters use several meshes (ShardPlacementResult)"
-    if isinstance(raw.offload_policy, CPUOffloadPolicy):
-        yield "it uses CPUOffloadPolicy"
+    if isinstance(raw.offload_policy, CPUOffloadPolicy) and raw.device.type != "cpu":
+        yield f"CPUOffloadPolicy moves its parameters between the host and {raw.device.type}"
     for param in group.params:
         if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
             yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"

@@ -50,6 +50,7 @@ class LiveGroup:
 
     held: gathered parameters that outlive forward or backward.
     arrived: gradients of this backward, while another call of the group is still ahead of it.
+    storage: memory of the last gather, for the next one (`set_keep_unsharded_storage`).
     dtypes: what was gathered last. prefetched: a gather (`graphshard.runtime.gather.Gather`) that
     `set_modules_to_*_prefetch` asked for and nobody has used yet. peers: the groups of the root.
     calls: forward calls whose backward has not run (`graphshard.runtime.calls.PendingCall`).
@@ -66,6 +67,7 @@ class LiveGroup:
     arrived: dict[int, Tensor] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    storage: list[Tensor] | None = None
     dtypes: tuple[torch.dtype, ...] = ()
     prefetched: Any = None
     peers: dict[State, LiveGroup] = field(default_factory=dict)
@@ -99,6 +101,7 @@ class LiveGroup:
     def drop(self) -> None:
         """Forget what an interrupted step left."""
         self.held = None
+        self.storage = None
         if self.prefetched is not None:
             self.prefetched.drain()
             self.prefetched = None

@@ -29,6 +29,7 @@ class Reduction:
         self._live = live
         self._params = [live.fsdp.params[i] for i in grads]
         self._work: dist.Work | None = None
+        self._input: Tensor | None = None
         if not grads:
             return
         with record_function(f"graphshard::reduce_scatter {live.fqn}"):
@@ -38,17 +39,18 @@ class Reduction:
         fsdp = self._live.fsdp
         world = fsdp.world_size
         self._policy = fsdp.reduce_policy(self._params, grads)
-        self._input = _pack(grads, self._params, world, self._policy, fsdp.reduce_comm)
+        packed = _pack(grads, self._params, world, self._policy, fsdp.reduce_comm)
         if world == 1:
             factor = fsdp.single_rank_divide_factor
-            self._output = self._input if factor is None else self._input / factor
+            self._output = packed if factor is None else packed / factor
             return
         self._output = fsdp.reduce_comm.allocate(
-            (self._input.numel() // world,), dtype=self._input.dtype, device=self._input.device
+            (packed.numel() // world,), dtype=packed.dtype, device=packed.device
         )
+        self._input = packed
         self._work = reduce_scatter(
             self._output,
-            self._input,
+            packed,
             self._policy,
             fsdp.reduce_process_group,
             fsdp.reduce_comm,
@@ -63,7 +65,7 @@ class Reduction:
             self.drain()
             if self._all_reduce():
                 self._assign()
-        del self._input, self._output  # the run remembers this object until it ends
+        del self._output  # the run remembers this object until it ends
 
     def _all_reduce(self) -> bool:
         """HSDP's second reduction. False if it is put off to a later micro-step."""
@@ -95,11 +97,16 @@ class Reduction:
             param.add_sharded_grad(grad)
             offset += math.prod(param.padded_shard_size)
 
+    @property
+    def holds_input(self) -> bool:
+        return self._input is not None
+
     def drain(self) -> None:
-        """Wait for the collective, if any; its result may be thrown away."""
+        """Wait for the collective, if any, and free its input; the result may be thrown away."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+        self._input = None
 
 
 def reduce_scatter(

@@ -56,6 +56,14 @@ class Run:
             if target is not None and target not in self._gathered:
                 prefetch(target)
 
+    def free_inputs(self, cap: int | None) -> None:
+        """Let the oldest reductions finish, so that one more keeps the user's cap of buffers."""
+        if cap is None:
+            return
+        busy = [w for w in self._in_flight if isinstance(w, Reduction) and w.holds_input]
+        for reduction in busy[: len(busy) + 1 - cap]:
+            reduction.drain()
+
     def track(self, work: Gather | Reduction) -> None:
         self._in_flight.append(work)
 
@@ -111,6 +119,7 @@ class OpenGroup:
             masks = tangents or (ALL_DEFINED,) * len(indices)
             rows = zip(indices, grads, masks, strict=True)
             reducible = collect(live, {i: g for i, g, mask in rows if mask & defined})
+        self._run.free_inputs(live.fsdp.reduce_input_cap)
         reduction = Reduction(live, reducible)
         self._run.track(reduction)
         return reduction
