@@ -16,7 +16,7 @@ from graphshard import fsdp2
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
 from graphshard.fsdp2.layouts import layout_number
 from graphshard.plan import Plan
-from graphshard.runtime.live import LiveGroup, register
+from graphshard.runtime.live import LiveGroup, Root, register
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +148,9 @@ def _attach(states: list[State]) -> None:
         record.ports.append(port)
         for module in fsdp2.modules_of(state):
             module.__dict__[PORT] = port
-    peers = {port.state: port.live for port in record.ports if port.live is not None}
+    root = Root({port.state: port.live for port in record.ports if port.live is not None})
     for live in record.groups:
-        live.peers = peers
+        live.root = root
 
 
 def port_of(module: nn.Module) -> Port | None:

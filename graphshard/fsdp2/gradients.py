@@ -49,6 +49,12 @@ def nothing_unreduced(group: FsdpGroup) -> None:
         group.raw._post_backward_pending = False
 
 
+def mark_gathered(group: FsdpGroup) -> None:
+    """Let FSDP2 know that the group was gathered: it reduces zeros only for such groups."""
+    for param in group.params:
+        _leaf(group, param.raw)
+
+
 def take_partial(
     group: FsdpGroup, params: Sequence[FsdpParam], dtype: torch.dtype
 ) -> Tensor | None:

@@ -216,6 +216,11 @@ class FsdpGroup:
         return flats
 
     @property
+    def was_gathered(self) -> bool:
+        """FSDP2 itself has gathered the group at least once."""
+        return any(hasattr(p.raw, "_unsharded_param") for p in self.params)
+
+    @property
     def is_sharded(self) -> bool:
         return bool(self.raw.is_sharded)
 
@@ -237,6 +242,8 @@ def _unsupported(group: FsdpGroup) -> Iterator[str]:
         yield "its parameters use several meshes (ShardPlacementResult)"
     if isinstance(raw.offload_policy, CPUOffloadPolicy) and raw.device.type != "cpu":
         yield f"CPUOffloadPolicy moves its parameters between the host and {raw.device.type}"
+    if type(raw._all_gather_comm).__name__ == "SymmMemAllGather":
+        yield "its buffers are symmetric memory (set_symm_mem_for_comm)"
     for param in group.params:
         if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
             yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"

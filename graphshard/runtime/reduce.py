@@ -166,6 +166,8 @@ def merge_unreduced(fsdp: FsdpGroup, grads: dict[int, Tensor]) -> dict[int, Tens
             fsdp.reduces_unused and param.sharded.requires_grad
         ):
             merged[index] = torch.zeros(param.size, dtype=param.dtype, device=fsdp.device)
+    if fsdp.reduces_unused:
+        gradients.mark_gathered(fsdp)
     gradients.nothing_unreduced(fsdp)
     return merged
 

@@ -13,6 +13,7 @@ from graphshard.fsdp2 import gradients
 from graphshard.fsdp2.layouts import as_dtensor
 from graphshard.plan import Direction
 from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
+from graphshard.runtime.finish import finish_later
 from graphshard.runtime.gather import Gather, prefetch, take_prefetched
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_unreduced
@@ -52,7 +53,7 @@ class Run:
         """`live` is gathered: issue what `set_modules_to_*_prefetch` names for it."""
         self._last = live
         for state in live.fsdp.prefetches(self.direction):
-            target = live.peers.get(state)
+            target = None if live.root is None else live.root.groups.get(state)
             if target is not None and target not in self._gathered:
                 prefetch(target)
 
@@ -119,6 +120,7 @@ class OpenGroup:
             masks = tangents or (ALL_DEFINED,) * len(indices)
             rows = zip(indices, grads, masks, strict=True)
             reducible = collect(live, {i: g for i, g, mask in rows if mask & defined})
+        finish_later(live)
         self._run.free_inputs(live.fsdp.reduce_input_cap)
         reduction = Reduction(live, reducible)
         self._run.track(reduction)
