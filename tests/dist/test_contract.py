@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import graphshard
+from graphshard import dynamo
 from graphshard.capture.ports import port_of
 
 pytestmark = pytest.mark.dist
@@ -60,12 +61,14 @@ def row_case(ctx: Ctx, name: str) -> dict[str, Any]:
     assert bool(ours) == bool(row.falls_back), ours
     assert all(row.falls_back in message for message in ours), ours
     counts = []
+    frames = dynamo.frames_seen()
     for net in (oracle, model):
         with count_collectives() as counted:
             run(net, 4, 2)
         counts.append((counted.all_gather, counted.reduce_scatter, counted.all_reduce))
         if row.check is not None:
             row.check(net, net is model)
+    assert dynamo.frames_seen() == frames, "something was compiled a second time"
     assert_same_states(oracle, model)
     report = graphshard.explain(model)
     for net in model.modules():
@@ -160,8 +163,10 @@ def _line(row: Row) -> str:
     counts = "; ".join(triples)
     runs = "in the graph"
     if row.outside:
-        runs += f", {seen['captured']} of {seen['groups']} groups"
-        runs += f"; eager FSDP2 for the rest, because {row.falls_back}" if row.falls_back else ""
+        inside, groups = seen["captured"], seen["groups"]
+        why = f"because {row.falls_back}" if row.falls_back else "as they were left uncompiled"
+        eager = f"through eager FSDP2, {why}"
+        runs = f"{runs}: {inside} of {groups} groups; the others {eager}" if inside else eager
     return f"| {row.name} | {runs} | {counts} | {row.ranks} |"
 
 
@@ -235,3 +240,34 @@ def test_gathers_are_issued_as_the_prefetch_lists_say(pool: Pool) -> None:
         assert order == two_ahead
     for order in pool.run(2, gather_order, {0: [3]}):
         assert order == ["+r", "=r", "+0", "=0", "+3", "+1", "=1", "+2", "=2", "=3"]
+
+
+def packed_gradients(ctx: Ctx, cap: int) -> int:
+    """The most reduce-scatter inputs that one backward holds at once."""
+    from graphshard.runtime import run
+
+    torch.manual_seed(0)
+    model = plain(LLAMA.build().to(ctx.device), ctx)
+    model.set_reduce_scatter_max_input_buffers(cap)
+    model.compile(backend="graphshard", fullgraph=True, options={"fallback": "error"})
+    seen = [0]
+    track = run.Run.track
+
+    def counted(self: Any, work: Any) -> None:
+        track(self, work)
+        held = [w for w in self._in_flight if getattr(w, "holds_input", False)]
+        seen.append(len(held))
+
+    run.Run.track = counted
+    try:
+        LLAMA.loss(model, LLAMA.batch(0, ctx.rank, ctx.device)).backward()
+    finally:
+        run.Run.track = track
+    return max(seen)
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="not in this torch")
+def test_the_cap_of_reduce_scatter_inputs_is_kept(pool: Pool) -> None:
+    assert pool.run(2, packed_gradients, 2) == [2, 2]
+    assert pool.run(2, packed_gradients, 3) == [3, 3]
+    assert pool.run(2, packed_gradients, 1) == [5, 5]  # left at FSDP2's default: ours to plan
