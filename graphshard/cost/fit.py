@@ -19,9 +19,9 @@ from torch import Tensor
 from graphshard.cost.curve import Curve, Fit, Sample, SizeClass
 
 MAX_CLASSES = 3
-# A class more has to bring the mean relative error down to this share of it ...
-WORTH_A_CLASS = 0.5
-# ... and there is nothing to gain below this one, which repeated runs do not reproduce.
+# A class more has to bring the mean relative error down by this factor ...
+PRICE_OF_A_CLASS = 1.5
+# ... and nothing is gained below this error, which repeated runs do not reproduce.
 GOOD_ENOUGH = 0.03
 # Residuals beyond this many median residuals are outliers and lose weight (P. J. Huber, "Robust
 # estimation of a location parameter", 1964).
@@ -38,20 +38,13 @@ def fit_curve(samples: Iterable[Sample], max_classes: int = MAX_CLASSES) -> Fit:
     amounts = sorted({s.amount for s in ordered})
     if len(amounts) < 2 or amounts[0] <= 0 or any(s.us <= 0 for s in ordered):
         raise ValueError("a fit needs samples of two different sizes, with times above zero")
-    best = _fit_classes(ordered, ())
-    for num_cuts in range(1, max_classes):
-        choices = list(_cuts(amounts, num_cuts))
-        if _mean_error(best) <= GOOD_ENOUGH or not choices:
-            break
-        finer = min((_fit_classes(ordered, cuts) for cuts in choices), key=_mean_error)
-        if _mean_error(finer) > WORTH_A_CLASS * _mean_error(best):
-            break
-        best = finer
-    return best
+    cuts = chain.from_iterable(_cuts(amounts, count) for count in range(max_classes))
+    return min((_fit_classes(ordered, c) for c in cuts), key=_score)
 
 
-def _mean_error(fit: Fit) -> float:
-    return fmean(map(abs, fit.residuals))
+def _score(fit: Fit) -> float:
+    error = fmean(map(abs, fit.residuals))
+    return max(error, GOOD_ENOUGH) * PRICE_OF_A_CLASS ** len(fit.curve.classes)
 
 
 def _cuts(amounts: Sequence[float], count: int) -> Iterable[tuple[float, ...]]:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from graphshard.cost.algebra import Quantity, is_number, least
+from graphshard.cost.algebra import Quantity, least
 from graphshard.cost.roofline import FREE, Work
 from graphshard.ir import compute_nodes, is_reduce, is_unshard, is_view
 
@@ -31,6 +31,17 @@ NO_HINT = 1
 _NO_TRAFFIC = (aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty)
 # They read as much of their first argument as they yield.
 _LOOKUPS = (aten.embedding, aten.index, aten.index_select, aten.gather)
+# torch's registry lacks the CPU's attention; it does what these do.
+_SAME_FLOPS = (
+    (
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention,
+    ),
+    (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        aten._scaled_dot_product_flash_attention_backward,
+    ),
+)
 _OWN_NAMESPACES = ("aten", "prims")
 
 
@@ -119,7 +130,8 @@ def _is_free(node: fx.Node) -> bool:
 
 def _flops(node: fx.Node, sizes: _Sizes) -> tuple[Quantity, bool]:
     """Flops, and whether they are known. Pointwise ops and reductions are bound by memory: 0."""
-    formula = flop_registry.get(_packet(node))
+    packet = _packet(node)
+    formula = flop_registry.get(dict(_SAME_FLOPS).get(packet, packet))
     if formula is None:
         return 0, getattr(node.target, "namespace", None) in _OWN_NAMESPACES
     # Most formulas take shapes; those that torch registers with `get_raw` look into tensors.

@@ -33,32 +33,27 @@ class Formula:
     @property
     def free_symbols(self) -> tuple[str, ...]:
         """Names to give values for, sorted."""
-        return tuple(s.name for s in self._symbols())
+        return tuple(s.name for s in _symbols(self.expr))
 
     def evaluate(self, **values: float) -> float:
         """The value for these symbols, such as `evaluate(W=64)`.
 
         Raises TypeError, which names them, if a symbol is missing or not part of the formula.
         """
-        symbols = self._symbols()
-        names = {s.name for s in symbols}
-        if names != set(values):
-            missing, extra = sorted(names - set(values)), sorted(set(values) - names)
-            raise TypeError(f"formula in {sorted(names)}: missing {missing}, not in it {extra}")
-        places = {s: _place(i) for i, s in enumerate(symbols)}
-        compiled = _compiled(self.expr.xreplace(places), len(symbols))
-        return float(compiled(*(values[s.name] for s in symbols)))
+        names, compiled = _function(self.expr)
+        if set(names) != set(values):
+            missing = [n for n in names if n not in values]
+            extra = [n for n in values if n not in names]
+            raise TypeError(f"formula in {', '.join(names)}: missing {missing}, unknown {extra}")
+        return float(compiled(*(values[n] for n in names)))
 
     def given(self, **values: float) -> Formula:
         """The formula with some symbols replaced by numbers."""
-        known = {s: values[s.name] for s in self._symbols() if s.name in values}
+        known = {s: values[s.name] for s in _symbols(self.expr) if s.name in values}
         return Formula(self.expr.subs(known))
 
     def __str__(self) -> str:
         return str(sympy.N(self.expr, 4))
-
-    def _symbols(self) -> list[Any]:
-        return sorted(self.expr.free_symbols, key=lambda s: s.name)
 
 
 def formula(quantity: Quantity) -> Formula:
@@ -77,11 +72,23 @@ def with_symbolic_network(machine: Machine) -> Machine:
     return replace(machine, network=symbolic, measured=())
 
 
-def _place(index: int) -> Any:
-    return sympy.Dummy(f"x{index}", dummy_index=index, positive=True)
+def _symbols(expr: Any) -> list[Any]:
+    return sorted(expr.free_symbols, key=lambda s: s.name)
+
+
+@cache
+def _function(expr: Any) -> tuple[tuple[str, ...], Any]:
+    """The names of an expression's symbols, and a function of their values in that order."""
+    symbols = _symbols(expr)
+    places = {s: _place(i) for i, s in enumerate(symbols)}
+    return tuple(s.name for s in symbols), _compiled(expr.xreplace(places), len(symbols))
 
 
 @cache
 def _compiled(expr: Any, num_symbols: int) -> Any:
-    """One function per structure: identical blocks differ in names at most, and share it."""
+    """One function per structure: formulas that differ in names only share it."""
     return sympy.lambdify([_place(i) for i in range(num_symbols)], expr, modules="math", cse=True)
+
+
+def _place(index: int) -> Any:
+    return sympy.Dummy(f"x{index}", dummy_index=index, positive=True)
