@@ -53,7 +53,8 @@ class Formula:
         return Formula(self.expr.subs(known))
 
     def __str__(self) -> str:
-        return str(sympy.N(self.expr, 4))
+        short = {f: sympy.Float(f, 4) for f in self.expr.atoms(sympy.Float)}
+        return str(self.expr.xreplace(short))
 
 
 def formula(quantity: Quantity) -> Formula:

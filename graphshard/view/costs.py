@@ -10,7 +10,7 @@ from graphshard.cost.curve import Curve, Fit
 from graphshard.cost.profile import Profile
 
 # Name, base, rate by size class, errors.
-ROW = "{:<36}{:>12}  {:<28}{:>8}{:>8}"
+ROW = "{:<38}{:>10}  {:<26}{:>8}{:>8}"
 
 
 def profile_lines(profile: Profile) -> str:
@@ -52,5 +52,6 @@ def _rates(curve: Curve) -> str:
 
 
 def _group_text(group: Group) -> str:
-    spread = "" if group.nodes == 1 else f" on {group.nodes} nodes"
-    return f"{group.name} ({group.ranks} ranks{spread})"
+    if group.nodes == 1:
+        return f"{group.name}, {group.ranks} ranks"
+    return f"{group.name}, {group.nodes} x {group.ranks_per_node} ranks"
