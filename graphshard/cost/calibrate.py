@@ -67,8 +67,8 @@ def calibrate(
     arithmetic = _sweep_matrices(device, repetitions)
     tell("copies")
     copies = _agreed({2.0 * s: copy_time_us(s, device, repetitions) for s in sizes})
-    origin = _from_rank_0(_origin(device, command))
-    return Profile(origin, tuple(comm), arithmetic, _fit(copies))
+    profile = Profile(_origin(device, command), tuple(comm), arithmetic, _fit(copies))
+    return _from_rank_0(profile)
 
 
 def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
@@ -168,8 +168,9 @@ def _agreed(times: Mapping[Key, float]) -> dict[Key, float]:
     }
 
 
-def _from_rank_0(value: Origin) -> Origin:
-    box = [value]
+def _from_rank_0(profile: Profile) -> Profile:
+    """Equal samples do not give equal fits: least squares may round by how memory is aligned."""
+    box = [profile]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
