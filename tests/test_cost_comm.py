@@ -19,7 +19,14 @@ from graphshard.cost.comm import (
     wire_bytes,
 )
 from graphshard.cost.curve import Trust, line
-from graphshard.cost.machine import Machine, collective_trust, collective_us
+from graphshard.cost.machine import (
+    Machine,
+    collective_trust,
+    collective_us,
+    launch_us,
+    observed_collective,
+    observed_compute,
+)
 from graphshard.cost.presets import (
     network_names,
     preset,
@@ -27,6 +34,7 @@ from graphshard.cost.presets import (
     preset_names,
     sources,
 )
+from graphshard.cost.roofline import Work, op_us
 from graphshard.errors import CostError, GraphshardWarning
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST = Collective
@@ -212,3 +220,36 @@ def test_an_unknown_device_warns_once_and_is_slow():
 def test_no_such_preset(name):
     with pytest.raises(CostError, match=r"GS501: no preset .*give one of a100, h100"):
         preset(name)
+
+
+# -- what a job sees -----------------------------------------------------------------------
+
+
+def test_launch_is_what_merging_saves():
+    assert launch_us(machine(), ALL_GATHER, Group(4, 4), 4000) == 10 + 3 * 2
+    assert launch_us(machine(FOUND), ALL_GATHER, Group(4, 4), 4000) == 32
+
+
+@pytest.mark.parametrize("before", [machine(), machine(FOUND)])
+def test_what_a_job_sees_moves_the_curve(before):
+    group = Group(4, 4, "dp")
+    sizes = (4e6, 8e6, 16e6)
+    seen = [(n, 3 * collective_us(before, ALL_GATHER, group, n)) for n in sizes]
+    after = observed_collective(before, ALL_GATHER, group, seen)
+    assert collective_trust(after, ALL_GATHER, group) is Trust.MEASURED
+    for size, us in seen:
+        assert collective_us(after, ALL_GATHER, group, size) == pytest.approx(us)
+    other = collective_us(after, ALL_REDUCE, group, 4e6)
+    assert other == collective_us(before, ALL_REDUCE, group, 4e6)
+    assert observed_collective(before, ALL_GATHER, group, []) is before
+    again = observed_collective(after, ALL_GATHER, group, [(4e6, 5 * seen[0][1])])
+    assert collective_us(again, ALL_GATHER, group, 4e6) == pytest.approx(5 * seen[0][1])
+    assert len(again.measured) == 1
+
+
+def test_regions_that_took_longer_slow_down_the_others():
+    before = machine()
+    after = observed_compute(before, [2.0, 2.0, 9.0])
+    work = Work(1e9, 1e6)
+    assert op_us(after.processor, work) == pytest.approx(2 * op_us(before.processor, work))
+    assert observed_compute(before, []) is before

@@ -133,19 +133,27 @@ def network_us(network: Network, kind: Collective, group: Group, size_bytes: Qua
 def measured_us(
     network: Network, measured: Measured, group: Group, size_bytes: Quantity
 ) -> Quantity:
-    """A measured curve, carried over to `group`.
+    """A measured curve's time, carried over to `group`."""
+    curve = bulk_curve(network, measured, measured.kind, group)
+    wire = wire_bytes(measured.kind, group.ranks, size_bytes)
+    return if_one(group.ranks, 0, curve_us(curve, wire))
 
-    The constant changes as the network formula's for the same kind, the rates as its bus
-    bandwidth; on the measured group itself nothing changes.
+
+def bulk_curve(
+    network: Network, measured: Measured | None, kind: Collective, group: Group
+) -> Curve:
+    """Time of large messages over the ring's bytes: the measured curve carried over to `group`.
+
+    Its constant changes as the network formula's, its rates as the bus bandwidth; on the measured
+    group itself nothing changes. Without a measurement it is the formula's own line.
     """
-    kind, origin = measured.kind, measured.group
-    bulk = network.protocols[-1]  # the protocol of large messages, whose bandwidth a ring gets
-    curve = scaled(
-        measured.curve,
-        _alpha_us(bulk, kind, group) / _alpha_us(bulk, kind, origin),
-        bus_bytes_per_us(network, group) / bus_bytes_per_us(network, origin),
-    )
-    return if_one(group.ranks, 0, curve_us(curve, wire_bytes(kind, group.ranks, size_bytes)))
+    bulk = network.protocols[-1]  # the protocol of large messages, which gets the whole bandwidth
+    alpha_us, rate = _alpha_us(bulk, kind, group), bus_bytes_per_us(network, group)
+    if measured is None:
+        return line(alpha_us, rate * bulk.rate / dict(network.traffic).get(kind, 1))
+    origin = measured.group
+    base = alpha_us / _alpha_us(bulk, kind, origin)
+    return scaled(measured.curve, base, rate / bus_bytes_per_us(network, origin))
 
 
 def nearest(measured: tuple[Measured, ...], kind: Collective, group: Group) -> Measured | None:

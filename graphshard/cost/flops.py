@@ -21,12 +21,11 @@ from torch.utils.flop_counter import flop_registry
 
 from graphshard.cost.algebra import Quantity, least
 from graphshard.cost.roofline import FREE, Work
+from graphshard.cost.sizes import Sizes
 from graphshard.ir import compute_nodes, is_reduce, is_unshard, is_view
 
 aten = torch.ops.aten
 
-# A size that is known only at run time and has no hint.
-NO_HINT = 1
 # They take memory or give it another shape, and touch none.
 _NO_TRAFFIC = (aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty)
 # They read as much of their first argument as they yield.
@@ -61,7 +60,7 @@ def graph_work(
     """
     nodes = compute_nodes(graph)
     inside = {} if fused_regions is None else _never_stored(nodes, fused_regions)
-    sizes = _Sizes(symbols)
+    sizes = Sizes(symbols)
     return tuple(_work(node, inside, sizes) for node in nodes)
 
 
@@ -71,44 +70,7 @@ def total_work(works: Sequence[Work], start: int, stop: int) -> tuple[Quantity, 
     return sum(w.flops for w in part), sum(w.bytes for w in part), sum(not w.known for w in part)
 
 
-class _Sizes:
-    """Turns torch's sizes into numbers or sympy expressions."""
-
-    __slots__ = ("_symbols",)
-
-    def __init__(self, symbols: Mapping[str, Any] | None) -> None:
-        self._symbols = symbols
-
-    def quantity(self, size: Any) -> Quantity:
-        if not isinstance(size, torch.SymInt):
-            return size
-        if self._symbols is not None:
-            expr = size.node.expr
-            found = {s: self._symbols[s.name] for s in expr.free_symbols if s.name in self._symbols}
-            if len(found) == len(expr.free_symbols):
-                return expr.xreplace(found)
-        hint = size.node.hint if size.node.has_hint() else None
-        return NO_HINT if hint is None else int(hint)
-
-    def shape(self, value: Any) -> Any:
-        """A tensor's sizes; anything else as it is, symbols read."""
-        if isinstance(value, Tensor):
-            return tuple(self.quantity(n) for n in value.shape)
-        if isinstance(value, list | tuple):
-            return type(value)(self.shape(v) for v in value)
-        return self.quantity(value)
-
-    def bytes(self, value: Tensor) -> Quantity:
-        """Bytes of distinct elements: an expanded dimension is stored once."""
-        count = 1
-        strided = value.layout == torch.strided
-        for dim, size in enumerate(value.shape):
-            if not (strided and isinstance(s := value.stride(dim), int) and s == 0):
-                count = count * self.quantity(size)
-        return count * value.itemsize
-
-
-def _work(node: fx.Node, inside: Mapping[fx.Node, None], sizes: _Sizes) -> Work:
+def _work(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> Work:
     try:
         if _is_free(node):
             return FREE
@@ -128,7 +90,7 @@ def _is_free(node: fx.Node) -> bool:
     return _packet(node) in _NO_TRAFFIC or not any(map(_has_tensor, touches))
 
 
-def _flops(node: fx.Node, sizes: _Sizes) -> tuple[Quantity, bool]:
+def _flops(node: fx.Node, sizes: Sizes) -> tuple[Quantity, bool]:
     """Flops, and whether they are known. Pointwise ops and reductions are bound by memory: 0."""
     packet = _packet(node)
     formula = flop_registry.get(dict(_SAME_FLOPS).get(packet, packet))
@@ -142,7 +104,7 @@ def _flops(node: fx.Node, sizes: _Sizes) -> tuple[Quantity, bool]:
     return flops, True
 
 
-def _bytes(node: fx.Node, inside: Mapping[fx.Node, None], sizes: _Sizes) -> Quantity:
+def _bytes(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> Quantity:
     """Bytes read and written: each input once, each output once."""
     written = 0 if node in inside else sum(sizes.bytes(t) for t in _tensors(node))
     read = [
