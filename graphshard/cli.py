@@ -81,8 +81,8 @@ def _add_calibrate(
         "--sizes",
         metavar="LIST",
         type=_sizes,
-        help="sizes of collectives and copies, such as 64KiB,1MiB,16MiB (default: 4KiB to 64MiB, "
-        "on a GPU to 1GiB)",
+        help="sizes of the collectives, such as 64KiB,1MiB,16MiB (default: 4KiB to 64MiB, on a "
+        "GPU to 1GiB)",
     )
     calibrate.add_argument(
         "--repetitions", metavar="N", type=int, default=25, help="of each size (default: 25)"

@@ -93,7 +93,7 @@ def test_as_text():
         "base us rate by size class median worst",
         "all_gather world, 2 ranks 100.0 1, 0.5 GB/s 3% 5%",
         "matrix product float32 2.0 50 Gflop/s 0% 0%",
-        "copy on the device 1.0 20 GB/s 0% 0%",
+        "pointwise op 1.0 20 GB/s 0% 0%",
     ]
     assert max(map(len, rows)) <= 92
 

@@ -22,13 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from graphshard.cost.comm import Collective, Group, wire_bytes
 from graphshard.cost.curve import Fit, Sample
 from graphshard.cost.fit import fit_curve
-from graphshard.cost.measure import collective_time_us, copy_time_us, matmul_time_us
+from graphshard.cost.measure import collective_time_us, matmul_time_us, pointwise_time_us
 from graphshard.cost.profile import CommFit, Origin, Profile
 from graphshard.errors import CostError
 
 KIB = 1024
 CPU_SIZES_BYTES = tuple(4 * KIB * 4**i for i in range(8))  # 4 KiB to 64 MiB
 GPU_SIZES_BYTES = tuple(4 * KIB * 4**i for i in range(10))  # 4 KiB to 1 GiB
+# Denser: caches and page faults make steps.
+CPU_TENSORS_BYTES = tuple(4 * KIB * 2**i for i in range(16))  # 4 KiB to 128 MiB
+GPU_TENSORS_BYTES = tuple(4 * KIB * 2**i for i in range(19))  # 4 KiB to 1 GiB
 CPU_MATRICES = (64, 128, 256, 512, 1024)
 GPU_MATRICES = (256, 512, 1024, 2048, 4096, 8192)
 # A product that takes longer than this ends its dtype's sweep.
@@ -47,10 +50,10 @@ def calibrate(
     command: str = "",
     say: Callable[[str], None] | None = None,
 ) -> Profile:
-    """Sweep every collective on every group, matrix products and copies on the device.
+    """Sweep every collective on every group, matrix products and pointwise ops on the device.
 
     Collective over all ranks of the job. Groups of one rank are left out. sizes_bytes: of the
-    collectives (of the whole) and copies. say: takes a line of progress on rank 0; stderr by
+    collectives, of the whole. say: takes a line of progress on rank 0; stderr by
     default. Raises CostError (GS504) for fewer than two sizes or one that is not positive.
     """
     sizes = tuple(sizes_bytes or _default_sizes(device))
@@ -65,9 +68,10 @@ def calibrate(
     ]
     tell("matrix products")
     arithmetic = _sweep_matrices(device, repetitions)
-    tell("copies")
-    copies = _agreed({2.0 * s: copy_time_us(s, device, repetitions) for s in sizes})
-    profile = Profile(_origin(device, command), tuple(comm), arithmetic, _fit(copies))
+    tell("pointwise ops")
+    tensors = CPU_TENSORS_BYTES if device.type == "cpu" else GPU_TENSORS_BYTES
+    traffic = _agreed({2.0 * n: pointwise_time_us(n, device, repetitions) for n in tensors})
+    profile = Profile(_origin(device, command), tuple(comm), arithmetic, _fit(traffic))
     return _from_rank_0(profile)
 
 

@@ -52,11 +52,10 @@ def matmul_time_us(size: int, dtype: torch.dtype, device: torch.device, repetiti
     return _kernel_us(lambda: torch.mm(a, b, out=out), device, repetitions)
 
 
-def copy_time_us(size_bytes: int, device: torch.device, repetitions: int) -> float:
-    """Median time of copying `size_bytes` on the device: as many read, as many written."""
-    source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return _kernel_us(lambda: target.copy_(source), device, repetitions)
+def pointwise_time_us(size_bytes: int, device: torch.device, repetitions: int) -> float:
+    """Median time of a pointwise op that reads `size_bytes` and writes as much to new memory."""
+    source = torch.ones(max(1, size_bytes // 4), device=device)
+    return _kernel_us(lambda: source * 2.0, device, repetitions)
 
 
 def _round_us(
@@ -98,8 +97,13 @@ def _collective(
 
 
 def _kernel_us(run: Callable[[], object], device: torch.device, repetitions: int) -> float:
-    """Median over repetitions; short kernels run in batches, as they do in a step."""
-    first_us = min(_elapsed_us(run, device) for _ in range(WARMUPS))
+    """Median over repetitions; short kernels run in batches, as they do in a step.
+
+    On one CPU thread it is that thread's own time: other programs on the machine do not count.
+    """
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time_ns if one_thread else time.perf_counter_ns
+    first_us = min(_elapsed_us(run, device, clock) for _ in range(WARMUPS))
     batch = max(1, int(BATCH_US / max(first_us, 1.0)))
 
     def several() -> None:
@@ -107,15 +111,19 @@ def _kernel_us(run: Callable[[], object], device: torch.device, repetitions: int
             run()
 
     count = max(MIN_REPETITIONS, min(repetitions, int(BUDGET_US / max(first_us * batch, 1.0))))
-    return median(_elapsed_us(several, device) / batch for _ in range(count))
+    return median(_elapsed_us(several, device, clock) / batch for _ in range(count))
 
 
-def _elapsed_us(run: Callable[[], object], device: torch.device) -> float:
-    """Duration of what `run` enqueues, on the device's own clock where it has one."""
+def _elapsed_us(
+    run: Callable[[], object],
+    device: torch.device,
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> float:
+    """Duration of `run` by `clock` on a CPU, of what it enqueues on any other device."""
     if device.type == "cpu":
-        start_ns = time.perf_counter_ns()
+        start_ns = clock()
         run()
-        return (time.perf_counter_ns() - start_ns) / 1e3
+        return (clock() - start_ns) / 1e3
     start, stop = (torch.Event(device=device, enable_timing=True) for _ in range(2))
     start.record()
     run()

@@ -35,7 +35,7 @@ def _rows(profile: Profile) -> Iterator[str]:
         yield _row(f"{comm.kind} {_group_text(comm.group)}", comm.fit, "GB/s")
     for dtype, fit in profile.arithmetic:
         yield _row(f"matrix product {dtype}", fit, "Gflop/s")
-    yield _row("copy on the device", profile.memory, "GB/s")
+    yield _row("pointwise op", profile.memory, "GB/s")
 
 
 def _row(name: str, fit: Fit, unit: str) -> str:

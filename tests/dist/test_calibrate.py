@@ -41,7 +41,7 @@ def sweep(ctx: Ctx) -> tuple[str, list[str]]:
 def test_every_rank_gets_the_same_profile(pool: Pool) -> None:
     (text, said), *others = pool.run(2, sweep)
     assert [other for other, _ in others] == [text] * len(others)
-    assert said[-1] == "copies"
+    assert said[-1] == "pointwise ops"
     assert all(silent == [] for _, silent in others)
     profile = Profile.from_json(text)
     if profile.origin.world_size == 1:
@@ -132,6 +132,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     profile = Profile.from_json(out.read_text())
     assert done.stdout.count("all_gather world, 2 ranks") == 1
-    assert done.stderr.count("graphshard calibrate: copies") == 1
+    assert done.stderr.count("graphshard calibrate: pointwise ops") == 1
     assert "graphshard calibrate -o" in profile.origin.command
     assert math.isfinite(json.loads(out.read_text())["memory"]["base_us"])
