@@ -1,0 +1,144 @@
+"""How many bytes of tensors are alive while each op of a captured graph runs.
+
+In: an FX graph with fake-tensor values. Out: one `Live` per compute node, in compute order. A
+tensor's memory lives from the op that makes it to the last reader of any view of it; what the
+graph returns lives to the end. Gathered parameters belong to their group's gather and are not
+counted here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from graphshard.cost.sizes import Sizes
+from graphshard.ir import compute_nodes, is_reduce, is_unshard, is_view, step_of
+from graphshard.plan import StepKind
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Bytes alive during one op, its own results included.
+
+    inputs: of the graph; in backward these are the saved activations. made: by the graph's ops:
+    activations in forward, temporaries in backward, as FSDPMemTracker names them. grads: those of
+    `made` that are gradients on their way to a reduction, counted apart.
+    """
+
+    inputs: int
+    made: int
+    grads: int
+
+
+def live_bytes(graph: fx.Graph, *, frees_inputs: bool) -> tuple[Live, ...]:
+    """Bytes alive during each of `graphshard.ir.compute_nodes(graph)`.
+
+    frees_inputs: an input's memory ends with its last reader (a boxed backward); else the caller
+    holds it to the end. Sizes that are symbols count with their hints.
+    """
+    count = len(compute_nodes(graph))
+    # One running sum per kind of memory: what is added at birth is taken away after the last use.
+    changes = {kind: [0] * (count + 1) for kind in ("inputs", "made", "grads")}
+    for block in _blocks(graph, count):
+        if block.kind == "inputs" and not frees_inputs:
+            block.last = count - 1
+        if block.last >= block.born:
+            changes[block.kind][block.born] += block.size_bytes
+            changes[block.kind][block.last + 1] -= block.size_bytes
+    alive = dict.fromkeys(changes, 0)
+    found = []
+    for index in range(count):
+        alive = {kind: alive[kind] + changes[kind][index] for kind in alive}
+        found.append(Live(**alive))
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class _Block:
+    """One piece of memory, alive during the compute ops `born` to `last`."""
+
+    kind: str
+    size_bytes: int
+    born: int
+    last: int
+
+
+def _blocks(graph: fx.Graph, count: int) -> list[_Block]:
+    place = {node: i for i, node in enumerate(compute_nodes(graph))}
+    blocks: dict[fx.Node, _Block] = {}
+    clock = 0  # compute ops before the current node
+    for node in graph.nodes:
+        # A communication step stands between two ops; the first one still has the memory.
+        now = count - 1 if node.op == "output" else place.get(node, clock - 1)
+        for source in node.all_input_nodes:
+            if (block := blocks.get(_owner(source))) is not None:
+                block.last = max(block.last, now)
+        for gradient in _reduced(node):
+            if (block := blocks.get(_owner(gradient))) is not None and block.kind == "made":
+                block.kind = "grads"
+        if _owner(node) is node and (node.op == "placeholder" or node in place):
+            kind = "inputs" if node.op == "placeholder" else "made"
+            born = place.get(_producer(node), 0)
+            blocks[node] = _Block(
+                kind, sum(_size_bytes(t, kind) for t in _tensors(node)), born, now
+            )
+        clock += node in place
+    return list(blocks.values())
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """The node that made the memory which `node` shows.
+
+    Each result of an op with several has memory of its own; it belongs to the `getitem`.
+    """
+    while _shares(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _shares(node: fx.Node) -> bool:
+    """The node's memory is that of its first argument."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])
+    return is_view(node) or _writes(node) or node.target is torch.ops.aten._unsafe_view.default
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def _writes(node: fx.Node) -> bool:
+    """An in-place op: its result is its first argument."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None
+
+
+def _reduced(node: fx.Node) -> Sequence[fx.Node]:
+    """The gradients that a mark or an issue of a reduction reads."""
+    if is_reduce(node):
+        return node.all_input_nodes[:1]
+    step = step_of(node)
+    issues = step is not None and step.kind is StepKind.REDUCE_ISSUE
+    return node.all_input_nodes if issues else ()
+
+
+def _tensors(node: fx.Node) -> Iterator[Tensor]:
+    marks = is_unshard(node) or is_reduce(node)
+    if not marks and isinstance(value := node.meta.get("val"), Tensor):
+        yield value
+
+
+def _size_bytes(value: Tensor, kind: str) -> int:
+    """What the graph makes takes its whole storage. Saved tensors may be views of one storage, so
+    of those only the elements count."""
+    if kind == "made" and value.layout == torch.strided:
+        return int(Sizes().quantity(value.untyped_storage().nbytes()))
+    return int(Sizes().bytes(value))
