@@ -248,7 +248,7 @@ def _step_to_dict(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def _step_from_dict(data: dict[str, Any]) -> Step:
-    lists = {k: tuple(data[k]) for k in ("with_groups", "params") if k in data}
+    lists: dict[str, Any] = {k: tuple(data[k]) for k in ("with_groups", "params") if k in data}
     return Step(**{**data, "kind": StepKind(data["kind"]), **lists})
 
 

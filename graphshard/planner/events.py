@@ -95,25 +95,26 @@ def given_gradients(problem: Problem) -> tuple[Claim, ...]:
 
 def region_events(problem: Problem, choices: Choices, direction: Direction) -> list[Event]:
     """One event per region, with the activations that are alive and the gradients it creates."""
-    regions = problem.regions(direction)
-    alive, extra_us = _activations(problem, choices, direction)
+    inside, between = _activations(problem, choices, direction)
+    extra_us: dict[int, float] = defaultdict(float)
     born: dict[int, list[Claim]] = defaultdict(list)
     if direction is Direction.BACKWARD:
+        for option in (problem.recompute[index] for index in choices.recompute):
+            extra_us[option.before] += option.extra_us
         for group in problem.groups:
             for grad in (p.gradient for p in group.parts if p.gradient is not None):
                 born[grad.first].append(Claim(Category.UNSHARDED_GRAD, grad.bytes, group.id))
     events, op = [], 0
-    for index, region in enumerate(regions):
-        during = alive[2 * index + 1]
+    for index, region in enumerate(problem.regions(direction)):
         step = Step(StepKind.COMPUTE, start=op, stop=op + region.num_ops)
         op = step.stop
         events.append(
             Event(
                 step,
-                us=region.us + extra_us.get(index, 0.0),
-                takes=(_activation(during - alive[2 * index]), *born[index]),
+                us=region.us + extra_us[index],
+                takes=(_activation(inside[index] - between[index]), *born[index]),
                 briefly=(Claim(Category.TEMP, region.temporary_bytes),),
-                gives=(_activation(during - alive[2 * index + 2]),),
+                gives=(_activation(inside[index] - between[index + 1]),),
             )
         )
     return events
@@ -125,33 +126,29 @@ def _activation(amount: int) -> Claim:
 
 def _activations(
     problem: Problem, choices: Choices, direction: Direction
-) -> tuple[list[int], dict[int, float]]:
-    """Bytes alive before, in and between the regions of `direction`, and time that is added.
+) -> tuple[list[int], list[int]]:
+    """Bytes alive in each region, and before, between and after the regions.
 
-    Between two regions at most what both hold is alive. Recomputation takes its bytes off
-    everything between its two ends.
+    Between two regions at most what both hold is alive, from forward to backward too. What is
+    recomputed is not alive after region `after` of forward and until region `before` of backward.
     """
-    regions = problem.regions(direction)
-    inside = [r.activation_bytes for r in regions]
-    taken = [problem.recompute[index] for index in choices.recompute]
+    inside = [r.activation_bytes for r in problem.regions(direction)]
+    handed_over = 0
+    if problem.backward:
+        handed_over = min(
+            problem.forward[-1].activation_bytes, problem.backward[0].activation_bytes
+        )
     forward = direction is Direction.FORWARD
-    alive = [0, *(b for bytes_ in inside for b in (bytes_, bytes_))]
-    for index in range(1, len(inside)):
-        alive[2 * index] = min(inside[index - 1], inside[index])
-    saved = min(problem.forward[-1].activation_bytes, problem.backward[0].activation_bytes) if (
-        problem.forward and problem.backward
-    ) else 0
-    alive[-1 if forward else 0] = saved
-    if not forward or not problem.backward:
-        alive[-1] = 0
-    extra_us: dict[int, float] = {}
-    for option in taken:
-        spared = range(2 * option.after + 2, len(alive)) if forward else range(2 * option.before + 1)
-        for place in spared:
-            alive[place] = max(0, alive[place] - option.saved_bytes)
-        if not forward:
-            extra_us[option.before] = extra_us.get(option.before, 0.0) + option.extra_us
-    return alive, extra_us
+    ends = (0, handed_over) if forward else (handed_over, 0)
+    between = [ends[0], *map(min, inside, inside[1:]), ends[1]]
+    for option in (problem.recompute[index] for index in choices.recompute):
+        late, early = slice(option.after + 1, None), slice(option.before)
+        for alive, spared in (
+            (inside, late if forward else early),
+            (between, late if forward else slice(option.before + 1)),
+        ):
+            alive[spared] = [max(0, amount - option.saved_bytes) for amount in alive[spared]]
+    return inside, between
 
 
 # -- gathers -------------------------------------------------------------------------------------

@@ -275,6 +275,8 @@ def _exact_transfer(transfer: Transfer) -> Transfer:
 
 
 def _faults(problem: Problem) -> Iterator[str]:
+    if not problem.forward:
+        yield "forward has no regions"
     if problem.micro_steps < 1:
         yield f"micro_steps is {problem.micro_steps}, and must be at least 1"
     for index, group in enumerate(problem.groups):
