@@ -3,22 +3,23 @@
 For a given order of the gathers and given other contents of memory, `fill` is exact: before each
 event it knows the largest number of gathers that may be in flight there and at every later event,
 and it issues each gather as soon as that number allows. No placement in that order has an earlier
-issue, so none is faster. Reductions are issued when ready and waited for as late as memory allows.
-What gathers and reductions may take from each other is the `Policy`.
+issue, so none is faster. Reductions are issued where `graphshard.planner.memory` found them a
+place and waited for as late as memory allows. What gathers and reductions may take from each
+other is the `Policy`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import itemgetter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from graphshard.planner.memory import Profile, View, view_of
 from graphshard.planner.stage import (
     REDUCE_ISSUE,
     REDUCE_WAIT,
     REDUCE_WAIT_LATE,
     Placement,
+    Reduced,
     Stage,
     next_gather_position,
 )
@@ -28,86 +29,22 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """gathers: at most so many in flight. reductions: buffers that gathers leave room for."""
+    """gathers: at most so many in flight. buffers: reductions that gathers leave room for.
 
-    gathers: int = UNLIMITED
-    reductions: int = UNLIMITED
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """Memory of one stage with nothing in flight but what has to be.
-
-    One entry per fixed event and reduction issue, in order. needs: bytes while the event runs,
-    those that its own job has in flight included. waited, issued: gathers waited for up to and
-    including the event; reductions issued before it. gathers, reductions: running sums of the
-    jobs' flight bytes, from 0.
+    room: gathers for which packing leaves room; it waits for a later slot if it must.
     """
 
-    positions: tuple[int, ...]
-    needs: tuple[int, ...]
-    waited: tuple[int, ...]
-    issued: tuple[int, ...]
-    gathers: tuple[int, ...]
-    reductions: tuple[int, ...]
+    gathers: int = UNLIMITED
+    buffers: int = UNLIMITED
+    room: int = 0
 
 
-def view_of(stage: Stage, start_bytes: int) -> View:
-    """`stage` as a `View`; start_bytes: what is in memory when it starts."""
-    gather_of = {id(job.wait): job for job in stage.gathers}
-    reduction_of = {id(job.issue): job for job in stage.reductions}
-    ready = ((job.at, job.issue) for job in stage.reductions)
-    events = sorted([*stage.fixed, *ready], key=itemgetter(0))
-    held, waits, issues = start_bytes, 0, 0
-    rows = []
-    for position, event in events:
-        own = 0
-        grows = event.alloc_bytes - event.free_bytes
-        before = issues
-        if (gather := gather_of.get(id(event))) is not None:
-            waits += 1
-            own = gather.flight_bytes
-            grows += gather.issue.alloc_bytes - gather.issue.free_bytes
-        elif (reduction := reduction_of.get(id(event))) is not None:
-            issues += 1
-            grows -= reduction.flight_bytes
-        needs = held + own + event.alloc_bytes + event.brief_bytes
-        rows.append((position, needs, waits, before))
-        held += grows
-    positions, needed, waited, issued = zip(*rows, strict=True) if rows else ((),) * 4
-    return View(
-        positions,
-        needed,
-        waited,
-        issued,
-        gathers=_running(j.flight_bytes for j in stage.gathers),
-        reductions=_running(j.flight_bytes for j in stage.reductions),
-    )
-
-
-def _running(amounts: Iterable[int]) -> tuple[int, ...]:
-    return tuple(accumulate(amounts, initial=0))
-
-
-def worst_of(views: Sequence[View]) -> View:
-    """One view that needs at every event what any of `views` needs there."""
-    return replace(
-        views[0],
-        needs=_most(v.needs for v in views),
-        gathers=_most(v.gathers for v in views),
-        reductions=_most(v.reductions for v in views),
-    )
-
-
-def _most(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(map(max, zip(*rows, strict=True)))
-
-
-def fill(stage: Stage, view: View, budget_bytes: int, policy: Policy) -> Placement | None:
-    """The placement that `policy` gives; None if no placement fits the budget."""
+def fill(stage: Stage, profile: Profile, budget_bytes: int, policy: Policy) -> Placement | None:
+    """The placement that `policy` gives; None if that does not fit the budget."""
+    view = view_of(profile, budget_bytes, policy.room)
     if max(view.needs, default=0) > budget_bytes:
         return None
-    most = _most_gathers(view, budget_bytes, policy)
+    most = _most_gathers(profile, view, budget_bytes, policy)
     gathers: list[int] = []
     previous = -1
     for position, count in zip(view.positions, most, strict=True):
@@ -115,21 +52,19 @@ def fill(stage: Stage, view: View, budget_bytes: int, policy: Policy) -> Placeme
             at = next_gather_position(stage, previous)
             gathers.extend([at] * (count - len(gathers)))
         previous = position
-    return Placement(
-        tuple(gathers),
-        tuple(job.at for job in stage.reductions),
-        _latest_waits(stage, view, most, budget_bytes),
-    )
+    waits = _latest_waits(stage, profile, view, most, budget_bytes)
+    reductions = map(Reduced, view.order, view.issues, waits)
+    return Placement(tuple(gathers), tuple(reductions))
 
 
-def _most_gathers(view: View, budget_bytes: int, policy: Policy) -> list[int]:
+def _most_gathers(profile: Profile, view: View, budget_bytes: int, policy: Policy) -> list[int]:
     """For each event, how many gathers may have been issued before it."""
-    sums, ahead = view.gathers, policy.gathers
+    sums, ahead = profile.gathers, policy.gathers
     most, limit = [], len(sums) - 1
     rows = zip(view.needs, (0, *view.waited[:-1]), view.waited, view.issued, strict=True)
     for needs, before, waited, issued in reversed(list(rows)):
-        kept_free = view.reductions[issued] - view.reductions[max(0, issued - policy.reductions)]
-        room = budget_bytes - needs - kept_free + sums[waited]
+        left_free = view.reductions[issued] - view.reductions[max(0, issued - policy.buffers)]
+        room = budget_bytes - needs - left_free + sums[waited]
         while limit > waited and (sums[limit] > room or limit - before > ahead):
             limit -= 1
         most.append(limit)
@@ -137,22 +72,22 @@ def _most_gathers(view: View, budget_bytes: int, policy: Policy) -> list[int]:
 
 
 def _latest_waits(
-    stage: Stage, view: View, most: Sequence[int], budget_bytes: int
-) -> tuple[int, ...]:
+    stage: Stage, profile: Profile, view: View, most: Sequence[int], budget_bytes: int
+) -> list[int]:
     """Each reduction is waited for right before the event that needs its memory."""
     waits: list[int] = []
     rows = zip(view.positions, view.needs, view.waited, view.issued, most, strict=True)
-    for position, needs, waited, issued, gathers in rows:
-        room = budget_bytes - needs - (view.gathers[gathers] - view.gathers[waited])
+    for position, needs, waited, issued, count in rows:
+        room = budget_bytes - needs - (profile.gathers[count] - profile.gathers[waited])
         while len(waits) < issued and view.reductions[issued] - view.reductions[len(waits)] > room:
-            waits.append(wait_before(stage, len(waits), position))
-    waits.extend([stage.end] * (len(stage.reductions) - len(waits)))
-    return tuple(waits)
+            waits.append(wait_before(stage, view.issues[len(waits)], position))
+    waits.extend([stage.end] * (len(view.order) - len(waits)))
+    return waits
 
 
-def wait_before(stage: Stage, reduction: int, position: int) -> int:
-    """Where to wait for a reduction that is issued when ready, so that `position` comes after."""
+def wait_before(stage: Stage, issue: int, position: int) -> int:
+    """Where to wait for the reduction issued at `issue`, so that `position` comes after."""
     slot, phase = divmod(position, stage.stride)
-    if stage.reductions[reduction].at < slot * stage.stride:
+    if issue < slot * stage.stride:
         return slot * stage.stride + REDUCE_WAIT
     return slot * stage.stride + (REDUCE_ISSUE if phase == REDUCE_ISSUE else REDUCE_WAIT_LATE)

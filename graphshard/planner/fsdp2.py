@@ -13,13 +13,12 @@ computes; a group that backward does not need is gathered in backward all the sa
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from graphshard.plan import Direction, StepKind
 from graphshard.planner.choices import Choices
-from graphshard.planner.fill import UNLIMITED, Policy, fill, view_of, wait_before
+from graphshard.planner.fill import UNLIMITED, Policy, fill, wait_before
+from graphshard.planner.memory import profile_of
 from graphshard.planner.problem import Problem
-from graphshard.planner.stage import Placement, Stage, position_before
+from graphshard.planner.stage import Placement, Reduced, Stage, position_before
 
 ONE_AHEAD = Policy(gathers=1)
 
@@ -44,13 +43,19 @@ def fsdp2_placement(problem: Problem, stage: Stage) -> Placement:
     """FSDP2's positions for the jobs of `stage`, whatever its choices."""
     gathers = listed_positions(problem, stage)
     if not has_lists(problem, stage.direction):
-        one_ahead = fill(stage, view_of(stage, 0), UNLIMITED**2, ONE_AHEAD)
+        one_ahead = fill(stage, profile_of([stage], [0]), UNLIMITED**2, ONE_AHEAD)
         assert one_ahead is not None
         gathers = one_ahead.gathers
-    pairs = enumerate(pairwise(stage.reductions))
-    waits = (wait_before(stage, index, after.at) for index, (_, after) in pairs)
-    issues = tuple(job.at for job in stage.reductions)
-    return Placement(gathers, issues, (*waits, stage.end)[-len(issues) :] if issues else ())
+    return Placement(gathers, with_buffers(stage, 1))
+
+
+def with_buffers(stage: Stage, buffers: int) -> tuple[Reduced, ...]:
+    """Reductions issued when ready, at most `buffers` in flight when one more is packed."""
+    jobs = stage.reductions
+    before = [job.at for job in jobs[buffers:]] if buffers else [job.at + 1 for job in jobs]
+    waits = [wait_before(stage, job.at, at) for job, at in zip(jobs, before, strict=False)]
+    waits += [stage.end] * (len(jobs) - len(waits))
+    return tuple(map(Reduced, range(len(jobs)), (job.at for job in jobs), waits))
 
 
 def has_lists(problem: Problem, direction: Direction) -> bool:

@@ -13,8 +13,9 @@ from itertools import product
 from graphshard.plan import Direction
 from graphshard.planner.choices import Choices, Cuts
 from graphshard.planner.events import given_gradients, start_claims, total_bytes, turns
-from graphshard.planner.fill import UNLIMITED, Policy, View, fill, view_of, wait_before, worst_of
-from graphshard.planner.fsdp2 import has_lists, listed_positions
+from graphshard.planner.fill import UNLIMITED, Policy, fill
+from graphshard.planner.fsdp2 import has_lists, listed_positions, with_buffers
+from graphshard.planner.memory import Profile, profile_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of
@@ -22,6 +23,7 @@ from graphshard.planner.stage import Placement, Stage, assemble, stage_of
 # Reduction buffers that gathers leave room for, and gathers in flight where both share a lane.
 BUFFERS = (UNLIMITED, 0, 1, 2, 4, 8)
 AHEAD = (UNLIMITED, 1, 2, 3)
+ROOM = (0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +97,10 @@ def place(bench: Bench, choices: Choices, direction: Direction) -> Scored | None
     problem = bench.problem
     stages = [stage_of(problem, choices, direction, turn) for turn, _ in turns(problem)]
     starts = start_bytes(bench, choices, direction)
-    view = worst_of([view_of(s, b) for s, b in zip(stages, starts, strict=True)])
+    profile = profile_of(stages, starts)
     policies = bench.policies.get(direction) or all_policies(problem, direction)
     best: Scored | None = None
-    for placement in _placements(bench, stages[0], view, policies):
+    for placement in _placements(bench, stages[0], profile, policies):
         scored = score(bench, stages, starts, placement)
         if scored.peak_bytes > bench.budget_bytes:
             continue
@@ -108,29 +110,19 @@ def place(bench: Bench, choices: Choices, direction: Direction) -> Scored | None
 
 
 def _placements(
-    bench: Bench, stage: Stage, view: View, policies: tuple[Policy, ...]
+    bench: Bench, stage: Stage, profile: Profile, policies: tuple[Policy, ...]
 ) -> Iterator[Placement]:
     """What each policy gives, without repetition."""
     seen: set[Placement] = set()
     for policy in policies:
         if has_lists(bench.problem, stage.direction):
-            placement: Placement | None = _listed(bench.problem, stage, policy.reductions)
+            gathers = listed_positions(bench.problem, stage)
+            placement: Placement | None = Placement(gathers, with_buffers(stage, policy.buffers))
         else:
-            placement = fill(stage, view, bench.budget_bytes, policy)
+            placement = fill(stage, profile, bench.budget_bytes, policy)
         if placement is not None and placement not in seen:
             seen.add(placement)
             yield placement
-
-
-def _listed(problem: Problem, stage: Stage, buffers: int) -> Placement:
-    """The user's prefetch lists, and at most `buffers` other reductions in flight at an issue."""
-    jobs = stage.reductions
-    limits = (*(job.at for job in jobs[buffers:]), *[stage.end] * len(jobs))
-    waits = tuple(
-        wait_before(stage, i, limit) if limit > jobs[i].at else jobs[i].at + 2
-        for i, limit in zip(range(len(jobs)), limits, strict=False)
-    )
-    return Placement(listed_positions(problem, stage), tuple(j.at for j in jobs), waits)
 
 
 def score(bench: Bench, stages: list[Stage], starts: list[int], placement: Placement) -> Scored:
@@ -176,4 +168,4 @@ def all_policies(problem: Problem, direction: Direction) -> tuple[Policy, ...]:
     lanes = {g.lane_in(direction) for g in problem.groups}
     shared = any(g.reduce_lane in lanes for g in problem.groups)
     ahead = AHEAD if shared else AHEAD[:1]
-    return tuple(Policy(a, b) for a, b in product(ahead, BUFFERS))
+    return tuple(Policy(*values) for values in product(ahead, BUFFERS, ROOM))

@@ -77,11 +77,19 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Positions: of each gather's issue, of each reduction's issue and of its wait."""
+    """Positions: of each gather's issue; of each reduction's issue and wait, in order of issue."""
 
     gathers: tuple[int, ...]
-    issues: tuple[int, ...] = ()
-    waits: tuple[int, ...] = ()
+    reductions: tuple[Reduced, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """Where reduction `job` (an index of Stage.reductions) is issued and waited for."""
+
+    job: int
+    issue: int
+    wait: int
 
 
 def stage_of(problem: Problem, choices: Choices, direction: Direction, turn: Turn) -> Stage:
@@ -145,10 +153,11 @@ def assemble(stage: Stage, placement: Placement) -> list[Event]:
     gathers = zip(placement.gathers, (j.issue for j in stage.gathers), strict=True)
     reductions = (
         entry
-        for job, issue, wait in zip(
-            stage.reductions, placement.issues, placement.waits, strict=True
+        for reduced in placement.reductions
+        for entry in (
+            (reduced.issue, stage.reductions[reduced.job].issue),
+            (reduced.wait, stage.reductions[reduced.job].wait),
         )
-        for entry in ((issue, job.issue), (wait, job.wait))
     )
     entries = [*stage.fixed, *gathers, *reductions]
     entries.sort(key=itemgetter(0))
