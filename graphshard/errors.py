@@ -6,7 +6,9 @@ GraphshardError
 |   `-- UnsupportedModel a documented limit: runs through FSDP2 instead
 |-- VerifyError          a pass broke a rule: graphshard's own bug
 |-- CostError            (also ValueError)   a preset, a profile or a calibration cannot be used
-`-- RuntimeStateError    a collective or a buffer was used out of order
+|-- RuntimeStateError    a collective or a buffer was used out of order
+`-- PlanError            (also ValueError)   what is to be planned contradicts itself
+    `-- InfeasibleBudget no schedule fits the memory budget
 
 GraphshardWarning        (UserWarning)       a part runs through eager FSDP2
 """
@@ -48,6 +50,14 @@ class CostError(GraphshardError, ValueError):
 
 class RuntimeStateError(GraphshardError):
     """A gather or a reduction was used outside its life time."""
+
+
+class PlanError(GraphshardError, ValueError):
+    """The planner was given a problem or a schedule that contradicts itself."""
+
+
+class InfeasibleBudget(PlanError):
+    """No schedule fits the budget; the text says what would."""
 
 
 class GraphshardWarning(UserWarning):

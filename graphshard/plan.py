@@ -75,7 +75,8 @@ class Step:
     `group` is a GroupInfo.id (None for compute). A COMPUTE step covers the ops
     [`start`, `stop`) of the direction's compute order. `kept` on a RELEASE: the group stays
     gathered until backward; on a GATHER_ISSUE: it is expected to be still gathered, so that no
-    collective runs.
+    collective runs. `with_groups`: further groups that travel in the same collective. `params`:
+    the places of the parameters of `group` that travel in it, where a group is split (empty: all).
     """
 
     kind: StepKind
@@ -83,6 +84,12 @@ class Step:
     start: int = 0
     stop: int = 0
     kept: bool = False
+    with_groups: tuple[int, ...] = ()
+    params: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return () if self.group is None else (self.group, *self.with_groups)
 
     @property
     def lane(self) -> Lane:
@@ -148,7 +155,10 @@ class Plan:
         }
 
     def to_json(self, *, indent: int | None = 1) -> str:
-        return json.dumps({"schema": SCHEMA_VERSION, **asdict(self)}, indent=indent)
+        data = {"schema": SCHEMA_VERSION, **asdict(self)}
+        for schedule in filter(None, (data["forward"], data["backward"])):
+            schedule["steps"] = [_step_to_dict(step) for step in schedule["steps"]]
+        return json.dumps(data, indent=indent)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -161,12 +171,13 @@ class Plan:
             plan = _plan_from_dict(data)
         except (KeyError, TypeError) as error:
             raise ValueError(f"broken plan file: {error!r}") from error
-        known = {None, *(g.id for g in plan.groups)}
+        known = {g.id for g in plan.groups}
         for schedule in plan.schedules:
             for index, step in enumerate(schedule.steps):
-                if step.group not in known:
-                    where = f"{schedule.direction} step {index}"
-                    raise ValueError(f"broken plan file: {where} names no group {step.group!r}")
+                for group in step.groups:
+                    if group not in known:
+                        where = f"{schedule.direction} step {index}"
+                        raise ValueError(f"broken plan file: {where} names no group {group!r}")
         return plan
 
 
@@ -186,8 +197,9 @@ def _residency(plan: Plan) -> Iterator[Residency]:
     for index, step in enumerate(steps):
         if step.group is None:
             continue
-        if step.kind is StepKind.GATHER_ISSUE and step.group not in opened:
-            opened[step.group] = (index, False)
+        if step.kind is StepKind.GATHER_ISSUE:
+            for group in step.groups:
+                opened.setdefault(group, (index, False))
         elif step.kind is StepKind.RELEASE:
             start, _ = opened.get(step.group, (index, False))
             if step.kept:
@@ -207,24 +219,41 @@ def gathered_bytes_by_step(plan: Plan) -> list[int]:
     one rank only).
     """
     steps = [step for schedule in plan.schedules for step in schedule.steps]
-    size = {g.id: g.gathered_bytes for g in plan.groups}
-    world = {g.id: g.world_size for g in plan.groups}
+    infos = {g.id: g for g in plan.groups}
     alive = [0] * len(steps)
     for span in _residency(plan):
         for index in range(span.start, span.stop + 1):
-            alive[index] += size[span.group]
+            alive[index] += infos[span.group].gathered_bytes
     for index, step in enumerate(steps):
         if step.kind is StepKind.GATHER_WAIT and step.group is not None and not step.kept:
-            alive[index] += size[step.group] if world[step.group] > 1 else 0
+            alive[index] += sum(_travelling_bytes(infos[group], step) for group in step.groups)
     return alive
+
+
+def _travelling_bytes(group: GroupInfo, step: Step) -> int:
+    """The group's share of a gather's bucket. One rank needs none."""
+    if group.world_size == 1:
+        return 0
+    chosen = [group.params[place].gathered_bytes for place in step.params]
+    return sum(chosen) if chosen else group.gathered_bytes
 
 
 def numel(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
 
 
+def _step_to_dict(step: dict[str, Any]) -> dict[str, Any]:
+    """What only some steps have is written for those steps only."""
+    return {k: v for k, v in step.items() if v or k not in ("with_groups", "params")}
+
+
+def _step_from_dict(data: dict[str, Any]) -> Step:
+    lists: dict[str, Any] = {k: tuple(data[k]) for k in ("with_groups", "params") if k in data}
+    return Step(**{**data, "kind": StepKind(data["kind"]), **lists})
+
+
 def _schedule_from_dict(data: dict[str, Any]) -> Schedule:
-    steps = tuple(Step(**{**s, "kind": StepKind(s["kind"])}) for s in data["steps"])
+    steps = tuple(_step_from_dict(s) for s in data["steps"])
     return Schedule(Direction(data["direction"]), steps)
 
 

@@ -1,0 +1,128 @@
+"""What the planner may choose apart from positions, and the buckets that follow from it.
+
+`Choices` says which groups stay gathered, what is recomputed, and how the three streams of
+collectives (gathers of forward, gathers of backward, reductions) are cut into buckets. Where each
+collective is issued and waited for is a `Placement` (graphshard.planner.place).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from graphshard.plan import Direction
+from graphshard.planner.problem import Group, Part, Problem, Use, use_of
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Departures from one bucket per group.
+
+    joined: groups that travel with the group before them in the stream. split: groups whose parts
+    travel one by one. Both in rising order; what cannot be joined or split stays as it is.
+    """
+
+    joined: tuple[int, ...] = ()
+    split: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """kept: groups gathered from forward to backward. across: also between micro-steps.
+
+    recompute: indices of Problem.recompute that are taken. All tuples in rising order.
+    """
+
+    kept: tuple[int, ...] = ()
+    across: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = ()
+    forward: Cuts = Cuts()
+    backward: Cuts = Cuts()
+    reduce: Cuts = Cuts()
+
+    def cuts_in(self, direction: Direction) -> Cuts:
+        return self.forward if direction is Direction.FORWARD else self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What travels in one collective: whole groups, or (`parts` given) some parts of one group."""
+
+    groups: tuple[int, ...]
+    parts: tuple[int, ...] = ()
+
+
+def parts_of(problem: Problem, bucket: Bucket) -> Iterator[tuple[Group, Part]]:
+    for number in bucket.groups:
+        group = problem.groups[number]
+        chosen = bucket.parts or range(len(group.parts))
+        yield from ((group, group.parts[index]) for index in chosen)
+
+
+def gather_buckets(problem: Problem, choices: Choices, direction: Direction) -> list[Bucket]:
+    """The all-gathers of one direction in order of first use; kept groups have none in backward."""
+    kept = choices.kept if direction is Direction.BACKWARD else ()
+    used = [g for g in problem.groups if g.use_in(direction) is not None and g.id not in kept]
+    # Gathered in the first micro-step only, or from a smaller group of ranks.
+    alone = (*choices.across, *(g.id for g in used if g.spread is not None))
+    found = _cut(
+        sorted(used, key=lambda g: (first_use(problem, Bucket((g.id,)), direction), g.id)),
+        choices.cuts_in(direction) if problem.regroup_gathers else Cuts(),
+        lambda g: g.lane_in(direction) if g.world_size > 1 and g.id not in alone else -1,
+    )
+    return sorted(found, key=lambda b: (first_use(problem, b, direction), b.groups, b.parts))
+
+
+def reduce_buckets(problem: Problem, choices: Choices) -> list[Bucket]:
+    """The reductions in the order in which their gradients are complete."""
+    trainable = [g for g in problem.groups if any(p.gradient for p in g.parts)]
+    found = _cut(
+        sorted(trainable, key=lambda g: (ready_after(problem, Bucket((g.id,))), g.id)),
+        choices.reduce if problem.regroup_reductions else Cuts(),
+        lambda g: g.reduce_lane if g.world_size > 1 else -1,
+    )
+    found = [b for b in found if any(p.gradient for _, p in parts_of(problem, b))]
+    return sorted(found, key=lambda b: (ready_after(problem, b), b.groups, b.parts))
+
+
+def _cut(groups: Iterable[Group], cuts: Cuts, lane_of: Callable[[Group], int]) -> list[Bucket]:
+    """`groups` in order, one bucket each, but for `cuts`. Lane -1 takes part in no merge."""
+    buckets: list[Bucket] = []
+    lane_before = -1
+    for group in groups:
+        lane = lane_of(group)
+        if group.id in cuts.split and len(group.parts) > 1 and lane >= 0:
+            buckets.extend(Bucket((group.id,), (i,)) for i in range(len(group.parts)))
+            lane_before = -1
+            continue
+        if group.id in cuts.joined and lane == lane_before >= 0:
+            buckets[-1] = replace(buckets[-1], groups=(*buckets[-1].groups, group.id))
+        else:
+            buckets.append(Bucket((group.id,)))
+        lane_before = lane
+    return buckets
+
+
+def first_use(problem: Problem, bucket: Bucket, direction: Direction) -> int:
+    """The region before which `bucket` has to be gathered.
+
+    A part that the direction does not read is due with the first that it does.
+    """
+    uses = [use_of(part, direction) for _, part in parts_of(problem, bucket)]
+    firsts = [u.first for u in uses if u is not None]
+    if firsts:
+        return min(firsts)
+    whole = problem.groups[bucket.groups[0]].use_in(direction)
+    assert isinstance(whole, Use)
+    return whole.first
+
+
+def ready_after(problem: Problem, bucket: Bucket) -> int:
+    """The region after which all gradients of `bucket` are complete; -1: before the first."""
+    grads = [p.gradient for _, p in parts_of(problem, bucket)]
+    return max((g.ready for g in grads if g is not None), default=-1)
+
+
+def transfer_us(times_us: list[float], launch_us: float) -> float:
+    """One collective instead of several: their sum, with one launch instead of one each."""
+    return sum(times_us) - launch_us * (len(times_us) - 1)

@@ -1,0 +1,255 @@
+"""Steps with their costs: what each step of a schedule takes, holds and gives back.
+
+An `Event` is what `simulate.play` runs. The memory rules are those of `graphshard.runtime`: a
+gather allocates its bucket when it is issued; its wait allocates the parameters and then frees
+the bucket; a reduction allocates its packed input and its output when it is issued and drops the
+unsharded gradients; its wait frees the input. One rank needs no bucket and no collective.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+from graphshard.plan import Direction, Step, StepKind
+from graphshard.planner.choices import Bucket, Choices, parts_of, transfer_us
+from graphshard.planner.problem import Category, Claim, Problem, gather_of
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One micro-step. The first finds nothing gathered, the last leaves nothing gathered."""
+
+    first: bool = True
+    last: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Event:
+    """A step and its costs.
+
+    us: on the compute lane. lane, comm_us: the collective that an issue starts; job: what pairs
+    the issue with its wait (-1: no collective). takes: memory from the start of the step on;
+    briefly: memory during the step only; gives: memory given back at its end.
+    """
+
+    step: Step
+    us: float = 0.0
+    lane: int = -1
+    comm_us: float = 0.0
+    job: int = -1
+    takes: tuple[Claim, ...] = ()
+    briefly: tuple[Claim, ...] = ()
+    gives: tuple[Claim, ...] = ()
+    alloc_bytes: int = field(init=False)
+    brief_bytes: int = field(init=False)
+    free_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alloc_bytes", total_bytes(self.takes))
+        object.__setattr__(self, "brief_bytes", total_bytes(self.briefly))
+        object.__setattr__(self, "free_bytes", total_bytes(self.gives))
+
+
+def total_bytes(claims: tuple[Claim, ...]) -> int:
+    return sum(claim.bytes for claim in claims)
+
+
+def turns(problem: Problem) -> tuple[tuple[Turn, int], ...]:
+    """The different micro-steps of a step, and how often each comes."""
+    count = problem.micro_steps
+    if count == 1:
+        return ((Turn(), 1),)
+    ends = ((Turn(True, False), 1), (Turn(False, False), count - 2), (Turn(False, True), 1))
+    return tuple((turn, times) for turn, times in ends if times)
+
+
+def start_claims(problem: Problem, choices: Choices, turn: Turn) -> tuple[Claim, ...]:
+    """What is in memory when a micro-step starts."""
+    claims = list(problem.resident)
+    if not turn.first:
+        for number in choices.across:
+            size = problem.groups[number].gathered_bytes
+            claims.append(Claim(Category.UNSHARDED_PARAM, size, number))
+        for group in problem.groups:
+            for grad in (p.gradient for p in group.parts if p.gradient is not None):
+                if not problem.sync_each:
+                    claims.append(Claim(Category.UNSHARDED_GRAD, grad.bytes, group.id))
+                elif not problem.has_gradients:
+                    claims.append(Claim(Category.SHARDED_GRAD, grad.output_bytes, group.id))
+    return tuple(claims)
+
+
+def given_gradients(problem: Problem) -> tuple[Claim, ...]:
+    """Unsharded gradients that are inputs of backward."""
+    return tuple(
+        Claim(Category.UNSHARDED_GRAD, part.gradient.bytes, group.id)
+        for group in problem.groups
+        for part in group.parts
+        if part.gradient is not None and part.gradient.first < 0
+    )
+
+
+# -- compute -------------------------------------------------------------------------------------
+
+
+def region_events(problem: Problem, choices: Choices, direction: Direction) -> list[Event]:
+    """One event per region, with the activations that are alive and the gradients it creates."""
+    inside, between = _activations(problem, choices, direction)
+    extra_us: dict[int, float] = defaultdict(float)
+    born: dict[int, list[Claim]] = defaultdict(list)
+    if direction is Direction.BACKWARD:
+        for option in (problem.recompute[index] for index in choices.recompute):
+            extra_us[option.before] += option.extra_us
+        for group in problem.groups:
+            for grad in (p.gradient for p in group.parts if p.gradient is not None):
+                born[grad.first].append(Claim(Category.UNSHARDED_GRAD, grad.bytes, group.id))
+    events, op = [], 0
+    for index, region in enumerate(problem.regions(direction)):
+        step = Step(StepKind.COMPUTE, start=op, stop=op + region.num_ops)
+        op = step.stop
+        events.append(
+            Event(
+                step,
+                us=region.us + extra_us[index],
+                takes=(_activation(inside[index] - between[index]), *born[index]),
+                briefly=(Claim(Category.TEMP, region.temporary_bytes),),
+                gives=(_activation(inside[index] - between[index + 1]),),
+            )
+        )
+    return events
+
+
+def _activation(amount: int) -> Claim:
+    return Claim(Category.ACTIVATION, amount)
+
+
+def _activations(
+    problem: Problem, choices: Choices, direction: Direction
+) -> tuple[list[int], list[int]]:
+    """Bytes alive in each region, and before, between and after the regions.
+
+    Between two regions at most what both hold is alive, from forward to backward too. What is
+    recomputed is not alive after region `after` of forward and until region `before` of backward.
+    """
+    inside = [r.activation_bytes for r in problem.regions(direction)]
+    handed_over = 0
+    if problem.backward:
+        handed_over = min(
+            problem.forward[-1].activation_bytes, problem.backward[0].activation_bytes
+        )
+    forward = direction is Direction.FORWARD
+    ends = (0, handed_over) if forward else (handed_over, 0)
+    between = [ends[0], *map(min, inside, inside[1:]), ends[1]]
+    for option in (problem.recompute[index] for index in choices.recompute):
+        late, early = slice(option.after + 1, None), slice(option.before)
+        for alive, spared in (
+            (inside, late if forward else early),
+            (between, late if forward else slice(option.before + 1)),
+        ):
+            alive[spared] = [max(0, amount - option.saved_bytes) for amount in alive[spared]]
+    return inside, between
+
+
+# -- gathers -------------------------------------------------------------------------------------
+
+
+def gather_events(
+    problem: Problem, bucket: Bucket, direction: Direction, *, resident: bool = False
+) -> tuple[Event, Event]:
+    """Issue and wait of one all-gather. `resident`: still gathered, so that nothing runs."""
+    parts = list(parts_of(problem, bucket))
+    first = problem.groups[bucket.groups[0]]
+    kept = resident and direction is Direction.BACKWARD
+    kinds = (StepKind.GATHER_ISSUE, StepKind.GATHER_WAIT)
+    steps = [replace(_step(problem, bucket, kind), kept=kept) for kind in kinds]
+    if resident:
+        return Event(steps[0]), Event(steps[1])
+    transfers = [gather_of(part, direction) for _, part in parts]
+    params = tuple(Claim(Category.UNSHARDED_PARAM, p.gathered_bytes, g.id) for g, p in parts)
+    pack_us = sum(t.pack_us for t in transfers)
+    if first.world_size == 1:
+        return Event(steps[0], us=pack_us, takes=params), Event(steps[1])
+    lane = first.lane_in(direction)
+    flight = tuple(Claim(Category.ALL_GATHER, c.bytes, c.group) for c in params)
+    issue = Event(
+        steps[0],
+        us=pack_us,
+        lane=lane,
+        comm_us=transfer_us([t.us for t in transfers], problem.lanes[lane].launch_us),
+        job=_job(problem, bucket, 0),
+        takes=flight,
+        gives=_spread(problem, bucket) if direction is Direction.BACKWARD else (),
+    )
+    unpack_us = sum(t.unpack_us for t in transfers)
+    return issue, Event(steps[1], us=unpack_us, job=issue.job, takes=params, gives=flight)
+
+
+def _spread(problem: Problem, bucket: Bucket) -> tuple[Claim, ...]:
+    groups = (problem.groups[n] for n in bucket.groups)
+    return tuple(
+        Claim(Category.UNSHARDED_PARAM, g.held_bytes, g.id) for g in groups if g.held_bytes
+    )
+
+
+def release_event(
+    problem: Problem, number: int, choices: Choices, direction: Direction, turn: Turn
+) -> Event:
+    """The end of a group's last use in one direction."""
+    group = problem.groups[number]
+    backward_needs = group.use_in(Direction.BACKWARD) is not None
+    forward = direction is Direction.FORWARD
+    if forward and number in choices.kept and backward_needs:
+        return Event(Step(StepKind.RELEASE, number, kept=True))
+    step = Step(StepKind.RELEASE, number)
+    if number in choices.across and not turn.last:
+        return Event(step)
+    gathered = (Claim(Category.UNSHARDED_PARAM, group.gathered_bytes, number),)
+    held = _spread(problem, Bucket((number,))) if forward and backward_needs else ()
+    return Event(step, takes=held, gives=gathered)
+
+
+# -- reductions ----------------------------------------------------------------------------------
+
+
+def reduce_events(problem: Problem, bucket: Bucket, turn: Turn) -> tuple[Event, Event]:
+    """Issue and wait of one reduction. Without gradient sync the gradients stay where they are."""
+    first = problem.groups[bucket.groups[0]]
+    grads = [(g.id, p.gradient) for g, p in parts_of(problem, bucket) if p.gradient is not None]
+    kinds = (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT)
+    issue, wait = (_step(problem, bucket, kind) for kind in kinds)
+    fresh = tuple(Claim(Category.UNSHARDED_GRAD, g.bytes, n) for n, g in grads)
+    if not (turn.last or problem.sync_each):
+        return Event(issue, gives=() if turn.first else fresh), Event(wait)
+    if not turn.first and not problem.sync_each:
+        fresh += fresh  # what earlier micro-steps left, too
+    packed = tuple(Claim(Category.REDUCE_SCATTER, g.input_bytes, n) for n, g in grads)
+    reduced = tuple(Claim(Category.SHARDED_GRAD, g.output_bytes, n) for n, g in grads)
+    adds = problem.has_gradients or (problem.sync_each and not turn.first)
+    pack_us = sum(g.reduce.pack_us for _, g in grads)
+    unpack_us = sum(g.reduce.unpack_us for _, g in grads)
+    dropped = reduced if adds else ()
+    if first.world_size == 1:
+        return (
+            Event(issue, us=pack_us, takes=reduced, gives=fresh),
+            Event(wait, us=unpack_us, gives=dropped),
+        )
+    lane = first.reduce_lane
+    comm_us = transfer_us([g.reduce.us for _, g in grads], problem.lanes[lane].launch_us)
+    job = _job(problem, bucket, 1)
+    return (
+        Event(issue, pack_us, lane, comm_us, job, takes=packed + reduced, gives=fresh),
+        Event(wait, unpack_us, job=job, gives=packed + dropped),
+    )
+
+
+def _step(problem: Problem, bucket: Bucket, kind: StepKind) -> Step:
+    parts = problem.groups[bucket.groups[0]].parts
+    params = tuple(place for index in bucket.parts for place in parts[index].params)
+    return Step(kind, bucket.groups[0], with_groups=bucket.groups[1:], params=params)
+
+
+def _job(problem: Problem, bucket: Bucket, stream: int) -> int:
+    """A number of its own for each collective of a direction."""
+    most = max(len(g.parts) for g in problem.groups)
+    return 2 * (bucket.groups[0] * most + (bucket.parts[0] if bucket.parts else 0)) + stream

@@ -1,0 +1,93 @@
+"""Positions for all jobs of a stage within a memory budget.
+
+For a given order of the gathers and given other contents of memory, `fill` is exact: before each
+event it knows the largest number of gathers that may be in flight there and at every later event,
+and it issues each gather as soon as that number allows. No placement in that order has an earlier
+issue, so none is faster. Reductions are issued where `graphshard.planner.memory` found them a
+place and waited for as late as memory allows. What gathers and reductions may take from each
+other is the `Policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphshard.planner.memory import Profile, View, view_of
+from graphshard.planner.stage import (
+    REDUCE_ISSUE,
+    REDUCE_WAIT,
+    REDUCE_WAIT_LATE,
+    Placement,
+    Reduced,
+    Stage,
+    next_gather_position,
+)
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """gathers: at most so many in flight. buffers: reductions that gathers leave room for.
+
+    room: gathers for which packing leaves room; it waits for a later slot if it must.
+    """
+
+    gathers: int = UNLIMITED
+    buffers: int = UNLIMITED
+    room: int = 0
+
+
+def fill(stage: Stage, profile: Profile, budget_bytes: int, policy: Policy) -> Placement | None:
+    """The placement that `policy` gives; None if that does not fit the budget."""
+    view = view_of(profile, budget_bytes, policy.room)
+    if max(view.needs, default=0) > budget_bytes:
+        return None
+    most = _most_gathers(profile, view, budget_bytes, policy)
+    gathers: list[int] = []
+    previous = -1
+    for position, count in zip(view.positions, most, strict=True):
+        if count > len(gathers):
+            at = next_gather_position(stage, previous)
+            gathers.extend([at] * (count - len(gathers)))
+        previous = position
+    waits = _latest_waits(stage, profile, view, most, budget_bytes)
+    reductions = map(Reduced, view.order, view.issues, waits)
+    return Placement(tuple(gathers), tuple(reductions))
+
+
+def _most_gathers(profile: Profile, view: View, budget_bytes: int, policy: Policy) -> list[int]:
+    """For each event, how many gathers may have been issued before it."""
+    sums, ahead = profile.gathers, policy.gathers
+    most, limit = [], len(sums) - 1
+    rows = zip(view.needs, (0, *view.waited[:-1]), view.waited, view.issued, strict=True)
+    for needs, before, waited, issued in reversed(list(rows)):
+        left_free = view.reductions[issued] - view.reductions[max(0, issued - policy.buffers)]
+        room = budget_bytes - needs - left_free + sums[waited]
+        while limit > waited and (sums[limit] > room or limit - before > ahead):
+            limit -= 1
+        most.append(limit)
+    return most[::-1]
+
+
+def _latest_waits(
+    stage: Stage, profile: Profile, view: View, most: Sequence[int], budget_bytes: int
+) -> list[int]:
+    """Each reduction is waited for right before the event that needs its memory."""
+    waits: list[int] = []
+    rows = zip(view.positions, view.needs, view.waited, view.issued, most, strict=True)
+    for position, needs, waited, issued, count in rows:
+        room = budget_bytes - needs - (profile.gathers[count] - profile.gathers[waited])
+        while len(waits) < issued and view.reductions[issued] - view.reductions[len(waits)] > room:
+            waits.append(wait_before(stage, view.issues[len(waits)], position))
+    waits.extend([stage.end] * (len(view.order) - len(waits)))
+    return waits
+
+
+def wait_before(stage: Stage, issue: int, position: int) -> int:
+    """Where to wait for the reduction issued at `issue`, so that `position` comes after."""
+    slot, phase = divmod(position, stage.stride)
+    if issue < slot * stage.stride:
+        return slot * stage.stride + REDUCE_WAIT
+    return slot * stage.stride + (REDUCE_ISSUE if phase == REDUCE_ISSUE else REDUCE_WAIT_LATE)

@@ -1,0 +1,87 @@
+"""FSDP2's own behaviour as choices and placements, so that it is simulated like any plan.
+
+Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py of torch 2.13.
+A group is gathered one ahead: in forward by the implicit prefetch (the host runs ahead of the
+device), in backward by the prefetch in reverse post-forward order; both are issued once the copy
+out of the group before is under way. An explicit list replaces that for its group. One
+reduce-scatter input is in flight: the reduction before is awaited before the next one is packed.
+The root stays gathered from forward to backward unless the user says otherwise.
+
+Known differences: in forward, stream order lets FSDP2 start one further gather while a group still
+computes; a group that backward does not need is gathered in backward all the same.
+"""
+
+from __future__ import annotations
+
+from graphshard.plan import Direction, StepKind
+from graphshard.planner.choices import Choices
+from graphshard.planner.fill import UNLIMITED, Policy, fill, wait_before
+from graphshard.planner.memory import profile_of
+from graphshard.planner.problem import Problem
+from graphshard.planner.stage import Placement, Reduced, Stage, position_before
+
+ONE_AHEAD = Policy(gathers=1)
+
+
+def fsdp2_choices(problem: Problem) -> Choices:
+    """What FSDP2 keeps gathered; one bucket per group, nothing recomputed beyond the graph."""
+    return Choices(
+        kept=tuple(g.id for g in problem.groups if keeps(problem, g.id)),
+        across=tuple(g.id for g in problem.groups if g.keep_across and problem.micro_steps > 1),
+    )
+
+
+def keeps(problem: Problem, number: int) -> bool:
+    """FSDP2 keeps the group from forward to backward, and backward needs it."""
+    group = problem.groups[number]
+    carried = bool(group.keep_across) and problem.micro_steps > 1
+    both = all(group.use_in(d) is not None for d in Direction)
+    return both and (group.kept_by_fsdp2 or carried) and group.spread is None
+
+
+def fsdp2_placement(problem: Problem, stage: Stage) -> Placement:
+    """FSDP2's positions for the jobs of `stage`, whatever its choices."""
+    gathers = listed_positions(problem, stage)
+    if not has_lists(problem, stage.direction):
+        one_ahead = fill(stage, profile_of([stage], [0]), UNLIMITED**2, ONE_AHEAD)
+        assert one_ahead is not None
+        gathers = one_ahead.gathers
+    return Placement(gathers, with_buffers(stage, 1))
+
+
+def with_buffers(stage: Stage, buffers: int) -> tuple[Reduced, ...]:
+    """Reductions issued when ready, at most `buffers` in flight when one more is packed."""
+    jobs = stage.reductions
+    before = [job.at for job in jobs[buffers:]] if buffers else [job.at + 1 for job in jobs]
+    waits = [wait_before(stage, job.at, at) for job, at in zip(jobs, before, strict=False)]
+    waits += [stage.end] * (len(jobs) - len(waits))
+    return tuple(map(Reduced, range(len(jobs)), (job.at for job in jobs), waits))
+
+
+def has_lists(problem: Problem, direction: Direction) -> bool:
+    """The user named what to gather ahead; then nobody else decides it in that direction."""
+    return any(g.prefetch_in(direction) for g in problem.groups)
+
+
+def listed_positions(problem: Problem, stage: Stage) -> tuple[int, ...]:
+    """Issue positions of the gathers where the user gave prefetch lists.
+
+    Right after the wait for a group, what its list names is issued, or, if it has none, the next
+    group. What nobody named is issued right before its own wait.
+    """
+    place_of = {n: i for i, job in enumerate(stage.gathers) for n in job.bucket.groups}
+    issued: dict[int, int] = {}
+    for position, event in stage.fixed:
+        if event.step.kind is not StepKind.GATHER_WAIT:
+            continue
+        for place in sorted({place_of[n] for n in event.step.groups if n in place_of}):
+            issued.setdefault(place, position_before(stage, position))
+        named = [
+            n for g in event.step.groups for n in problem.groups[g].prefetch_in(stage.direction)
+        ]
+        places = [place_of[n] for n in named if n in place_of]
+        if not named:
+            places = [i for i, job in enumerate(stage.gathers) if job.at > position][:1]
+        for place in places:
+            issued.setdefault(place, position + 1)
+    return tuple(issued[place] for place in range(len(stage.gathers)))

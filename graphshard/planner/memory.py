@@ -1,0 +1,166 @@
+"""The memory that a stage needs with nothing in flight but what has to be.
+
+In come the stages of all turns, which are alike but for their costs; out come a `Profile` (what
+each event adds) and, for a budget, a `View` (what is needed at each event, the worst of all
+turns). On the way each reduction finds its slot: the first after its gradients are ready where
+packing them fits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import add, itemgetter
+
+from graphshard.planner.events import Event
+from graphshard.planner.stage import Job, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an event does to memory in each turn: `rises` while it runs, `grows` after it.
+
+    waits: it is the wait for a gather.
+    """
+
+    rises: tuple[int, ...]
+    grows: tuple[int, ...]
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What happens in a stage, in order.
+
+    visits: positions with the fixed event there, or None for a point where reductions may be
+    issued; ready: which are ready at such a point. gathers: running sum of what the gathers hold
+    in flight, from 0; flights: what each reduction holds.
+    """
+
+    starts: tuple[int, ...]
+    visits: tuple[tuple[int, Change | None], ...]
+    ready: dict[int, list[int]]
+    reductions: tuple[Change, ...]
+    gathers: tuple[int, ...]
+    flights: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class View:
+    """One entry per fixed event and reduction issue, in order of positions.
+
+    needs: bytes while the event runs, those that its own job has in flight included. waited,
+    issued: gathers waited for up to and including it; reductions issued before it. order,
+    issues: reductions as they are issued, and where. reductions: running sum of their flights.
+    """
+
+    positions: list[int] = field(default_factory=list)
+    needs: list[int] = field(default_factory=list)
+    waited: list[int] = field(default_factory=list)
+    issued: list[int] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    issues: list[int] = field(default_factory=list)
+    reductions: list[int] = field(default_factory=lambda: [0])
+
+
+def profile_of(stages: Sequence[Stage], starts: Sequence[int]) -> Profile:
+    """starts: bytes in memory when each stage starts.
+
+    A gather's wait counts what its issue leaves behind too, and a reduction's issue leaves out
+    what is in flight until its wait: that is counted apart.
+    """
+    gathers = [{id(j.wait): j for j in s.gathers} for s in stages]
+    visits: list[tuple[int, Change | None]] = []
+    for column in zip(*(s.fixed for s in stages), strict=True):
+        events = [event for _, event in column]
+        jobs = [found.get(id(e)) for found, e in zip(gathers, events, strict=True)]
+        visits.append((column[0][0], _change(events, jobs)))
+    ready: dict[int, list[int]] = defaultdict(list)
+    for index, job in enumerate(stages[0].reductions):
+        ready[job.at].append(index)
+    if ready:
+        points = range(min(ready), stages[0].end, stages[0].stride)
+        visits = sorted([*visits, *((at, None) for at in points)], key=itemgetter(0))
+    return Profile(
+        tuple(starts),
+        tuple(visits),
+        ready,
+        tuple(_packing(jobs) for jobs in zip(*(s.reductions for s in stages), strict=True)),
+        tuple(accumulate(_flights(s.gathers for s in stages), initial=0)),
+        tuple(_flights(s.reductions for s in stages)),
+    )
+
+
+def _flights(jobs: Iterable[Sequence[Job]]) -> list[int]:
+    return [max(j.flight_bytes for j in column) for column in zip(*jobs, strict=True)]
+
+
+def _change(events: Sequence[Event], jobs: Sequence[Job | None]) -> Change:
+    rises, grows = [], []
+    for event, job in zip(events, jobs, strict=True):
+        rise, grow = event.alloc_bytes + event.brief_bytes, event.alloc_bytes - event.free_bytes
+        if job is not None:
+            rise += job.flight_bytes
+            grow += job.issue.alloc_bytes - job.issue.free_bytes
+        rises.append(rise)
+        grows.append(grow)
+    return Change(tuple(rises), tuple(grows), jobs[0] is not None)
+
+
+def _packing(jobs: Sequence[Job]) -> Change:
+    issues = [j.issue for j in jobs]
+    kept = (j.flight_bytes for j in jobs)
+    rises = tuple(e.alloc_bytes + e.brief_bytes for e in issues)
+    grows = tuple(
+        e.alloc_bytes - e.free_bytes - flight for e, flight in zip(issues, kept, strict=True)
+    )
+    return Change(rises, grows)
+
+
+def view_of(profile: Profile, budget_bytes: int, room: int = 0) -> View:
+    """Memory at each event, with each reduction at the first point where packing it fits.
+
+    room: packing also leaves space for so many gathers in flight. At the last point everything
+    that is left is packed, what fits first.
+    """
+    view, held, waited = View(), profile.starts, 0
+    last = max((at for at, change in profile.visits if change is None), default=-1)
+    pending: list[int] = []
+    for position, change in profile.visits:
+        if change is not None:
+            waited += change.waits
+            held = _note(view, position, change, held, waited)
+            continue
+        pending += profile.ready.get(position, ())
+        if not pending:
+            continue
+        ahead = min(waited + room, len(profile.gathers) - 1)
+        limit = budget_bytes - profile.gathers[ahead] + profile.gathers[waited]
+        while pending:
+            needs = [_most(held, profile.reductions[job].rises) for job in pending]
+            place = next((i for i, n in enumerate(needs) if n <= limit), None)
+            if place is None and position < last:
+                break
+            job = pending.pop(needs.index(min(needs)) if place is None else place)
+            held = _note(view, position, profile.reductions[job], held, waited)
+            view.order.append(job)
+            view.issues.append(position)
+            view.reductions.append(view.reductions[-1] + profile.flights[job])
+    return view
+
+
+def _note(
+    view: View, position: int, change: Change, held: tuple[int, ...], waited: int
+) -> tuple[int, ...]:
+    """Add a row for an event; returns what is held after it."""
+    view.positions.append(position)
+    view.needs.append(_most(held, change.rises))
+    view.waited.append(waited)
+    view.issued.append(len(view.order))
+    return tuple(map(add, held, change.grows))
+
+
+def _most(held: tuple[int, ...], rises: tuple[int, ...]) -> int:
+    return max([h + r for h, r in zip(held, rises, strict=True)])

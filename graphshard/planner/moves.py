@@ -1,0 +1,212 @@
+"""Single changes of `Choices`, and the orders in which it pays to try them.
+
+A move is only offered where the user left the decision open: `reshard_after_forward` at None, no
+prefetch list in the direction, regrouping allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+from graphshard.plan import Direction
+from graphshard.planner.choices import (
+    Bucket,
+    Choices,
+    Cuts,
+    first_use,
+    gather_buckets,
+    reduce_buckets,
+)
+from graphshard.planner.fsdp2 import has_lists
+from graphshard.planner.problem import Group, Problem, gather_of
+
+
+class What(StrEnum):
+    """What a move changes; the last three are the cuts of a stream."""
+
+    KEPT = "kept"
+    ACROSS = "across"
+    RECOMPUTE = "recompute"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Flip `item`: a group, or an option of recomputation. `split`: its splits, not its joins."""
+
+    what: What
+    item: int
+    split: bool = False
+
+
+def apply(problem: Problem, choices: Choices, move: Move) -> Choices:
+    """`choices` with `move` flipped. What is kept between micro-steps is kept from forward too."""
+    if move.what is What.RECOMPUTE:
+        return replace(choices, recompute=_toggled(choices.recompute, move.item))
+    if move.what is What.KEPT:
+        across = tuple(n for n in choices.across if n != move.item)
+        return replace(choices, kept=_toggled(choices.kept, move.item), across=across)
+    if move.what is What.ACROSS:
+        kept = tuple(sorted({*choices.kept, move.item}))
+        return replace(choices, kept=kept, across=_toggled(choices.across, move.item))
+    cuts: Cuts = getattr(choices, move.what)
+    field = "split" if move.split else "joined"
+    changed: Any = replace(cuts, **{field: _toggled(getattr(cuts, field), move.item)})
+    return replace(choices, **{str(move.what): changed})
+
+
+def _toggled(items: tuple[int, ...], item: int) -> tuple[int, ...]:
+    if item in items:
+        return tuple(i for i in items if i != item)
+    return tuple(sorted((*items, item)))
+
+
+def unmoved(choices: Choices, family: Iterable[Move]) -> Choices:
+    """`choices` with nothing of `family` taken."""
+    for what in dict.fromkeys(m.what for m in family):
+        if what in (What.KEPT, What.ACROSS, What.RECOMPUTE):
+            items = {m.item for m in family if m.what is what}
+            left: Any = tuple(i for i in getattr(choices, what) if i not in items)
+            choices = replace(choices, **{str(what): left})
+            if what is What.KEPT:
+                choices = replace(choices, across=tuple(n for n in choices.across if n in left))
+        else:
+            empty: Any = Cuts()
+            choices = replace(choices, **{str(what): empty})
+    return choices
+
+
+def moves(problem: Problem) -> list[Move]:
+    """Every open decision, those that usually matter most first."""
+    found = list(_kept_moves(problem, _by_need(problem)))
+    found += [Move(What.RECOMPUTE, i) for i in _by_price(problem)]
+    for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
+        found += _joins(problem, what)
+        found += _splits(problem, what)
+    found += [Move(What.ACROSS, g.id) for g in _carried(problem)]
+    return found
+
+
+def families(problem: Problem) -> list[list[Move]]:
+    """Moves of one kind in an order in which a prefix makes sense; none of them empty."""
+    needed, dense = _by_need(problem), sorted(_by_need(problem), key=_density)
+    found = [
+        [Move(What.RECOMPUTE, i) for i in _by_price(problem)],
+        list(_kept_moves(problem, dense)),
+        list(_kept_moves(problem, needed)),
+        [Move(What.ACROSS, g.id) for g in sorted(_carried(problem), key=_density)],
+    ]
+    for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
+        found.append(_cheap_joins(problem, what))
+        found.append(_splits(problem, what))
+    return [family for family in found if family]
+
+
+def lean_choices(problem: Problem) -> Choices:
+    """The choices with the least peak: nothing kept that need not be, all splits, all options."""
+    kept = tuple(g.id for g in problem.groups if _must_keep(problem, g))
+    return Choices(
+        kept=kept,
+        across=tuple(n for n in kept if problem.groups[n].keep_across and problem.micro_steps > 1),
+        recompute=tuple(range(len(problem.recompute))),
+        forward=_all_split(problem, What.FORWARD),
+        backward=_all_split(problem, What.BACKWARD),
+        reduce=_all_split(problem, What.REDUCE),
+    )
+
+
+def _all_split(problem: Problem, what: What) -> Cuts:
+    return Cuts(split=tuple(sorted(m.item for m in _splits(problem, what))))
+
+
+# -- what is open --------------------------------------------------------------------------------
+
+
+def _in_both(group: Group) -> bool:
+    return all(group.use_in(d) is not None for d in Direction) and group.spread is None
+
+
+def _must_keep(problem: Problem, group: Group) -> bool:
+    carried = bool(group.keep_across) and problem.micro_steps > 1
+    return _in_both(group) and (group.reshard is False or carried)
+
+
+def _kept_moves(problem: Problem, groups: Iterable[Group]) -> Iterable[Move]:
+    for group in groups:
+        if group.reshard is None and not _must_keep(problem, group):
+            yield Move(What.KEPT, group.id)
+
+
+def _carried(problem: Problem) -> list[Group]:
+    """Groups that may stay gathered between micro-steps."""
+    if problem.micro_steps == 1:
+        return []
+    may = (g for g in problem.groups if g.keep_across is None and g.reshard is not True)
+    return [g for g in may if _in_both(g)]
+
+
+def _splits(problem: Problem, what: What) -> list[Move]:
+    if not _may_regroup(problem, what):
+        return []
+    many = [g for g in problem.groups if len(g.parts) > 1 and g.world_size > 1]
+    many.sort(key=lambda g: (-g.gathered_bytes, g.id))
+    return [Move(what, g.id, split=True) for g in many]
+
+
+def _may_regroup(problem: Problem, what: What) -> bool:
+    if what is What.REDUCE:
+        return problem.regroup_reductions
+    return problem.regroup_gathers and not has_lists(problem, Direction(str(what)))
+
+
+def _joins(problem: Problem, what: What) -> list[Move]:
+    return [Move(what, later.groups[0]) for _, later in pairwise(_stream(problem, what))]
+
+
+def _cheap_joins(problem: Problem, what: What) -> list[Move]:
+    """Joins, the smallest buckets first: there a launch weighs most."""
+    pairs = list(pairwise(_stream(problem, what)))
+    sizes = [sum(problem.groups[b.groups[0]].gathered_bytes for b in pair) for pair in pairs]
+    order = sorted(range(len(pairs)), key=lambda i: (sizes[i], i))
+    return [Move(what, pairs[i][1].groups[0]) for i in order]
+
+
+def _stream(problem: Problem, what: What) -> list[Bucket]:
+    """The stream's buckets with one group each."""
+    if not _may_regroup(problem, what):
+        return []
+    if what is What.REDUCE:
+        return reduce_buckets(problem, Choices())
+    return gather_buckets(problem, Choices(), Direction(str(what)))
+
+
+# -- what is worth most --------------------------------------------------------------------------
+
+
+def _by_need(problem: Problem) -> list[Group]:
+    """Groups used in both directions, those that backward needs first in front."""
+    both = [g for g in problem.groups if _in_both(g)]
+    both.sort(key=lambda g: (first_use(problem, Bucket((g.id,)), Direction.BACKWARD), g.id))
+    return both
+
+
+def _density(group: Group) -> float:
+    """Bytes to be held for each microsecond of gather that is saved; small is good."""
+    saved_us = sum(gather_of(part, Direction.BACKWARD).us for part in group.parts)
+    return group.gathered_bytes / saved_us if saved_us else float("inf")
+
+
+def _by_price(problem: Problem) -> list[int]:
+    """Options of recomputation, the cheapest per byte first."""
+
+    def price(index: int) -> tuple[float, int]:
+        option = problem.recompute[index]
+        return option.extra_us / max(1, option.saved_bytes), index
+
+    return sorted(range(len(problem.recompute)), key=price)

@@ -1,0 +1,312 @@
+"""What the planner plans: regions, groups, lanes and settings, all as plain numbers.
+
+In come costs (microseconds) and sizes (bytes) from whoever knows them; nothing here measures or
+imports torch. `checked` refuses a problem that contradicts itself and makes its times exact. A
+problem is a value: equal problems get equal plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from graphshard.errors import PlanError
+from graphshard.plan import Direction
+
+# Times are rounded to multiples of this (about 1 ns). Sums of such numbers below 2**43 us are
+# exact in float64, so equal schedules have equal times and gains add up without a remainder.
+TICK_US = 2.0**-10
+
+
+class Category(StrEnum):
+    """What bytes are for, in the words of torch's `FSDPMemTracker`."""
+
+    SHARDED_PARAM = "Sharded Param"
+    UNSHARDED_PARAM = "Unsharded Param"
+    SHARDED_GRAD = "Sharded Grad"
+    UNSHARDED_GRAD = "Unsharded Grad"
+    ALL_GATHER = "All Gather"
+    REDUCE_SCATTER = "Reduce Scatter"
+    ACTIVATION = "Activation"
+    TEMP = "Temp"
+    OPT_STATE = "OptState"
+    OTHER = "Other"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """`bytes` of memory held for `category`; `group` is a Group.id, or None for the whole model."""
+
+    category: Category
+    bytes: int
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Compute that nothing interrupts: `num_ops` ops that take `us`.
+
+    activation_bytes: activations alive in it, its own outputs included, before any `Recompute`.
+    temporary_bytes: what it needs on top of that while it runs.
+    """
+
+    us: float
+    activation_bytes: int = 0
+    temporary_bytes: int = 0
+    num_ops: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One in-order queue of collectives: a process group's communicator.
+
+    launch_us: what one collective costs whatever its size (alpha of the alpha-beta model); two
+    merged collectives cost this much less than both alone, a split one that much more.
+    """
+
+    name: str
+    launch_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective: `us` on its lane, launch included; copies before and after on compute."""
+
+    us: float
+    pack_us: float = 0.0
+    unpack_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Regions `first` to `last` (inclusive) read the gathered parameters; None: never released."""
+
+    first: int
+    last: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Unsharded gradients: alive from backward region `first`, complete after region `ready`.
+
+    Both are -1 for a gradient that backward is given. input_bytes and output_bytes are the two
+    buffers of the reduction; the output becomes `.grad`.
+    """
+
+    first: int
+    ready: int
+    bytes: int
+    reduce: Transfer
+    input_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Parameters that may travel in a collective of their own; most groups have one part.
+
+    params: their places in the group, in rising order; needed only where a group has several parts.
+    regather: the gather in backward where it differs (an int `reshard_after_forward`).
+    """
+
+    gathered_bytes: int
+    gather: Transfer
+    forward: Use | None = None
+    backward: Use | None = None
+    gradient: Gradient | None = None
+    regather: Transfer | None = None
+    params: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """An int `reshard_after_forward`: between forward and backward `held_bytes` stay, spread
+    over a smaller group of ranks that gathers on `lane`."""
+
+    held_bytes: int
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One `fully_shard` group. `id` is its place in Problem.groups; lanes index Problem.lanes.
+
+    reshard: what the user set (bound), or None: the planner decides. is_root: FSDP2 keeps it from
+    forward to backward where nothing is set. keep_across: the user's `reshard_after_backward`
+    (False means True here), None: the planner decides.
+    forward_prefetch, backward_prefetch: groups that the user named to be gathered ahead of it.
+    """
+
+    id: int
+    fqn: str
+    parts: tuple[Part, ...]
+    gather_lane: int
+    reduce_lane: int
+    world_size: int = 2
+    reshard: bool | None = None
+    is_root: bool = False
+    keep_across: bool | None = None
+    spread: Spread | None = None
+    forward_prefetch: tuple[int, ...] = ()
+    backward_prefetch: tuple[int, ...] = ()
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(p.gathered_bytes for p in self.parts)
+
+    @property
+    def held_bytes(self) -> int:
+        """What stays between forward and backward although the group is resharded."""
+        return self.spread.held_bytes if self.spread is not None else 0
+
+    @property
+    def kept_by_fsdp2(self) -> bool:
+        """Gathered from forward to backward in FSDP2."""
+        return self.is_root if self.reshard is None else not self.reshard
+
+    def lane_in(self, direction: Direction) -> int:
+        spread = self.spread if direction is Direction.BACKWARD else None
+        return self.gather_lane if spread is None else spread.lane
+
+    def use_in(self, direction: Direction) -> Use | None:
+        """From the first use of any part to the last."""
+        uses = [u for p in self.parts if (u := use_of(p, direction)) is not None]
+        if not uses:
+            return None
+        lasts = [u.last for u in uses if u.last is not None]
+        return Use(min(u.first for u in uses), max(lasts) if len(lasts) == len(uses) else None)
+
+    def prefetch_in(self, direction: Direction) -> tuple[int, ...]:
+        forward = direction is Direction.FORWARD
+        return self.forward_prefetch if forward else self.backward_prefetch
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Activations that may be recomputed instead of kept.
+
+    `saved_bytes` are then free after forward region `after` and until backward region `before`,
+    which takes `extra_us` longer.
+    """
+
+    name: str
+    after: int
+    before: int
+    saved_bytes: int
+    extra_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One training step of one graph pair; no `backward` regions under no_grad.
+
+    resident: bytes that are there throughout (shards, optimizer state, existing gradients).
+    micro_steps: forward and backward runs per optimizer step. sync_each: every one of them
+    reduces; otherwise the last one does, and unsharded gradients stay until then.
+    has_gradients: `.grad` exists already, so that a reduction adds to it.
+    regroup_reductions: reductions too may be merged and split. That can change the last bit of a
+    sum over more than two ranks, so it is off unless asked for.
+    budget_bytes: hard limit on the peak; None: FSDP2's own peak.
+    """
+
+    groups: tuple[Group, ...]
+    lanes: tuple[Lane, ...]
+    forward: tuple[Region, ...]
+    backward: tuple[Region, ...] = ()
+    resident: tuple[Claim, ...] = ()
+    recompute: tuple[Recompute, ...] = ()
+    micro_steps: int = 1
+    sync_each: bool = True
+    has_gradients: bool = False
+    regroup_gathers: bool = True
+    regroup_reductions: bool = False
+    budget_bytes: int | None = None
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        both = (Direction.FORWARD, Direction.BACKWARD)
+        return both if self.backward else both[:1]
+
+    def regions(self, direction: Direction) -> tuple[Region, ...]:
+        return self.forward if direction is Direction.FORWARD else self.backward
+
+
+def use_of(part: Part, direction: Direction) -> Use | None:
+    return part.forward if direction is Direction.FORWARD else part.backward
+
+
+def gather_of(part: Part, direction: Direction) -> Transfer:
+    regather = part.regather if direction is Direction.BACKWARD else None
+    return part.gather if regather is None else regather
+
+
+def exact_us(us: float) -> float:
+    """`us` rounded to a multiple of TICK_US."""
+    return round(us / TICK_US) * TICK_US
+
+
+def checked(problem: Problem) -> Problem:
+    """`problem` with exact times. Raises PlanError (GS602), naming the first contradiction."""
+    for fault in _faults(problem):
+        raise PlanError("GS602", fault)
+    return replace(
+        problem,
+        groups=tuple(replace(g, parts=tuple(map(_exact_part, g.parts))) for g in problem.groups),
+        lanes=tuple(replace(x, launch_us=exact_us(x.launch_us)) for x in problem.lanes),
+        forward=tuple(replace(r, us=exact_us(r.us)) for r in problem.forward),
+        backward=tuple(replace(r, us=exact_us(r.us)) for r in problem.backward),
+        recompute=tuple(replace(o, extra_us=exact_us(o.extra_us)) for o in problem.recompute),
+    )
+
+
+def _exact_part(part: Part) -> Part:
+    gradient = part.gradient
+    if gradient is not None:
+        gradient = replace(gradient, reduce=_exact_transfer(gradient.reduce))
+    regather = None if part.regather is None else _exact_transfer(part.regather)
+    gather = _exact_transfer(part.gather)
+    return replace(part, gather=gather, regather=regather, gradient=gradient)
+
+
+def _exact_transfer(transfer: Transfer) -> Transfer:
+    times = (transfer.us, transfer.pack_us, transfer.unpack_us)
+    return Transfer(*map(exact_us, times))
+
+
+def _faults(problem: Problem) -> Iterator[str]:
+    if not problem.forward:
+        yield "forward has no regions"
+    if problem.micro_steps < 1:
+        yield f"micro_steps is {problem.micro_steps}, and must be at least 1"
+    for index, group in enumerate(problem.groups):
+        if group.id != index:
+            yield f"group {group.id} ({group.fqn}) stands at place {index}"
+        if not group.parts:
+            yield f"{group.fqn} has no parts"
+        if len(group.parts) > 1 and not all(p.params for p in group.parts):
+            yield f"{group.fqn} has several parts that do not say which parameters they hold"
+        lanes = (group.gather_lane, group.reduce_lane, group.lane_in(Direction.BACKWARD))
+        if not all(0 <= lane < len(problem.lanes) for lane in lanes):
+            yield f"{group.fqn} names a lane that does not exist"
+        for part in group.parts:
+            yield from _part_faults(problem, group, part)
+    for option in problem.recompute:
+        ends = (option.after, len(problem.forward)), (option.before, len(problem.backward))
+        if not all(0 <= region < count for region, count in ends):
+            yield f"recompute {option.name} names a region that does not exist"
+
+
+def _part_faults(problem: Problem, group: Group, part: Part) -> Iterator[str]:
+    for direction in (Direction.FORWARD, Direction.BACKWARD):
+        use, count = use_of(part, direction), len(problem.regions(direction))
+        if use is not None and not 0 <= use.first <= (count if use.last is None else use.last):
+            yield f"{group.fqn} is used from region {use.first} to {use.last} of {direction}"
+        if use is not None and use.last is not None and use.last >= count:
+            yield f"{group.fqn} is used in region {use.last} of {count} of {direction}"
+    grad = part.gradient
+    if grad is not None and not -1 <= grad.first <= grad.ready < len(problem.backward):
+        yield f"gradients of {group.fqn} come in regions {grad.first} to {grad.ready}"
+    launch_us = problem.lanes[group.gather_lane].launch_us
+    if group.world_size > 1 and part.gather.us < launch_us:
+        yield f"a gather of {group.fqn} takes {part.gather.us} us, less than its launch"

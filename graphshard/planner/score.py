@@ -1,0 +1,171 @@
+"""What choices cost when every job is placed as well as the budget allows.
+
+Forward and backward are placed apart: no collective is in flight between them, and all that they
+share are the bytes that one hands to the other, which choices alone decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+
+from graphshard.plan import Direction
+from graphshard.planner.choices import Choices, Cuts
+from graphshard.planner.events import given_gradients, start_claims, total_bytes, turns
+from graphshard.planner.fill import UNLIMITED, Policy, fill
+from graphshard.planner.fsdp2 import has_lists, listed_positions, with_buffers
+from graphshard.planner.memory import Profile, profile_of
+from graphshard.planner.problem import Problem
+from graphshard.planner.simulate import play
+from graphshard.planner.stage import Placement, Stage, assemble, stage_of
+
+# Reduction buffers that gathers leave room for, and gathers in flight where both share a lane.
+BUFFERS = (UNLIMITED, 0, 1, 2, 4, 8)
+AHEAD = (UNLIMITED, 1, 2, 3)
+ROOM = (0, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One placed direction: time of all micro-steps together, and the peak of any."""
+
+    us: float
+    peak_bytes: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Placed choices, one `Scored` per direction."""
+
+    choices: Choices
+    directions: tuple[Scored, ...]
+
+    @property
+    def us(self) -> float:
+        return sum(d.us for d in self.directions)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(d.peak_bytes for d in self.directions)
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Smaller is better: time, then memory."""
+        return self.us, self.peak_bytes
+
+
+@dataclass(slots=True)
+class Bench:
+    """A problem under a budget, with everything already found out about it.
+
+    effort: events played so far. It bounds the search by work instead of by time, so that the
+    result does not depend on the machine.
+    """
+
+    problem: Problem
+    budget_bytes: int
+    effort: int = 0
+    policies: dict[Direction, tuple[Policy, ...]] = field(default_factory=dict)
+    scores: dict[tuple[object, ...], Scored | None] = field(default_factory=dict)
+    handed: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+
+def candidate(bench: Bench, choices: Choices) -> Candidate | None:
+    """`choices` placed as well as the budget allows, or None if they do not fit."""
+    found = []
+    for direction in bench.problem.directions:
+        scored = _scored(bench, choices, direction)
+        if scored is None:
+            return None
+        found.append(scored)
+    return Candidate(choices, tuple(found))
+
+
+def _scored(bench: Bench, choices: Choices, direction: Direction) -> Scored | None:
+    forward = direction is Direction.FORWARD
+    cuts: tuple[Cuts, ...] = (choices.forward,) if forward else (choices.backward, choices.reduce)
+    key = (direction, choices.kept, choices.across, choices.recompute, *cuts)
+    if key not in bench.scores:
+        bench.scores[key] = place(bench, choices, direction)
+    return bench.scores[key]
+
+
+def place(bench: Bench, choices: Choices, direction: Direction) -> Scored | None:
+    """The best of what the policies give."""
+    problem = bench.problem
+    stages = [stage_of(problem, choices, direction, turn) for turn, _ in turns(problem)]
+    starts = start_bytes(bench, choices, direction)
+    profile = profile_of(stages, starts)
+    policies = bench.policies.get(direction) or all_policies(problem, direction)
+    best: Scored | None = None
+    for placement in _placements(bench, stages[0], profile, policies):
+        scored = score(bench, stages, starts, placement)
+        if scored.peak_bytes > bench.budget_bytes:
+            continue
+        if best is None or (scored.us, scored.peak_bytes) < (best.us, best.peak_bytes):
+            best = scored
+    return best
+
+
+def _placements(
+    bench: Bench, stage: Stage, profile: Profile, policies: tuple[Policy, ...]
+) -> Iterator[Placement]:
+    """What each policy gives, without repetition."""
+    seen: set[Placement] = set()
+    for policy in policies:
+        if has_lists(bench.problem, stage.direction):
+            gathers = listed_positions(bench.problem, stage)
+            placement: Placement | None = Placement(gathers, with_buffers(stage, policy.buffers))
+        else:
+            placement = fill(stage, profile, bench.budget_bytes, policy)
+        if placement is not None and placement not in seen:
+            seen.add(placement)
+            yield placement
+
+
+def score(bench: Bench, stages: list[Stage], starts: list[int], placement: Placement) -> Scored:
+    """Time over all micro-steps and the peak of `placement`, whether it fits or not."""
+    us, peak = 0.0, 0
+    for (_, times), stage, start in zip(turns(bench.problem), stages, starts, strict=True):
+        events = assemble(stage, placement)
+        bench.effort += len(events)
+        run = play(events, start)
+        us += times * run.us
+        peak = max(peak, run.peak_bytes)
+    return Scored(us, peak, placement)
+
+
+def start_bytes(bench: Bench, choices: Choices, direction: Direction) -> list[int]:
+    """What is in memory when the direction starts, for each turn."""
+    problem = bench.problem
+    starts = [total_bytes(start_claims(problem, choices, turn)) for turn, _ in turns(problem)]
+    if direction is Direction.FORWARD:
+        return starts
+    given = total_bytes(given_gradients(problem))
+    handed = _handed_over(bench, choices)
+    return [start + over + given for start, over in zip(starts, handed, strict=True)]
+
+
+def _handed_over(bench: Bench, choices: Choices) -> list[int]:
+    """What forward leaves in memory: activations and what stays gathered."""
+    found = []
+    for turn, _ in turns(bench.problem):
+        key = (turn, choices.kept, choices.across, choices.recompute)
+        if key not in bench.handed:
+            stage = stage_of(bench.problem, choices, Direction.FORWARD, turn)
+            events = [*(e for _, e in stage.fixed), *(j.issue for j in stage.gathers)]
+            bench.handed[key] = sum(e.alloc_bytes - e.free_bytes for e in events)
+        found.append(bench.handed[key])
+    return found
+
+
+def all_policies(problem: Problem, direction: Direction) -> tuple[Policy, ...]:
+    """Every policy worth trying. Gathers hold back only for reductions on their own lane."""
+    if direction is Direction.FORWARD:
+        return (Policy(),)
+    lanes = {g.lane_in(direction) for g in problem.groups}
+    shared = any(g.reduce_lane in lanes for g in problem.groups)
+    ahead = AHEAD if shared else AHEAD[:1]
+    return tuple(Policy(*values) for values in product(ahead, BUFFERS, ROOM))

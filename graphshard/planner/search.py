@@ -1,0 +1,153 @@
+"""Which groups to keep, how to cut buckets, what to recompute: the search over `Choices`.
+
+Two kinds of step, both judged by placing everything anew: *prefixes* (order a family of moves by
+what a byte or a microsecond of it buys, and try its first 1, 2, 4, ... moves), which find the
+scale of a decision in few tries, and *flips* of single moves, which settle the rest. The search
+is bounded by `Bench.effort`, so equal problems get equal plans on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from typing import TypeAlias
+
+from graphshard.planner.choices import Choices
+from graphshard.planner.moves import Move, apply, families, lean_choices, moves, unmoved
+from graphshard.planner.score import Bench, Candidate, all_policies, candidate
+
+# How many events the search may play; about a second of Python for each million.
+LEAST_EFFORT = 150_000
+EFFORT_PER_EVENT = 250
+POLICIES = 2
+PAIRS = 16  # so many moves at most are flipped in pairs
+
+Best: TypeAlias = Candidate | None
+
+
+def search(bench: Bench, starts: Sequence[Choices]) -> Best:
+    """The best candidate found from `starts`, or None if none of them can be made to fit."""
+    limit = effort_limit(bench)
+    best: Best = None
+    for start in (*starts, lean_choices(bench.problem)):
+        best = better(best, candidate(bench, start))
+    if best is None:
+        return None
+    _tune(bench, best.choices)
+    before = None
+    while best is not before and bench.effort < limit:
+        before = best
+        best = _prefixes(bench, best, limit)
+        best = _flips(bench, best, limit)
+        if best is before:
+            best = _pairs(bench, best, limit)
+    bench.policies.clear()
+    return better(best, candidate(bench, best.choices))
+
+
+def effort_limit(bench: Bench) -> int:
+    """Work that the search may do: constant for small problems, then in proportion to size."""
+    problem = bench.problem
+    regions = len(problem.forward) + len(problem.backward)
+    parts = sum(len(g.parts) for g in problem.groups)
+    return max(LEAST_EFFORT, EFFORT_PER_EVENT * (regions + 8 * parts))
+
+
+def better(one: Best, other: Best) -> Best:
+    """The one with the smaller rank; `one` where they are equal."""
+    if one is None or other is None:
+        return other if one is None else one
+    return other if other.rank < one.rank else one
+
+
+def _tune(bench: Bench, choices: Choices) -> None:
+    """Search with the few policies that serve `choices` best."""
+    for direction in bench.problem.directions:
+        ranked = []
+        for index, policy in enumerate(all_policies(bench.problem, direction)):
+            bench.policies[direction] = (policy,)
+            bench.scores.clear()
+            found = candidate(bench, choices)
+            if found is not None:
+                ranked.append((found.rank, index, policy))
+        ranked.sort(key=lambda row: row[:2])
+        bench.policies[direction] = tuple(policy for _, _, policy in ranked[:POLICIES])
+    bench.scores.clear()
+
+
+def _prefixes(bench: Bench, best: Candidate, limit: int) -> Candidate:
+    """For each family of moves: as if none of it were taken, then its first few, then more."""
+    for family in families(bench.problem):
+        if bench.effort >= limit:
+            break
+        base = unmoved(best.choices, family)
+        tried: dict[int, Best] = {}
+
+        def attempt(count: int, base: Choices = base, family: Sequence[Move] = family) -> Best:
+            choices = base
+            for move in family[:count]:
+                choices = apply(bench.problem, choices, move)
+            return candidate(bench, choices)
+
+        best = _best_prefix(best, len(family), attempt, tried)
+    return best
+
+
+def _best_prefix(
+    best: Candidate, longest: int, attempt: Callable[[int], Best], tried: dict[int, Best]
+) -> Candidate:
+    """Doubling, then halving steps around the best length."""
+    lengths = [0, *_doubling(longest), longest]
+    center, step = 0, max(1, longest // 2)
+    while lengths:
+        for length in lengths:
+            if length not in tried:
+                tried[length] = attempt(length)
+        fitting = {n: c for n, c in tried.items() if c is not None}
+        if not fitting:
+            return best
+        center = min(fitting, key=lambda n: (fitting[n].rank, n))
+        around = [center - step, center + step] if step else []
+        lengths = [n for n in around if 0 <= n <= longest]
+        step //= 2
+    found = better(best, tried[center])
+    assert found is not None
+    return found
+
+
+def _doubling(longest: int) -> Iterator[int]:
+    length = 1
+    while length < longest:
+        yield length
+        length *= 2
+
+
+def _flips(bench: Bench, best: Candidate, limit: int) -> Candidate:
+    """Single moves, each taken at once if it helps, until none does."""
+    order = moves(bench.problem)
+    quiet = 0
+    while order and quiet < len(order):
+        for move in order:
+            if quiet >= len(order) or bench.effort >= limit:
+                return best
+            found = candidate(bench, apply(bench.problem, best.choices, move))
+            if found is not None and found.rank < best.rank:
+                best, quiet = found, 0
+            else:
+                quiet += 1
+    return best
+
+
+def _pairs(bench: Bench, best: Candidate, limit: int) -> Candidate:
+    """Two moves at once: one that pays for the other. Small problems only."""
+    order = moves(bench.problem)
+    if len(order) > PAIRS:
+        return best
+    for one, other in combinations(order, 2):
+        if bench.effort >= limit:
+            break
+        choices = apply(bench.problem, apply(bench.problem, best.choices, one), other)
+        found = candidate(bench, choices)
+        if found is not None and found.rank < best.rank:
+            return found
+    return best

@@ -1,0 +1,285 @@
+"""Exact time and memory of a schedule.
+
+In come a problem and the schedule of each direction; out comes a `Simulation`. The rules: the
+host runs the steps in order and compute follows it; a collective starts as soon as compute has
+reached its issue and every earlier collective of its lane is done; a wait holds compute until its
+collective is done. Memory follows the order of the steps alone, since every buffer is allocated
+and freed on the compute queue.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from graphshard.errors import PlanError
+from graphshard.plan import Direction, Schedule, Step, StepKind
+from graphshard.planner.choices import Bucket, Choices
+from graphshard.planner.events import (
+    Event,
+    Turn,
+    gather_events,
+    given_gradients,
+    reduce_events,
+    region_events,
+    release_event,
+    start_claims,
+    total_bytes,
+    turns,
+)
+from graphshard.planner.problem import Category, Claim, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective on its lane. All times count from the start of its direction.
+
+    issued_us: compute reached its issue (copy-in done). exposed_us: compute waited this long.
+    """
+
+    direction: Direction
+    step: Step
+    lane: int
+    issued_us: float
+    started_us: float
+    finished_us: float
+    awaited_us: float
+
+    @property
+    def exposed_us(self) -> float:
+        return max(0.0, self.finished_us - self.awaited_us)
+
+    @property
+    def queued_us(self) -> float:
+        """How long it stood behind earlier collectives of its lane."""
+        return self.started_us - self.issued_us
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The first moment with the most memory: during `step` of `direction`.
+
+    by_category and owners add up to `bytes`, largest first.
+    """
+
+    bytes: int
+    direction: Direction
+    step: Step
+    owners: tuple[Claim, ...]
+
+    @property
+    def by_category(self) -> tuple[tuple[Category, int], ...]:
+        sums: Counter[Category] = Counter()
+        for claim in self.owners:
+            sums[claim.category] += claim.bytes
+        return tuple(sorted(sums.items(), key=lambda kv: (-kv[1], kv[0])))
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a step costs. Times are of a whole step; details are of its last micro-step.
+
+    timeline: by direction, when compute reaches each step, from the direction's start.
+    """
+
+    step_us: float
+    exposed_us: float
+    peak: Peak
+    collectives: tuple[Collective, ...]
+    timeline: tuple[tuple[tuple[Step, float], ...], ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.bytes
+
+
+@dataclass(slots=True)
+class Run:
+    """What `play` found: one entry of `reached_us` per event, one of the others per job."""
+
+    us: float
+    exposed_us: float
+    peak_bytes: int
+    peak_at: int
+    end_bytes: int
+    reached_us: list[float]
+    issued_us: dict[int, float]
+    started_us: dict[int, float]
+    finished_us: dict[int, float]
+
+
+def play(events: Iterable[Event], start_bytes: int) -> Run:
+    """Run `events` in order. Raises PlanError (GS603) for a wait without its issue."""
+    clock = exposed = 0.0
+    held, peak, peak_at = start_bytes, start_bytes, 0
+    free_at: dict[int, float] = {}
+    reached: list[float] = []
+    issued: dict[int, float] = {}
+    started: dict[int, float] = {}
+    finished: dict[int, float] = {}
+    for index, event in enumerate(events):
+        reached.append(clock)
+        job = event.job
+        if job >= 0 and event.lane < 0:  # a wait
+            if job not in finished:
+                raise PlanError("GS603", f"{event.step} comes before its issue")
+            if finished[job] > clock:
+                exposed += finished[job] - clock
+                clock = finished[job]
+        clock += event.us
+        if event.lane >= 0:
+            issued[job] = clock
+            started[job] = max(clock, free_at.get(event.lane, 0.0))
+            finished[job] = free_at[event.lane] = started[job] + event.comm_us
+        held += event.alloc_bytes
+        if held + event.brief_bytes > peak:
+            peak, peak_at = held + event.brief_bytes, index
+        held -= event.free_bytes
+    return Run(clock, exposed, peak, peak_at, held, reached, issued, started, finished)
+
+
+def simulate(
+    problem: Problem,
+    schedules: Sequence[Schedule],
+    recompute: tuple[int, ...] = (),
+    across: tuple[int, ...] = (),
+) -> Simulation:
+    """`schedules`: one per direction of `problem`. Raises PlanError (GS603) if one does not fit.
+
+    recompute: indices of the options taken. across: groups kept gathered between micro-steps.
+    """
+    kept = tuple(sorted(s.group for s in _kept_releases(schedules[0]) if s.group is not None))
+    choices = Choices(kept=kept, recompute=recompute, across=across)
+    programs = {
+        turn: [events_of(problem, schedule, choices, turn) for schedule in schedules]
+        for turn, _ in turns(problem)
+    }
+    return report(problem, choices, programs)
+
+
+def _kept_releases(schedule: Schedule) -> list[Step]:
+    return [s for s in schedule.of_kind(StepKind.RELEASE) if s.kept]
+
+
+def report(
+    problem: Problem, choices: Choices, programs: dict[Turn, list[list[Event]]]
+) -> Simulation:
+    """The simulation of the events of each turn, one list per direction."""
+    step_us = exposed_us = 0.0
+    peaks: list[Peak] = []
+    runs: list[Run] = []
+    for turn, times in turns(problem):
+        start = start_claims(problem, choices, turn)
+        runs = []
+        for direction, events in zip(problem.directions, programs[turn], strict=True):
+            if direction is Direction.BACKWARD:
+                start += given_gradients(problem)
+            run = play(events, total_bytes(start))
+            runs.append(run)
+            step_us += times * run.us
+            exposed_us += times * run.exposed_us
+            peaks.append(_peak(run, direction, start, events))
+            start = tuple(owners_at(start, events, len(events)))
+    last = programs[turns(problem)[-1][0]]
+    return Simulation(
+        step_us,
+        exposed_us,
+        max(peaks, key=lambda p: p.bytes),
+        tuple(chain.from_iterable(map(_collectives, problem.directions, last, runs))),
+        tuple(
+            tuple(zip((e.step for e in events), run.reached_us, strict=True))
+            for events, run in zip(last, runs, strict=True)
+        ),
+    )
+
+
+def _peak(run: Run, direction: Direction, start: tuple[Claim, ...], events: list[Event]) -> Peak:
+    owners = owners_at(start, events, run.peak_at, inside=True)
+    order = sorted(owners, key=lambda c: (-c.bytes, c.category, -1 if c.group is None else c.group))
+    return Peak(run.peak_bytes, direction, events[run.peak_at].step, tuple(order))
+
+
+def owners_at(
+    start: tuple[Claim, ...], events: list[Event], stop: int, *, inside: bool = False
+) -> list[Claim]:
+    """Who holds memory before event `stop`, or (`inside`) during it."""
+    held: Counter[tuple[Category, int | None]] = Counter()
+    for claim in start:
+        held[claim.category, claim.group] += claim.bytes
+    for event in events[:stop]:
+        for claim in event.takes:
+            held[claim.category, claim.group] += claim.bytes
+        for claim in event.gives:
+            held[claim.category, claim.group] -= claim.bytes
+    for event in events[stop : stop + 1] if inside else ():
+        for claim in (*event.takes, *event.briefly):
+            held[claim.category, claim.group] += claim.bytes
+    return [Claim(category, size, group) for (category, group), size in held.items() if size]
+
+
+def _collectives(direction: Direction, events: list[Event], run: Run) -> list[Collective]:
+    awaited = {e.job: t for e, t in zip(events, run.reached_us, strict=True) if e.lane < 0}
+    return [
+        Collective(
+            direction,
+            event.step,
+            event.lane,
+            run.issued_us[event.job],
+            run.started_us[event.job],
+            run.finished_us[event.job],
+            awaited[event.job],
+        )
+        for event in events
+        if event.lane >= 0
+    ]
+
+
+# -- from steps to events ------------------------------------------------------------------------
+
+
+def events_of(problem: Problem, schedule: Schedule, choices: Choices, turn: Turn) -> list[Event]:
+    """The steps of `schedule` with their costs in micro-step `turn`."""
+    regions = deque(region_events(problem, choices, schedule.direction))
+    events: list[Event] = []
+    for step in schedule.steps:
+        if step.kind is StepKind.COMPUTE:
+            events.extend(_covered(regions, step))
+        else:
+            events.append(_event(problem, schedule.direction, step, choices, turn))
+    if regions:
+        raise PlanError("GS603", f"{schedule.direction} leaves out {len(regions)} regions")
+    return events
+
+
+def _covered(regions: deque[Event], step: Step) -> Iterator[Event]:
+    """The regions that a compute step runs, taken off `regions`."""
+    done = step.start
+    while done < step.stop and regions and regions[0].step.start == done:
+        done = regions[0].step.stop
+        yield regions.popleft()
+    if done != step.stop:
+        raise PlanError("GS603", f"{step} does not cover the next regions from end to end")
+
+
+def _event(
+    problem: Problem, direction: Direction, step: Step, choices: Choices, turn: Turn
+) -> Event:
+    if step.group is None or step.group >= len(problem.groups):
+        raise PlanError("GS603", f"{step} names no group of the problem")
+    if step.kind is StepKind.RELEASE:
+        return release_event(problem, step.group, choices, direction, turn)
+    bucket = Bucket(step.groups, _parts(problem, step))
+    issues = step.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
+    if step.kind in (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT):
+        return reduce_events(problem, bucket, turn)[0 if issues else 1]
+    carried = direction is Direction.FORWARD and not turn.first and step.group in choices.across
+    resident = step.kept or carried
+    return gather_events(problem, bucket, direction, resident=resident)[0 if issues else 1]
+
+
+def _parts(problem: Problem, step: Step) -> tuple[int, ...]:
+    assert step.group is not None
+    parts = problem.groups[step.group].parts
+    return tuple(i for i, part in enumerate(parts) if step.params and part.params[0] in step.params)

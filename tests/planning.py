@@ -1,0 +1,151 @@
+"""Problems for the tests of the planner: by hand, at random, and as large as asked for."""
+
+import random
+from dataclasses import replace
+
+from graphshard.planner.problem import (
+    Category,
+    Claim,
+    Gradient,
+    Group,
+    Lane,
+    Part,
+    Problem,
+    Recompute,
+    Region,
+    Transfer,
+    Use,
+)
+
+
+def layers(
+    count,
+    *,
+    compute_us=100.0,
+    gather_us=80.0,
+    reduce_us=80.0,
+    size=1000,
+    activations=0,
+    temporary=0,
+    shared_lane=False,
+    root=False,
+    **settings,
+):
+    """`count` equal layers: one region each in forward, one each in backward."""
+    groups = []
+    for i in range(count):
+        grad_at = count - 1 - i
+        part = Part(
+            size,
+            Transfer(gather_us),
+            Use(i, i),
+            Use(grad_at, grad_at),
+            Gradient(grad_at, grad_at, size, Transfer(reduce_us), size, size // 2),
+        )
+        groups.append(Group(i, f"layers.{i}", (part,), 0, 0 if shared_lane else 1))
+    if root and groups:
+        groups[-1] = replace(groups[-1], is_root=True)
+    alive = [activations * (i + 1) for i in range(count)]
+    return Problem(
+        groups=tuple(groups),
+        lanes=(Lane("all-gather", 5.0),) + (() if shared_lane else (Lane("reduce", 5.0),)),
+        forward=tuple(Region(compute_us, a, temporary) for a in alive),
+        backward=tuple(Region(2 * compute_us, a, temporary) for a in reversed(alive)),
+        **settings,
+    )
+
+
+def random_problem(
+    seed, most_groups=6, *, fewest=1, most_regions=3, options=True, regroup=True, micro=True
+):
+    """A random problem with every kind of decision. The same seed gives the same problem."""
+    r = random.Random(seed)
+    count = r.randint(fewest, most_groups)
+    starts, num_forward = [], 0
+    for _ in range(count):
+        num_forward += r.randint(0, 1) if r.random() < 0.3 else 0
+        length = r.randint(1, most_regions) if r.random() < 0.5 else 1
+        starts.append((num_forward, num_forward + length - 1))
+        num_forward += length
+    num_backward = num_forward
+    lanes = (Lane("gather", r.choice([0.0, 5.0, 30.0])), Lane("reduce", r.choice([0.0, 10.0])))
+    shared = r.random() < 0.4
+    rate = r.choice([0.2, 0.5, 1.0, 2.0])
+    groups = tuple(
+        _group(r, i, span, num_backward, lanes, shared, rate) for i, span in enumerate(starts)
+    )
+    if r.random() < 0.5:
+        groups = (replace(groups[0], is_root=True), *groups[1:])
+    weight = r.choice([0, 200, 2000])
+    alive, forward = 0, []
+    for _ in range(num_forward):
+        alive += r.randint(0, weight)
+        temporary = r.randint(0, weight)
+        forward.append(Region(r.randint(5, 150), alive, temporary))
+    backward = [
+        Region(r.randint(5, 250), f.activation_bytes, r.randint(0, weight))
+        for f in reversed(forward)
+    ]
+    recompute = ()
+    if options and num_forward > 1:
+        recompute = tuple(_option(r, i, num_forward, weight) for i in range(r.randint(0, 2)))
+    return Problem(
+        groups,
+        lanes,
+        tuple(forward),
+        tuple(backward),
+        resident=(Claim(Category.SHARDED_PARAM, r.randint(0, 1000)),),
+        recompute=recompute,
+        micro_steps=r.choice([1, 1, 1, 2, 3]) if micro else 1,
+        sync_each=r.random() < 0.5,
+        has_gradients=r.random() < 0.3,
+        regroup_gathers=regroup,
+        regroup_reductions=regroup and r.random() < 0.5,
+    )
+
+
+def _option(r, index, num_forward, weight):
+    after = r.randrange(num_forward - 1)
+    saved = r.randint(1, weight + 1)
+    return Recompute(f"block.{index}", after, num_forward - 1 - after, saved, r.randint(1, 100))
+
+
+def _group(r, index, span, num_backward, lanes, shared, rate):
+    first, last = span
+    size = r.randint(50, 3000)
+    pieces = r.choice([1, 1, 1, 2]) if last > first else 1
+    needed = r.random() < 0.9
+    copies = r.random() < 0.3
+    parts = []
+    for piece in range(pieces):
+        begin = first if piece == 0 else r.randint(first, last)
+        forward = Use(begin, last)
+        backward = Use(num_backward - 1 - last, num_backward - 1 - begin) if needed else None
+        if index == 0 and r.random() < 0.3:
+            forward = Use(begin, num_backward - 1)
+        gather = _transfer(r, size, lanes[0], rate, copies)
+        gradient = None
+        if r.random() < 0.9 and needed:
+            ready = num_backward - 1 - begin
+            created = r.randint(max(0, num_backward - 1 - last), ready)
+            reduce = _transfer(r, size, lanes[0 if shared else 1], rate, copies)
+            wide = r.choice([1, 2])
+            gradient = Gradient(created, ready, size, reduce, wide * size, wide * size // 2)
+        parts.append(Part(size, gather, forward, backward, gradient, params=(piece,)))
+        size = r.randint(50, 3000)
+    bound = r.choice([None] * 6 + [True, False])
+    return Group(
+        index,
+        f"layers.{index}",
+        tuple(parts),
+        0,
+        0 if shared else 1,
+        reshard=bound,
+        world_size=1 if r.random() < 0.03 else 2,
+    )
+
+
+def _transfer(r, size, lane, rate, copies):
+    us = lane.launch_us + round(size * rate * 0.1 * r.uniform(0.5, 1.5), 1)
+    pack, unpack = (r.randint(0, 8), r.randint(0, 8)) if copies else (0, 0)
+    return Transfer(us, pack, unpack)
