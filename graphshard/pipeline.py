@@ -85,8 +85,9 @@ def outline(program: Program, graph: torch.fx.Graph, direction: Direction) -> Ou
         ends = before[last] if step.group in released else None
         uses.append(GroupUse(step.group, before[order[wait]], ends))
     reductions = tuple(
-        Ready(step.group, before[order[issue]] - 1)
+        Ready(step.group, before[order[issue]] - 1, min(before[order[g]] for g in grads))
         for issue, step in steps(graph, StepKind.REDUCE_ISSUE)
+        if (grads := issue.all_input_nodes[1:])
     )
     return Outline(direction, len(compute), tuple(uses), reductions, _kept(program))
 

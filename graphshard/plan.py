@@ -54,7 +54,10 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """One `fully_shard` group. `gathered_bytes` counts FSDP2's padding of uneven shards."""
+    """One `fully_shard` group. `gathered_bytes` counts FSDP2's padding of uneven shards.
+
+    keep_is_planned: the plan says whether it stays gathered until backward, not FSDP2.
+    """
 
     id: int
     fqn: str
@@ -62,6 +65,7 @@ class GroupInfo:
     world_size: int
     reshard_after_forward: bool
     gathered_bytes: int
+    keep_is_planned: bool = False
 
     @property
     def trainable(self) -> bool:

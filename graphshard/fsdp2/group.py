@@ -81,6 +81,11 @@ class FsdpGroup:
         return bool(self.raw._reshard_after_forward)
 
     @property
+    def reshard_is_automatic(self) -> bool:
+        """The user left `reshard_after_forward` at None and never set it since."""
+        return bool(self.state._auto_reshard_after_forward)
+
+    @property
     def reshard_after_backward(self) -> bool:
         return bool(self.raw.reshard_after_backward)
 

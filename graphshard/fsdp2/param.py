@@ -87,6 +87,11 @@ class FsdpParam:
             hook(param)
 
     @property
+    def reduce_item_bytes(self) -> int:
+        """Bytes of one element of the gradient on the wire."""
+        return (self.raw.reduce_dtype or self.dtype).itemsize
+
+    @property
     def grad_dtype(self) -> torch.dtype | None:
         """Dtype of the sharded `.grad`; None leaves it in the reduction's dtype."""
         dtype = getattr(self.raw, "sharded_grad_dtype", self.raw.orig_dtype)  # torch >= 2.15
