@@ -60,12 +60,11 @@ def calibrate(
     command: str = "",
     say: Callable[[str], None] | None = None,
 ) -> Profile:
-    """Sweep every collective on every group, matrix products, attention and
-    pointwise ops on the device.
+    """Sweep collectives on every group; matrix products, attention, pointwise ops on the device.
 
     Collective over all ranks of the job. Groups of one rank are left out. sizes_bytes: of the
-    collectives, of the whole. say: takes a line of progress on rank 0; stderr by
-    default. Raises CostError (GS504) for fewer than two sizes or one that is not positive.
+    collectives, of the whole. say: takes a line of progress on rank 0; stderr by default. Raises
+    CostError (GS504) for fewer than two sizes or one that is not positive.
     """
     sizes = tuple(sizes_bytes or _default_sizes(device))
     if len({*sizes}) < 2 or min(sizes) <= 0:
