@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -133,6 +134,15 @@ def test_views_are_free_and_fused_ops_do_not_launch():
 
 def test_an_unlisted_dtype_is_not_thought_fast():
     assert arithmetic_of(TOY, "float64").dtype == "float32"
+
+
+def test_attention_has_its_own_rate_where_it_was_measured():
+    slow = Arithmetic("bfloat16", line(5.0, 500.0), Trust.CALIBRATED, attention=True)
+    both = replace(TOY, arithmetic=(slow, *TOY.arithmetic))
+    work = Work(50_000, 0, "bfloat16", attention=True)
+    assert op_us(TOY, work) == 5 + 50
+    assert op_us(both, work) == 5 + 100
+    assert op_us(both, replace(work, attention=False)) == 5 + 50
 
 
 def test_a_region_is_the_sum_of_its_ops():

@@ -23,6 +23,7 @@ PROFILE = Profile(
     Origin("cpu (x86_64)", "node1", 2, 1, 2, "gloo", "2.13.0", "2026-01-01T00:00:00+00:00", "run"),
     (CommFit(Collective.ALL_GATHER, Group(2, 2, "world"), GATHER),),
     (("float32", Fit(line(2.0, 50_000.0), (Sample(1e6, 22.0), Sample(2e6, 42.0)))),),
+    (("float32", Fit(line(3.0, 10_000.0), (Sample(1e6, 103.0), Sample(2e6, 203.0)))),),
     Fit(line(1.0, 20_000.0), (Sample(1e4, 1.5), Sample(1e6, 51.0))),
 )
 
@@ -36,6 +37,7 @@ def test_round_trip():
 def test_what_was_measured_wins():
     machine = calibrated(preset("cpu"), PROFILE)
     assert op_us(machine.processor, Work(1e6, 0)) == 2 + 20
+    assert op_us(machine.processor, Work(1e6, 0, attention=True)) == 3 + 100
     assert op_us(machine.processor, Work(0, 20_000)) == 1 + 1
     assert arithmetic_of(machine.processor, "float32").trust is Trust.CALIBRATED
     assert arithmetic_of(machine.processor, "bfloat16").trust is Trust.PRESET
@@ -93,6 +95,7 @@ def test_as_text():
         "base us rate by size class median worst",
         "all_gather world, 2 ranks 100.0 1, 0.5 GB/s 3% 5%",
         "matrix product float32 2.0 50 Gflop/s 0% 0%",
+        "attention float32 3.0 10 Gflop/s 0% 0%",
         "pointwise op 1.0 20 GB/s 0% 0%",
     ]
     assert max(map(len, rows)) <= 92

@@ -2,6 +2,6 @@
 
 In come sizes, flops and groups; out come microseconds and bytes. Every formula works on numbers
 and on sympy symbols alike. Trust falls from what was measured in this job over what
-`graphshard calibrate` measured on this machine to presets. Only `calibrate`, `measure` and `flops`
-import torch.
+`graphshard calibrate` measured on this machine to presets. Those that measure or read graphs import
+torch (calibrate, fit, flops, live, measure, sizes); the others never do.
 """

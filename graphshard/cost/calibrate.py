@@ -22,8 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from graphshard.cost.comm import Collective, Group, wire_bytes
 from graphshard.cost.curve import Fit, Sample
 from graphshard.cost.fit import fit_curve
-from graphshard.cost.measure import collective_time_us, matmul_time_us, pointwise_time_us
+from graphshard.cost.measure import (
+    ATTENTION_DIM,
+    ATTENTION_HEADS,
+    attention_time_us,
+    collective_time_us,
+    matmul_time_us,
+    pointwise_time_us,
+)
 from graphshard.cost.profile import CommFit, Origin, Profile
+from graphshard.cost.sizes import dtype_name
 from graphshard.errors import CostError
 
 KIB = 1024
@@ -34,6 +42,8 @@ CPU_TENSORS_BYTES = tuple(4 * KIB * 2**i for i in range(16))  # 4 KiB to 128 MiB
 GPU_TENSORS_BYTES = tuple(4 * KIB * 2**i for i in range(19))  # 4 KiB to 1 GiB
 CPU_MATRICES = (64, 128, 256, 512, 1024)
 GPU_MATRICES = (256, 512, 1024, 2048, 4096, 8192)
+CPU_LENGTHS = (64, 128, 256, 512, 1024)
+GPU_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 # A product that takes longer than this ends its dtype's sweep.
 LONG_US = 3e5
 REPETITIONS = 25
@@ -50,11 +60,11 @@ def calibrate(
     command: str = "",
     say: Callable[[str], None] | None = None,
 ) -> Profile:
-    """Sweep every collective on every group, matrix products and pointwise ops on the device.
+    """Sweep collectives on every group; matrix products, attention, pointwise ops on the device.
 
     Collective over all ranks of the job. Groups of one rank are left out. sizes_bytes: of the
-    collectives, of the whole. say: takes a line of progress on rank 0; stderr by
-    default. Raises CostError (GS504) for fewer than two sizes or one that is not positive.
+    collectives, of the whole. say: takes a line of progress on rank 0; stderr by default. Raises
+    CostError (GS504) for fewer than two sizes or one that is not positive.
     """
     sizes = tuple(sizes_bytes or _default_sizes(device))
     if len({*sizes}) < 2 or min(sizes) <= 0:
@@ -67,11 +77,17 @@ def calibrate(
         for fit in _sweep_group(name, group, device, sizes, repetitions, tell)
     ]
     tell("matrix products")
-    arithmetic = _sweep_matrices(device, repetitions)
+    arithmetic = _sweep_dtypes(
+        device, lambda n, d: matmul_time_us(n, d, device, repetitions), _matrix_flops(device)
+    )
+    tell("attention")
+    attention = _sweep_dtypes(
+        device, lambda n, d: attention_time_us(n, d, device, repetitions), _attention_flops(device)
+    )
     tell("pointwise ops")
     tensors = CPU_TENSORS_BYTES if device.type == "cpu" else GPU_TENSORS_BYTES
     traffic = _agreed({2.0 * n: pointwise_time_us(n, device, repetitions) for n in tensors})
-    profile = Profile(_origin(device, command), tuple(comm), arithmetic, _fit(traffic))
+    profile = Profile(_origin(device, command), tuple(comm), arithmetic, attention, _fit(traffic))
     return _from_rank_0(profile)
 
 
@@ -140,21 +156,31 @@ def _amount(kind: Collective, size_bytes: int, group: dist.ProcessGroup) -> floa
     return float(wire_bytes(kind, group.size(), size_bytes))
 
 
-def _sweep_matrices(device: torch.device, repetitions: int) -> tuple[tuple[str, Fit], ...]:
-    """Flops of a product of n x n matrices: 2 n^3, as torch.utils.flop_counter counts."""
+def _sweep_dtypes(
+    device: torch.device, time_us: Callable[[int, torch.dtype], float], flops: Mapping[int, float]
+) -> tuple[tuple[str, Fit], ...]:
+    """One fit per dtype; `flops` of each size in rising order."""
     on_cpu = device.type == "cpu"
-    dtypes = [torch.float32, torch.bfloat16, *([] if on_cpu else [torch.float16])]
     fits = []
-    for dtype in dtypes:
+    for dtype in (torch.float32, torch.bfloat16, *(() if on_cpu else (torch.float16,))):
         times: dict[float, float] = {}
-        for size in CPU_MATRICES if on_cpu else GPU_MATRICES:
-            times[2.0 * size**3] = matmul_time_us(size, dtype, device, repetitions)
-            if times[2.0 * size**3] > LONG_US:
+        for size, amount in flops.items():
+            times[amount] = time_us(size, dtype)
+            if times[amount] > LONG_US:
                 break
-        name = str(dtype).removeprefix("torch.")
-        tf32 = not on_cpu and torch.backends.cuda.matmul.allow_tf32
-        fits.append(("tf32" if tf32 and name == "float32" else name, _fit(_agreed(times))))
+        fits.append((dtype_name(dtype, device), _fit(_agreed(times))))
     return tuple(fits)
+
+
+def _matrix_flops(device: torch.device) -> dict[int, float]:
+    """2 n^3 for a product of n x n matrices, as torch.utils.flop_counter counts."""
+    return {n: 2.0 * n**3 for n in (CPU_MATRICES if device.type == "cpu" else GPU_MATRICES)}
+
+
+def _attention_flops(device: torch.device) -> dict[int, float]:
+    """Two products of length x length x width: torch.utils.flop_counter counts no causal half."""
+    lengths = CPU_LENGTHS if device.type == "cpu" else GPU_LENGTHS
+    return {n: 4.0 * ATTENTION_HEADS * ATTENTION_DIM * n**2 for n in lengths}
 
 
 def _fit(times: Mapping[float, float]) -> Fit:

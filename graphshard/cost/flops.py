@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphshard.cost.algebra import Quantity, least
 from graphshard.cost.roofline import FREE, Work
-from graphshard.cost.sizes import Sizes
+from graphshard.cost.sizes import Sizes, dtype_name
 from graphshard.ir import compute_nodes, is_reduce, is_unshard, is_view
 
 aten = torch.ops.aten
@@ -118,13 +118,10 @@ def _bytes(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> Quant
 
 
 def _dtype(node: fx.Node) -> str:
-    """The dtype that arithmetic runs in: the widest share of work is on the first tensor input."""
-    tensors = [t for source in node.all_input_nodes for t in _tensors(source)]
-    tensor = next((t for t in tensors if t.dtype.is_floating_point), None)
-    if tensor is None:
-        return _name(next(iter(tensors or _tensors(node))).dtype)
-    tf32 = tensor.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if tf32 and tensor.dtype == torch.float32 else _name(tensor.dtype)
+    """The dtype that arithmetic runs in: that of the first floating-point input."""
+    tensors = [t for source in node.all_input_nodes for t in _tensors(source)] or [*_tensors(node)]
+    tensor = next((t for t in tensors if t.dtype.is_floating_point), tensors[0])
+    return dtype_name(tensor.dtype, tensor.device)
 
 
 def _never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
@@ -178,10 +175,6 @@ def _tensors(node: fx.Node) -> Iterator[Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else (value,)
     return (v for v in values if isinstance(v, Tensor))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _same(value: Any) -> Any:

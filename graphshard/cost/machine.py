@@ -21,7 +21,7 @@ from graphshard.cost.comm import (
     network_us,
 )
 from graphshard.cost.curve import Trust, scaled
-from graphshard.cost.roofline import Arithmetic, Processor
+from graphshard.cost.roofline import Processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def observed_compute(machine: Machine, ratios: Sequence[float]) -> Machine:
         return machine
     ratio, processor = median(ratios), machine.processor
     arithmetic = tuple(
-        Arithmetic(a.dtype, scaled(a.curve, ratio, 1 / ratio), Trust.MEASURED)
+        replace(a, curve=scaled(a.curve, ratio, 1 / ratio), trust=Trust.MEASURED)
         for a in processor.arithmetic
     )
     memory = scaled(processor.memory, ratio, 1 / ratio)

@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from graphshard.cost.comm import Collective
 
+# The shape of common language models: heads of 64 or 128.
+ATTENTION_HEADS = 8
+ATTENTION_DIM = 64
 WARMUPS = 2
 MIN_REPETITIONS = 3
 # A size that takes long is repeated less, a kernel that takes little is run in batches.
@@ -50,6 +53,19 @@ def matmul_time_us(size: int, dtype: torch.dtype, device: torch.device, repetiti
     b = torch.rand(size, size, device=device).to(dtype)
     out = torch.empty_like(a)
     return _kernel_us(lambda: torch.mm(a, b, out=out), device, repetitions)
+
+
+def attention_time_us(
+    length: int, dtype: torch.dtype, device: torch.device, repetitions: int
+) -> float:
+    """Median time of causal attention over `length` tokens: ATTENTION_HEADS of ATTENTION_DIM."""
+    shape = (1, ATTENTION_HEADS, length, ATTENTION_DIM)
+    q, k, v = (torch.rand(shape, device=device).to(dtype) for _ in range(3))
+
+    def run() -> object:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return _kernel_us(run, device, repetitions)
 
 
 def pointwise_time_us(size_bytes: int, device: torch.device, repetitions: int) -> float:

@@ -50,21 +50,27 @@ class CommFit:
 class Profile:
     """Results of one calibration, the same on every rank.
 
-    arithmetic: per dtype, amounts are flops. memory: amounts are bytes read and written.
+    arithmetic, attention: matrix products and causal attention per dtype, amounts are flops.
+    memory: a pointwise op, amounts are bytes read and written.
     """
 
     origin: Origin
     comm: tuple[CommFit, ...]
     arithmetic: tuple[tuple[str, Fit], ...]
+    attention: tuple[tuple[str, Fit], ...]
     memory: Fit
 
     def to_json(self) -> str:
-        data = {"version": PROFILE_VERSION, **asdict(self), "comm": [], "arithmetic": {}}
-        data["memory"] = _fit_to_dict(self.memory)
-        data["arithmetic"] = {dtype: _fit_to_dict(fit) for dtype, fit in self.arithmetic}
-        data["comm"] = [
-            {"kind": c.kind, "group": asdict(c.group), **_fit_to_dict(c.fit)} for c in self.comm
-        ]
+        data = {
+            "version": PROFILE_VERSION,
+            "origin": asdict(self.origin),
+            "comm": [
+                {"kind": c.kind, "group": asdict(c.group), **_fit_to_dict(c.fit)} for c in self.comm
+            ],
+            "arithmetic": {dtype: _fit_to_dict(fit) for dtype, fit in self.arithmetic},
+            "attention": {dtype: _fit_to_dict(fit) for dtype, fit in self.attention},
+            "memory": _fit_to_dict(self.memory),
+        }
         return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
     @staticmethod
@@ -100,9 +106,13 @@ def calibrated(preset: Machine, profile: Profile) -> Machine:
 
     A dtype or collective that was not measured keeps the preset's.
     """
-    measured = tuple(Arithmetic(d, f.curve, Trust.CALIBRATED) for d, f in profile.arithmetic)
-    names = {a.dtype for a in measured}
-    others = tuple(a for a in preset.processor.arithmetic if a.dtype not in names)
+    measured = tuple(
+        Arithmetic(dtype, fit.curve, Trust.CALIBRATED, attention)
+        for fits, attention in ((profile.arithmetic, False), (profile.attention, True))
+        for dtype, fit in fits
+    )
+    found = {(a.dtype, a.attention) for a in measured}
+    others = tuple(a for a in preset.processor.arithmetic if (a.dtype, a.attention) not in found)
     processor = replace(
         preset.processor,
         arithmetic=measured + others,
@@ -141,9 +151,14 @@ def _profile_from_dict(data: dict[str, Any]) -> Profile:
             CommFit(Collective(c["kind"]), _group_from_dict(c["group"]), _fit_from_dict(c))
             for c in data["comm"]
         ),
-        arithmetic=tuple((d, _fit_from_dict(fit)) for d, fit in data["arithmetic"].items()),
+        arithmetic=_fits_from_dict(data["arithmetic"]),
+        attention=_fits_from_dict(data["attention"]),
         memory=_fit_from_dict(data["memory"]),
     )
+
+
+def _fits_from_dict(data: dict[str, Any]) -> tuple[tuple[str, Fit], ...]:
+    return tuple((dtype, _fit_from_dict(fit)) for dtype, fit in data.items())
 
 
 def _group_from_dict(data: dict[str, Any]) -> Group:

@@ -20,7 +20,8 @@ class Work:
     """What one op does. A view has no launch and costs nothing.
 
     launches: 0 also for an op that is fused into another kernel: its traffic counts, no launch.
-    dtype: of the arithmetic, by torch's name without "torch.", or "tf32". known: whether `flops`
+    dtype: of the arithmetic, by torch's name without "torch.", or "tf32". attention: a fused
+    attention kernel, which reaches other rates than a matrix product. known: whether `flops`
     is exact; of an unknown op only the bytes are known.
     """
 
@@ -29,6 +30,7 @@ class Work:
     dtype: str = "float32"
     launches: int = 1
     known: bool = True
+    attention: bool = False
 
 
 FREE = Work(0, 0, launches=0)
@@ -36,11 +38,12 @@ FREE = Work(0, 0, launches=0)
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """Time over flops for one dtype."""
+    """Time over flops for one dtype, of matrix products or of attention."""
 
     dtype: str
     curve: Curve
     trust: Trust
+    attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ def op_us(processor: Processor, work: Work) -> Quantity:
     memory = curve_us(processor.memory, work.bytes, work.launches)
     if is_number(work.flops) and work.flops == 0:
         return memory
-    arithmetic = arithmetic_of(processor, work.dtype).curve
+    arithmetic = arithmetic_of(processor, work.dtype, attention=work.attention).curve
     return most(curve_us(arithmetic, work.flops, work.launches), memory)
 
 
@@ -80,12 +83,15 @@ def copy_us(processor: Processor, size_bytes: Quantity) -> Quantity:
     return curve_us(processor.memory, 2 * size_bytes)
 
 
-def arithmetic_of(processor: Processor, dtype: str) -> Arithmetic:
-    """The table's entry for `dtype`, else the slowest one: integers, complex numbers, float64.
+def arithmetic_of(processor: Processor, dtype: str, *, attention: bool = False) -> Arithmetic:
+    """The table's entry for `dtype`; without one for attention, that of matrix products.
 
-    Slowest by the time of a large product, so that an unlisted dtype is not thought fast.
+    A dtype that is not listed gets the slowest entry, by the time of a large product, so that it is
+    not thought fast.
     """
-    for entry in processor.arithmetic:
-        if entry.dtype == dtype:
-            return entry
+    entries = [a for a in processor.arithmetic if a.dtype == dtype]
+    if not attention:
+        entries = [a for a in entries if not a.attention]
+    if entries:
+        return max(entries, key=lambda a: a.attention)
     return max(processor.arithmetic, key=lambda a: a.curve.classes[-1].us_per_unit)

@@ -1,4 +1,4 @@
-"""Sizes of fake tensors as numbers or sympy expressions, without leaving a guard behind."""
+"""Sizes of fake tensors as numbers or sympy expressions, and names of dtypes. Leaves no guards."""
 
 from __future__ import annotations
 
@@ -53,3 +53,9 @@ class Sizes:
             if not (strided and isinstance(s := value.stride(dim), int) and s == 0):
                 count = count * self.quantity(size)
         return count * value.itemsize
+
+
+def dtype_name(dtype: torch.dtype, device: torch.device) -> str:
+    """Torch's name of the dtype that arithmetic runs in: "tf32" where torch may use it."""
+    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")

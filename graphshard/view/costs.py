@@ -35,6 +35,8 @@ def _rows(profile: Profile) -> Iterator[str]:
         yield _row(f"{comm.kind} {_group_text(comm.group)}", comm.fit, "GB/s")
     for dtype, fit in profile.arithmetic:
         yield _row(f"matrix product {dtype}", fit, "Gflop/s")
+    for dtype, fit in profile.attention:
+        yield _row(f"attention {dtype}", fit, "Gflop/s")
     yield _row("pointwise op", profile.memory, "GB/s")
 
 
