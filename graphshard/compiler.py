@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +21,17 @@ from torch._functorch.partitioners import default_partition
 from torch._ops import HigherOrderOperator
 
 from graphshard.capture.ports import CompiledPlan, Record, port_of
+from graphshard.cost.machine import Machine
+from graphshard.cost.presets import preset, preset_for
+from graphshard.cost.profile import calibrated, read_profile
 from graphshard.dynamo import input_example
 from graphshard.emit import code_of, emit, with_run_input
 from graphshard.errors import CaptureError
 from graphshard.fsdp2 import modules_of
+from graphshard.fsdp2.settings import settings_of
 from graphshard.ir import Program, output_node, set_anchor_group
-from graphshard.pipeline import run_captured, schedule
+from graphshard.options import Options
+from graphshard.pipeline import Order, run_captured, schedule
 from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, find
@@ -34,8 +40,9 @@ from graphshard.runtime.live import LiveGroup, find
 class GraphCompiler:
     """One Dynamo graph on its way to compiled code. `groups` are the live groups it uses."""
 
-    def __init__(self, gm: fx.GraphModule, name: str) -> None:
+    def __init__(self, gm: fx.GraphModule, name: str, options: Options) -> None:
         self.name = name
+        self._options = options
         self.plan: Plan | None = None
         self._gm = gm
         self._program: Program | None = None
@@ -111,12 +118,21 @@ class GraphCompiler:
             forward=with_run_input(forward),
             backward=None if backward is None else with_run_input(backward),
         )
-        self._program, self.plan = schedule(program)
+        self._program, self.plan = schedule(program, self._order())
         compiled = CompiledPlan(
             self.plan, code_of(self._program.forward), code_of(self._program.backward)
         )
         for record in self.records:
             record.plans[self.name] = compiled
+
+    def _order(self) -> Order | None:
+        """What the planner needs, if the user asked for a budget."""
+        budget = self._options.memory_budget_bytes
+        if budget is None:
+            return None
+        groups = [live.fsdp for live in self.groups]
+        machine = machine_for(self._options.machine, groups[0].device)
+        return Order(settings_of(groups), machine, budget)
 
     @property
     def records(self) -> list[Record]:
@@ -162,6 +178,15 @@ def _boxed(gm: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def machine_for(given: str | None, device: torch.device) -> Machine:
+    """The machine that costs are taken from: a preset, a calibrated profile, or the device's."""
+    if given is not None and not Path(given).suffix:
+        return preset(given)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    machine = preset_for(name)
+    return machine if given is None else calibrated(machine, read_profile(Path(given)))
 
 
 def _find_groups(gm: fx.GraphModule) -> tuple[list[LiveGroup], dict[int, int]]:

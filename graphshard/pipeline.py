@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
+from graphshard.cost.machine import Machine
+from graphshard.fsdp2.settings import GroupSettings
 from graphshard.ir import (
     Program,
     aliases,
@@ -19,6 +22,8 @@ from graphshard.passes.apply_plan import apply_plan
 from graphshard.plan import Direction, Plan, Schedule, StepKind
 from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.outline import GroupUse, Outline, Ready
+from graphshard.planner.plan_step import plan_step
+from graphshard.pricing import price
 from graphshard.verify import verify
 
 logger = logging.getLogger(__name__)
@@ -40,10 +45,26 @@ def run_captured(program: Program) -> Program:
     return run_passes(program, CAPTURED)
 
 
-def schedule(program: Program) -> tuple[Program, Plan]:
-    """Naive placement, a plan, and the program in the plan's order."""
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a plan with the cost model needs to know: settings of the groups, machine, budget."""
+
+    settings: tuple[GroupSettings, ...]
+    machine: Machine
+    budget_bytes: int
+
+
+def schedule(program: Program, order: Order | None = None) -> tuple[Program, Plan]:
+    """Naive placement, a plan, and the program in the plan's order.
+
+    Without an order each gather is issued one group ahead. Raises InfeasibleBudget if no schedule
+    fits the order's budget.
+    """
     program = run_passes(program, PLACEMENT)
-    plan = _plan(program)
+    if order is None:
+        plan = _plan(program)
+    else:
+        program, plan = _best_plan(program, order)
     program = apply_plan(program, plan)
     verify(program, after=apply_plan.__name__)
     return program, plan
@@ -64,6 +85,33 @@ def _plan(program: Program) -> Plan:
         forward=schedules[Direction.FORWARD],
         backward=schedules.get(Direction.BACKWARD),
     )
+
+
+def _best_plan(program: Program, order: Order) -> tuple[Program, Plan]:
+    outlines = {
+        direction: outline(program, module.graph, direction)
+        for direction, module in (
+            (Direction.FORWARD, program.forward),
+            (Direction.BACKWARD, program.backward),
+        )
+        if module is not None
+    }
+    problem = price(program, outlines, order.settings, order.machine, order.budget_bytes)
+    planned = plan_step(problem)
+    forward, *backward = planned.schedules
+    groups = tuple(
+        replace(group, keep_is_planned=order.settings[group.id].reshard is None)
+        for group in program.groups
+    )
+    plan = Plan(
+        name=program.name,
+        torch_version=torch.__version__.split("+")[0],
+        groups=groups,
+        forward=forward,
+        backward=backward[0] if backward else None,
+        estimate=planned.estimate,
+    )
+    return program.with_groups(groups), plan
 
 
 def outline(program: Program, graph: torch.fx.Graph, direction: Direction) -> Outline:
