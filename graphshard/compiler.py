@@ -25,16 +25,27 @@ from graphshard.cost.machine import Machine
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
 from graphshard.dynamo import input_example
-from graphshard.emit import code_of, emit, with_run_input
+from graphshard.emit import check_inputs, code_of, emit, with_run_input
 from graphshard.errors import CaptureError
+from graphshard.feedback import Feedback
 from graphshard.fsdp2 import modules_of
 from graphshard.fsdp2.settings import settings_of
-from graphshard.ir import Program, output_node, set_anchor_group
+from graphshard.ir import Program, copied, output_node, set_anchor_group
+from graphshard.measured import Measured
 from graphshard.options import Options
-from graphshard.pipeline import Order, run_captured, schedule
+from graphshard.pipeline import (
+    Order,
+    apply,
+    place,
+    plan_with_costs,
+    plan_without_costs,
+    pose,
+    run_captured,
+)
 from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, find
+from graphshard.runtime.run import Body, guarded
 
 
 class GraphCompiler:
@@ -47,6 +58,8 @@ class GraphCompiler:
         self._gm = gm
         self._program: Program | None = None
         self._calls: Calls | None = None
+        self._bodies: dict[Direction, Body] = {}
+        self._feedback: Feedback | None = None
         self.groups, self._anchors = _find_groups(gm)
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -96,11 +109,24 @@ class GraphCompiler:
 
     def _emit_forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         assert self._program is not None
-        return emit(self._program, Direction.FORWARD, gm, None)
+        assert self._program.forward is not None
+        return self._body(Direction.FORWARD, self._program.forward, gm, None)
 
     def _emit_backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         assert self._program is not None
-        return emit(self._program, Direction.BACKWARD, gm, self._calls)
+        assert self._program.backward is not None
+        return self._body(Direction.BACKWARD, self._program.backward, gm, self._calls)
+
+    def _body(
+        self,
+        direction: Direction,
+        module: fx.GraphModule,
+        given: fx.GraphModule,
+        calls: Calls | None,
+    ) -> Callable[..., Any]:
+        check_inputs(module, given)
+        body = self._bodies[direction] = Body(emit(module))
+        return guarded(body, direction, self.groups[0].fsdp.device, calls)
 
     # -- parts -----------------------------------------------------------------------------
 
@@ -118,10 +144,31 @@ class GraphCompiler:
             forward=with_run_input(forward),
             backward=None if backward is None else with_run_input(backward),
         )
-        self._program, self.plan = schedule(program, self._order())
-        compiled = CompiledPlan(
-            self.plan, code_of(self._program.forward), code_of(self._program.backward)
-        )
+        placed = place(program)
+        order = self._order()
+        if order is None:
+            plan = plan_without_costs(placed)
+        else:
+            problem = pose(placed, order)
+            plan = plan_with_costs(placed, problem)
+        spare = copied(placed)
+        program = apply(placed, plan)
+        self._adopt(program, plan)
+        if order is not None and backward is not None and self._options.replan_after is not None:
+            self._feedback = Feedback(
+                placed=lambda: copied(spare),
+                problem=problem,
+                program=program,
+                plan=plan,
+                bodies=self._bodies,
+                groups=self.groups,
+                after=self._options.replan_after,
+                adopt=self._adopt,
+            )
+
+    def _adopt(self, program: Program, plan: Plan, measured: Measured | None = None) -> None:
+        self._program, self.plan = program, plan
+        compiled = CompiledPlan(plan, code_of(program.forward), code_of(program.backward), measured)
         for record in self.records:
             record.plans[self.name] = compiled
 
@@ -151,7 +198,11 @@ class GraphCompiler:
         if calls is None:
             return compiled
 
+        feedback = self._feedback
+
         def call(*args: Any) -> Any:
+            if feedback is not None:
+                feedback.before_forward()
             outputs = compiled(*args)
             calls.begin(args, outputs)
             return outputs

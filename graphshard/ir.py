@@ -8,6 +8,7 @@ only here.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -49,6 +50,15 @@ class Program:
 
     def with_groups(self, groups: tuple[GroupInfo, ...]) -> Program:
         return replace(self, groups=groups)
+
+
+def copied(program: Program) -> Program:
+    """A program with graphs of its own; passes change graphs in place."""
+
+    def copy_of(module: fx.GraphModule | None) -> fx.GraphModule | None:
+        return None if module is None else fx.GraphModule(module, copy.deepcopy(module.graph))
+
+    return replace(program, forward=copy_of(program.forward), backward=copy_of(program.backward))
 
 
 @dataclass(frozen=True, slots=True)

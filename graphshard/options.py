@@ -25,6 +25,7 @@ class Options:
     the cost model. None: each gather one group ahead, as FSDP2 keeps and reshards.
     machine: what costs are taken from: a preset's name or the path of a calibrated profile; None:
     the preset of the device.
+    replan_after: forwards after which the plan is made again from measured times; None: never.
     """
 
     compute: str = "aten"
@@ -32,6 +33,7 @@ class Options:
     dump_dir: Path | None = None
     memory_budget_bytes: int | None = None
     machine: str | None = None
+    replan_after: int | None = None
 
 
 def parse_options(options: Mapping[str, object] | None, mode: str | None = None) -> Options:
@@ -61,10 +63,19 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
     return Options(
         memory_budget_bytes=_parse_bytes("memory_budget", given.get("memory_budget")),
         machine=None if machine is None else str(machine),
+        replan_after=_parse_count("replan_after", given.get("replan_after"), least=2),
         compute=str(given.get("compute", default.compute)),
         fallback=str(given.get("fallback", default.fallback)),
         dump_dir=Path(dump_dir) if dump_dir else None,
     )
+
+
+def _parse_count(key: str, value: object, least: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionsError("GS103", f"option {key}={value!r}; give a number from {least} on")
+    return value
 
 
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from graphshard.plan import Direction, Plan, Schedule, StepKind
 from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.outline import GroupUse, Outline, Ready
 from graphshard.planner.plan_step import plan_step
+from graphshard.planner.problem import Problem
 from graphshard.pricing import price
 from graphshard.verify import verify
 
@@ -47,71 +48,81 @@ def run_captured(program: Program) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a plan with the cost model needs to know: settings of the groups, machine, budget."""
+    """What a plan with the cost model needs to know: settings of the groups, machine, budget.
+
+    budget_bytes: None for the peak of FSDP2's own schedule.
+    """
 
     settings: tuple[GroupSettings, ...]
     machine: Machine
-    budget_bytes: int
+    budget_bytes: int | None = None
 
 
 def schedule(program: Program, order: Order | None = None) -> tuple[Program, Plan]:
-    """Naive placement, a plan, and the program in the plan's order.
+    """A captured program in the order of its plan, and that plan.
 
     Without an order each gather is issued one group ahead. Raises InfeasibleBudget if no schedule
     fits the order's budget.
     """
-    program = run_passes(program, PLACEMENT)
+    placed = place(program)
     if order is None:
-        plan = _plan(program)
+        plan = plan_without_costs(placed)
     else:
-        program, plan = _best_plan(program, order)
-    program = apply_plan(program, plan)
+        plan = plan_with_costs(placed, pose(placed, order))
+    return apply(placed, plan), plan
+
+
+def place(program: Program) -> Program:
+    """Naive placement: every communication step stands where it is needed."""
+    return run_passes(program, PLACEMENT)
+
+
+def pose(program: Program, order: Order) -> Problem:
+    """The problem that a placed program poses."""
+    return price(program, _outlines(program), order.settings, order.machine, order.budget_bytes)
+
+
+def plan_without_costs(program: Program) -> Plan:
+    """Each gather of a placed program one group ahead."""
+    return _plan_of(program, [one_ahead(o) for o in _outlines(program).values()])
+
+
+def plan_with_costs(program: Program, problem: Problem) -> Plan:
+    """The best plan that the planner finds. Raises InfeasibleBudget if none fits the budget."""
+    planned = plan_step(problem)
+    plan = _plan_of(program, planned.schedules)
+    groups = tuple(
+        replace(info, keep_is_planned=group.reshard is None)
+        for info, group in zip(plan.groups, problem.groups, strict=True)
+    )
+    return replace(plan, groups=groups, estimate=planned.estimate)
+
+
+def apply(program: Program, plan: Plan) -> Program:
+    """A placed program in the plan's order."""
+    program = apply_plan(program.with_groups(plan.groups), plan)
     verify(program, after=apply_plan.__name__)
-    return program, plan
+    return program
 
 
-def _plan(program: Program) -> Plan:
-    schedules: dict[Direction, Schedule] = {}
-    for direction, module in (
-        (Direction.FORWARD, program.forward),
-        (Direction.BACKWARD, program.backward),
-    ):
-        if module is not None:
-            schedules[direction] = one_ahead(outline(program, module.graph, direction))
+def _plan_of(program: Program, schedules: Sequence[Schedule]) -> Plan:
+    forward, *backward = schedules
     return Plan(
         name=program.name,
         torch_version=torch.__version__.split("+")[0],
         groups=program.groups,
-        forward=schedules[Direction.FORWARD],
-        backward=schedules.get(Direction.BACKWARD),
-    )
-
-
-def _best_plan(program: Program, order: Order) -> tuple[Program, Plan]:
-    outlines = {
-        direction: outline(program, module.graph, direction)
-        for direction, module in (
-            (Direction.FORWARD, program.forward),
-            (Direction.BACKWARD, program.backward),
-        )
-        if module is not None
-    }
-    problem = price(program, outlines, order.settings, order.machine, order.budget_bytes)
-    planned = plan_step(problem)
-    forward, *backward = planned.schedules
-    groups = tuple(
-        replace(group, keep_is_planned=order.settings[group.id].reshard is None)
-        for group in program.groups
-    )
-    plan = Plan(
-        name=program.name,
-        torch_version=torch.__version__.split("+")[0],
-        groups=groups,
         forward=forward,
         backward=backward[0] if backward else None,
-        estimate=planned.estimate,
     )
-    return program.with_groups(groups), plan
+
+
+def _outlines(program: Program) -> dict[Direction, Outline]:
+    modules = {Direction.FORWARD: program.forward, Direction.BACKWARD: program.backward}
+    return {
+        direction: outline(program, module.graph, direction)
+        for direction, module in modules.items()
+        if module is not None
+    }
 
 
 def outline(program: Program, graph: torch.fx.Graph, direction: Direction) -> Outline:

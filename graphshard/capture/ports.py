@@ -15,6 +15,7 @@ from torch import nn
 from graphshard import fsdp2
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
 from graphshard.fsdp2.layouts import layout_number
+from graphshard.measured import Measured
 from graphshard.plan import Plan
 from graphshard.runtime.live import LiveGroup, Root, register
 
@@ -59,11 +60,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A plan and the Python that was emitted for it."""
+    """A plan, the Python that was emitted for it, and what a plan before it was measured at."""
 
     plan: Plan
     forward_code: str
     backward_code: str
+    measured: Measured | None = None
 
 
 class PortParam:

@@ -34,13 +34,13 @@ class Gather:
         "_ranks",
         "_versions",
         "_widths",
-        "_work",
+        "work",
     )
 
     def __init__(self, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
         self._live = live
         self._dtypes = dtypes
-        self._work: dist.Work | None = None
+        self.work: dist.Work | None = None
         self._bucket: Tensor | None = None
         self._versions = live.versions()
         taken = live.fsdp.take_unsharded()
@@ -68,7 +68,7 @@ class Gather:
             return
         self._widths, self._ranks = [p.numel() for p in parts], group.size()
         self._bucket, own = _bucket(parts, self._dtypes, group, fsdp.gather_comm)
-        self._work = all_gather(self._bucket, own, group, fsdp.gather_comm)
+        self.work = all_gather(self._bucket, own, group, fsdp.gather_comm)
         self._live.counters.all_gathers += 1
 
     def wait(self) -> list[Tensor]:
@@ -126,9 +126,9 @@ class Gather:
 
     def drain(self) -> None:
         """Wait for the collective, if any; its result may be thrown away."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
 
 def prefetch(live: LiveGroup) -> None:

@@ -22,13 +22,13 @@ from graphshard.runtime.live import LiveGroup
 class Reduction:
     """One reduce-scatter, from issue until the sharded gradients are assigned."""
 
-    __slots__ = ("_input", "_live", "_output", "_params", "_policy", "_work")
+    __slots__ = ("_input", "_live", "_output", "_params", "_policy", "work")
 
     def __init__(self, live: LiveGroup, grads: dict[int, Tensor]) -> None:
         """grads: parameter index -> unsharded gradient; may be empty (nothing to reduce)."""
         self._live = live
         self._params = [live.fsdp.params[i] for i in grads]
-        self._work: dist.Work | None = None
+        self.work: dist.Work | None = None
         self._input: Tensor | None = None
         if not grads:
             return
@@ -48,7 +48,7 @@ class Reduction:
             (packed.numel() // world,), dtype=packed.dtype, device=packed.device
         )
         self._input = packed
-        self._work = reduce_scatter(
+        self.work = reduce_scatter(
             self._output,
             packed,
             self._policy,
@@ -103,9 +103,9 @@ class Reduction:
 
     def drain(self) -> None:
         """Wait for the collective, if any, and free its input; the result may be thrown away."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
         self._input = None
 
 

@@ -17,17 +17,20 @@ from graphshard.runtime.finish import finish_later
 from graphshard.runtime.gather import Gather, prefetch, take_prefetched
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_unreduced
+from graphshard.runtime.stopwatch import Stopwatch, stopwatch
 
 
 @dataclass(slots=True)
 class Run:
     """Opens groups and remembers what is in flight, so that an exception leaves nothing behind.
 
-    defined: bit k is set when tangent k of this backward is not missing.
+    defined: bit k is set when tangent k of this backward is not missing. watch: takes the times of
+    this run, if the emitted code has marks.
     """
 
     direction: Direction
     defined: int = ALL_DEFINED
+    watch: Stopwatch | None = None
     _groups: list[LiveGroup] = field(default_factory=list)
     _gathered: set[LiveGroup] = field(default_factory=set)
     _last: LiveGroup | None = None
@@ -65,8 +68,15 @@ class Run:
         for reduction in busy[: len(busy) + 1 - cap]:
             reduction.drain()
 
+    def mark(self, index: int) -> None:
+        """Stretch `index` of the emitted code begins."""
+        if self.watch is not None:
+            self.watch.mark(index)
+
     def track(self, work: Gather | Reduction) -> None:
         self._in_flight.append(work)
+        if self.watch is not None and work.work is not None:
+            work.work = self.watch.watch(work.work)
 
     def abort(self) -> None:
         """Drain what was issued and drop what was gathered; gradients of this run are lost."""
@@ -195,8 +205,20 @@ class GatherStep:
             self._gather.release(keep=not fsdp.reshard_after_forward)
 
 
+@dataclass(slots=True)
+class Body:
+    """What one direction runs; replaced between steps, never during one.
+
+    watched: with marks, so that each run leaves its stopwatch in `watches`.
+    """
+
+    call: Callable[[list[Any]], Any]
+    watched: bool = False
+    watches: list[Stopwatch] = field(default_factory=list)
+
+
 def guarded(
-    body: Callable[[list[Any]], Any], direction: Direction, calls: Calls | None = None
+    body: Body, direction: Direction, device: torch.device, calls: Calls | None = None
 ) -> Callable[[list[Any]], Any]:
     """A boxed callable that runs `body` with a fresh `Run` as its first argument.
 
@@ -205,11 +227,17 @@ def guarded(
 
     def call(args: list[Any]) -> Any:
         run = Run(direction, ALL_DEFINED if calls is None else calls.take_mask())
+        if body.watched:
+            run.watch = stopwatch(device)
         args.insert(0, run)
         try:
-            return body(args)
+            outputs = body.call(args)
         except BaseException:
             run.abort()
             raise
+        if run.watch is not None:
+            body.watches.append(run.watch)
+        return outputs
 
+    call._boxed_call = True  # type: ignore[attr-defined]
     return call
