@@ -30,12 +30,13 @@ from graphshard.errors import CaptureError
 from graphshard.feedback import Feedback
 from graphshard.fsdp2 import modules_of
 from graphshard.fsdp2.settings import settings_of
-from graphshard.ir import Program, copied, output_node, set_anchor_group
+from graphshard.ir import Program, copied, copy_of, output_node, set_anchor_group
 from graphshard.measured import Measured
 from graphshard.options import Options
 from graphshard.pipeline import (
     Order,
     apply,
+    choose_recompute,
     place,
     plan_with_costs,
     plan_without_costs,
@@ -43,6 +44,8 @@ from graphshard.pipeline import (
     run_captured,
 )
 from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan
+from graphshard.planner.problem import Problem
+from graphshard.recompute import Unit, tag
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, find
 from graphshard.runtime.run import Body, guarded
@@ -93,10 +96,22 @@ class GraphCompiler:
         program = Program(self.name, infos, num_fwd_outputs, joint=joint)
         program = run_captured(program)
         self._calls = Calls(_tangent_positions(joint, num_fwd_outputs), tuple(self._anchors))
-        forward, backward = default_partition(
-            joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
-        )
-        self._schedule(program.groups, num_fwd_outputs, forward, backward)
+        groups, order = program.groups, self._order()
+
+        def split(repeated: Sequence[Unit]) -> tuple[fx.GraphModule, fx.GraphModule]:
+            clone = copy_of(joint)
+            tag(clone.graph, repeated)
+            return default_partition(clone, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+
+        forward, backward = split(())
+        placed, baseline = self._placed(groups, num_fwd_outputs, forward, backward), None
+        if order is not None and order.budget_bytes is not None:
+            repeated = choose_recompute(placed, order)
+            if repeated:
+                baseline = pose(placed, order)
+                forward, backward = split(repeated)
+                placed = self._placed(groups, num_fwd_outputs, forward, backward)
+        self._schedule(placed, order, baseline)
         return forward, backward
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -104,7 +119,7 @@ class GraphCompiler:
         infos = tuple(_describe(i, live) for i, live in enumerate(self.groups))
         outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
         program = run_captured(Program(self.name, infos, outputs, forward=gm))
-        self._schedule(program.groups, outputs, gm, None)
+        self._schedule(self._placed(program.groups, outputs, gm, None), self._order())
         return self._emit_forward(gm, inputs)
 
     def _emit_forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -130,13 +145,13 @@ class GraphCompiler:
 
     # -- parts -----------------------------------------------------------------------------
 
-    def _schedule(
+    def _placed(
         self,
         groups: tuple[GroupInfo, ...],
         outputs: int,
         forward: fx.GraphModule,
         backward: fx.GraphModule | None,
-    ) -> None:
+    ) -> Program:
         program = Program(
             self.name,
             groups,
@@ -144,17 +159,22 @@ class GraphCompiler:
             forward=with_run_input(forward),
             backward=None if backward is None else with_run_input(backward),
         )
-        placed = place(program)
-        order = self._order()
+        return place(program)
+
+    def _schedule(
+        self, placed: Program, order: Order | None, baseline: Problem | None = None
+    ) -> None:
+        """Plan, and put the program in the plan's order."""
         if order is None:
             plan = plan_without_costs(placed)
-        else:
-            problem = pose(placed, order)
-            plan = plan_with_costs(placed, problem)
+            self._adopt(apply(placed, plan), plan)
+            return
+        problem = pose(placed, order)
+        plan = plan_with_costs(placed, problem, baseline)
         spare = copied(placed)
         program = apply(placed, plan)
         self._adopt(program, plan)
-        if order is not None and backward is not None and self._options.replan_after is not None:
+        if program.backward is not None and self._options.replan_after is not None:
             self._feedback = Feedback(
                 placed=lambda: copied(spare),
                 problem=problem,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,13 +10,13 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from graphshard.errors import CaptureError
-from graphshard.ir import output_node, step_of
+from graphshard.ir import copy_of, output_node, step_of
 from graphshard.plan import Step, StepKind
 
 
 def with_run_input(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of `module` whose first input is the run object; the original stays as it is."""
-    clone = fx.GraphModule(module, copy.deepcopy(module.graph))
+    clone = copy_of(module)
     first = next(iter(clone.graph.nodes))
     with clone.graph.inserting_before(first):
         clone.graph.placeholder("run")
@@ -54,7 +53,7 @@ def with_marks(
 
     A stretch is a communication step, or compute up to the next one or the next of `cuts`.
     """
-    clone = fx.GraphModule(module, copy.deepcopy(module.graph))
+    clone = copy_of(module)
     run = next(iter(clone.graph.nodes))
     stretches = list(_stretches(clone.graph, cuts))
     for index, (node, _) in enumerate([*stretches, (output_node(clone.graph), None)]):

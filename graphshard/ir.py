@@ -8,7 +8,6 @@ only here.
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -54,11 +53,20 @@ class Program:
 
 def copied(program: Program) -> Program:
     """A program with graphs of its own; passes change graphs in place."""
+    return replace(
+        program,
+        forward=None if program.forward is None else copy_of(program.forward),
+        backward=None if program.backward is None else copy_of(program.backward),
+    )
 
-    def copy_of(module: fx.GraphModule | None) -> fx.GraphModule | None:
-        return None if module is None else fx.GraphModule(module, copy.deepcopy(module.graph))
 
-    return replace(program, forward=copy_of(program.forward), backward=copy_of(program.backward))
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    """A module with a graph of its own. `copy.deepcopy` would copy the calling convention too."""
+    graph = fx.Graph()
+    found: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
+    results, output = found
+    graph.output(results).meta.update(output.meta)
+    return fx.GraphModule(module, graph)
 
 
 @dataclass(frozen=True, slots=True)

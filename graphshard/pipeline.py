@@ -24,7 +24,8 @@ from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.outline import GroupUse, Outline, Ready
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Problem
-from graphshard.pricing import price
+from graphshard.pricing import price, recompute_units
+from graphshard.recompute import Unit
 from graphshard.verify import verify
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,23 @@ def place(program: Program) -> Program:
 
 
 def pose(program: Program, order: Order) -> Problem:
-    """The problem that a placed program poses."""
+    """The problem that a placed program poses, as it was partitioned."""
     return price(program, _outlines(program), order.settings, order.machine, order.budget_bytes)
+
+
+def choose_recompute(program: Program, order: Order) -> tuple[Unit, ...]:
+    """What backward should compute again, so that a budget is kept or gathers are saved.
+
+    Raises InfeasibleBudget if no choice fits the order's budget.
+    """
+    outlines = _outlines(program)
+    found = recompute_units(program, outlines, order.machine)
+    if not found:
+        return ()
+    problem = price(
+        program, outlines, order.settings, order.machine, order.budget_bytes, recompute=True
+    )
+    return tuple(found[index] for index in plan_step(problem).recompute)
 
 
 def plan_without_costs(program: Program) -> Plan:
@@ -87,9 +103,12 @@ def plan_without_costs(program: Program) -> Plan:
     return _plan_of(program, [one_ahead(o) for o in _outlines(program).values()])
 
 
-def plan_with_costs(program: Program, problem: Problem) -> Plan:
-    """The best plan that the planner finds. Raises InfeasibleBudget if none fits the budget."""
-    planned = plan_step(problem)
+def plan_with_costs(program: Program, problem: Problem, baseline: Problem | None = None) -> Plan:
+    """The best plan that the planner finds. Raises InfeasibleBudget if none fits the budget.
+
+    baseline: the problem without recomputation, if `program` has some: what FSDP2 would run.
+    """
+    planned = plan_step(problem, baseline)
     plan = _plan_of(program, planned.schedules)
     groups = tuple(
         replace(info, keep_is_planned=group.reshard is None)

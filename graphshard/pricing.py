@@ -33,11 +33,13 @@ from graphshard.planner.problem import (
     Lane,
     Part,
     Problem,
+    Recompute,
     Region,
     Transfer,
     Use,
     checked,
 )
+from graphshard.recompute import Unit, units
 
 # A long stretch of compute is cut into so many regions, so that a gather can start inside it.
 CUTS = 8
@@ -49,8 +51,13 @@ def price(
     settings: Sequence[GroupSettings],
     machine: Machine,
     budget_bytes: int | None = None,
+    *,
+    recompute: bool = False,
 ) -> Problem:
-    """The problem that `program` poses on `machine`. Raises PlanError if it contradicts itself."""
+    """The problem that `program` poses on `machine`. Raises PlanError if it contradicts itself.
+
+    recompute: activations may be computed again; the options are those of `recompute_units`.
+    """
     lanes = tuple(dict.fromkeys(n for s in settings for n in (s.gather_lane, s.reduce_lane)))
     stages = {
         direction: _stage(module.graph, outlines[direction], machine, direction)
@@ -66,10 +73,42 @@ def price(
             forward=stages[Direction.FORWARD].regions,
             backward=stages[Direction.BACKWARD].regions if Direction.BACKWARD in stages else (),
             resident=tuple(_resident(settings)),
+            recompute=tuple(_recompute(program, outlines, stages, machine)) if recompute else (),
             regroup_gathers=False,
             budget_bytes=budget_bytes,
         )
     )
+
+
+def recompute_units(
+    program: Program, outlines: dict[Direction, Outline], machine: Machine
+) -> tuple[Unit, ...]:
+    """What backward could compute again, in the order of the problem's options."""
+    if program.forward is None or program.backward is None:
+        return ()
+    ends = _ends(program.forward.graph, machine)
+    return units(program, outlines[Direction.FORWARD], ends)
+
+
+def _recompute(
+    program: Program,
+    outlines: dict[Direction, Outline],
+    stages: dict[Direction, _Stage],
+    machine: Machine,
+) -> Iterator[Recompute]:
+    for unit in recompute_units(program, outlines, machine):
+        yield Recompute(
+            name=program.groups[unit.group].fqn,
+            after=stages[Direction.FORWARD].region_of(unit.after),
+            before=stages[Direction.BACKWARD].region_of(unit.before),
+            saved_bytes=unit.saved_bytes,
+            extra_us=unit.extra_us,
+        )
+
+
+def _ends(graph: fx.Graph, machine: Machine) -> tuple[float, ...]:
+    """When each op ends if all run one after the other, from 0."""
+    return (0.0, *map(float, ends_us(machine.processor, graph_work(graph))))
 
 
 def _modules(program: Program) -> Iterator[tuple[Direction, fx.GraphModule]]:
@@ -98,7 +137,7 @@ class _Stage:
 
 
 def _stage(graph: fx.Graph, outline: Outline, machine: Machine, direction: Direction) -> _Stage:
-    ends = (0.0, *map(float, ends_us(machine.processor, graph_work(graph))))
+    ends = _ends(graph, machine)
     live = live_bytes(graph, frees_inputs=direction is Direction.BACKWARD)
     starts = _starts(outline, ends)
     regions = tuple(

@@ -75,12 +75,12 @@ def _blocks(graph: fx.Graph, count: int) -> list[_Block]:
         # A communication step stands between two ops; the first one still has the memory.
         now = count - 1 if node.op == "output" else place.get(node, clock - 1)
         for source in node.all_input_nodes:
-            if (block := blocks.get(_owner(source))) is not None:
+            if (block := blocks.get(owner(source))) is not None:
                 block.last = max(block.last, now)
         for gradient in _reduced(node):
-            if (block := blocks.get(_owner(gradient))) is not None and block.kind == "made":
+            if (block := blocks.get(owner(gradient))) is not None and block.kind == "made":
                 block.kind = "grads"
-        if _owner(node) is node and (node.op == "placeholder" or node in place):
+        if owner(node) is node and (node.op == "placeholder" or node in place):
             kind = "inputs" if node.op == "placeholder" else "made"
             born = place.get(_producer(node), 0)
             blocks[node] = _Block(
@@ -90,7 +90,7 @@ def _blocks(graph: fx.Graph, count: int) -> list[_Block]:
     return list(blocks.values())
 
 
-def _owner(node: fx.Node) -> fx.Node:
+def owner(node: fx.Node) -> fx.Node:
     """The node that made the memory which `node` shows.
 
     Each result of an op with several has memory of its own; it belongs to the `getitem`.
@@ -128,6 +128,11 @@ def _reduced(node: fx.Node) -> Sequence[fx.Node]:
     step = step_of(node)
     issues = step is not None and step.kind is StepKind.REDUCE_ISSUE
     return node.all_input_nodes if issues else ()
+
+
+def tensor_bytes(node: fx.Node) -> int:
+    """Of what a node makes, its whole storage."""
+    return sum(_size_bytes(value, "made") for value in _tensors(node))
 
 
 def _tensors(node: fx.Node) -> Iterator[Tensor]:

@@ -24,14 +24,21 @@ HALVINGS = 7
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The chosen schedules, and what they and FSDP2's own come to in the simulation."""
+    """The chosen schedules, and what they and FSDP2's own come to in the simulation.
+
+    recompute: indices of the problem's options that are taken.
+    """
 
     schedules: tuple[Schedule, ...]
     estimate: Estimate
+    recompute: tuple[int, ...] = ()
 
 
-def plan_step(problem: Problem) -> Planned:
-    """The best schedules found. Raises InfeasibleBudget (GS601) if none fits the budget."""
+def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
+    """The best schedules found. Raises InfeasibleBudget (GS601) if none fits the budget.
+
+    baseline: what FSDP2 would run, where that is not `problem` (activations are computed again).
+    """
     own = fsdp2(problem)
     budget = own.peak_bytes if problem.budget_bytes is None else problem.budget_bytes
     best = search(Bench(problem, budget), [own.choices])
@@ -39,8 +46,9 @@ def plan_step(problem: Problem) -> Planned:
         best = own
     if best is None:
         raise InfeasibleBudget("GS601", _why(problem, budget, own.peak_bytes))
-    estimate = Estimate(best.us, best.peak_bytes, budget, own.us, own.peak_bytes)
-    return Planned(tuple(_schedules(problem, best)), estimate)
+    theirs = own if baseline is None else fsdp2(baseline)
+    estimate = Estimate(best.us, best.peak_bytes, budget, theirs.us, theirs.peak_bytes)
+    return Planned(tuple(_schedules(problem, best)), estimate, best.choices.recompute)
 
 
 def fsdp2(problem: Problem) -> Candidate:

@@ -69,3 +69,30 @@ def explicit(ctx: Ctx) -> list[int]:
 
 def test_an_explicit_reshard_setting_is_binding(pool: Pool) -> None:
     assert pool.run(2, explicit) == [[5, 5], [5, 5]]
+
+
+def squeezed(ctx: Ctx, name: str) -> list[tuple[float, int]]:
+    """Budgets below FSDP2's peak, down to the least feasible one."""
+    case, found = CASES[name], []
+    expected = train(build(case, ctx), case, ctx, 2)
+    own_bytes = 10**12
+    for share in (1.0, 1.0, 0.9, 0.8, 0.7):
+        model = build(case, ctx)
+        options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
+        model.compile(backend="graphshard", fullgraph=True, options=options)
+        try:
+            assert_equal(expected, train(model, case, ctx, 2))
+        except Exception as error:
+            if "GS601" not in str(error):
+                raise
+            break
+        summary = graphshard.plans(model)[0].summary()
+        own_bytes = summary["fsdp2"]["peak_bytes"] if own_bytes == 10**12 else own_bytes
+        found.append((share, summary["peak_bytes"], summary["step_time_us"]))
+    return found
+
+
+def test_a_budget_below_that_of_fsdp2_is_kept_by_computing_again(pool: Pool) -> None:
+    first, second = pool.run(2, squeezed, "llama", timeout_s=280)
+    assert first == second
+    assert len(first) > 2
