@@ -17,7 +17,7 @@ from torch import fx
 from graphshard.cost.comm import Collective
 from graphshard.cost.comm import Group as Ranks
 from graphshard.cost.flops import graph_work
-from graphshard.cost.live import live_bytes
+from graphshard.cost.live import Live, live_bytes, saved_memory
 from graphshard.cost.machine import Machine, collective_us, launch_us
 from graphshard.cost.memory import ITEM_BYTES
 from graphshard.cost.roofline import copy_us, ends_us
@@ -60,7 +60,7 @@ def price(
     """
     lanes = tuple(dict.fromkeys(n for s in settings for n in (s.gather_lane, s.reduce_lane)))
     stages = {
-        direction: _stage(module.graph, outlines[direction], machine, direction)
+        direction: _stage(module.graph, outlines[direction], machine, _live(program, direction))
         for direction, module in _modules(program)
     }
     groups = tuple(
@@ -136,9 +136,17 @@ class _Stage:
         return bisect_right(self.starts[:-1], op) - 1
 
 
-def _stage(graph: fx.Graph, outline: Outline, machine: Machine, direction: Direction) -> _Stage:
+def _live(program: Program, direction: Direction) -> tuple[Live, ...]:
+    assert program.forward is not None
+    if direction is Direction.FORWARD:
+        return live_bytes(program.forward.graph, frees_inputs=False)
+    assert program.backward is not None
+    saved = saved_memory(program.forward.graph)
+    return live_bytes(program.backward.graph, frees_inputs=True, inputs=saved)
+
+
+def _stage(graph: fx.Graph, outline: Outline, machine: Machine, live: Sequence[Live]) -> _Stage:
     ends = _ends(graph, machine)
-    live = live_bytes(graph, frees_inputs=direction is Direction.BACKWARD)
     starts = _starts(outline, ends)
     regions = tuple(
         Region(

@@ -9,8 +9,10 @@ counted here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -34,16 +36,34 @@ class Live:
     grads: int
 
 
-def live_bytes(graph: fx.Graph, *, frees_inputs: bool) -> tuple[Live, ...]:
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory that several inputs of a graph may show; `name` tells two of them apart."""
+
+    name: str
+    size_bytes: int
+
+
+def saved_memory(forward: fx.Graph) -> dict[str, Memory]:
+    """What the outputs of `forward` show, by name: backward's inputs have the same names."""
+    outputs: Any = forward.find_nodes(op="output")[0].args[0]
+    nodes = [n for n in outputs if isinstance(n, fx.Node)]
+    return {n.name: Memory(owner(n).name, tensor_bytes(owner(n))) for n in nodes}
+
+
+def live_bytes(
+    graph: fx.Graph, *, frees_inputs: bool, inputs: Mapping[str, Memory] = MappingProxyType({})
+) -> tuple[Live, ...]:
     """Bytes alive during each of `graphshard.ir.compute_nodes(graph)`.
 
     frees_inputs: an input's memory ends with its last reader (a boxed backward); else the caller
-    holds it to the end. Sizes that are symbols count with their hints.
+    holds it to the end. inputs: what inputs show, where several may show the same memory. Sizes
+    that are symbols count with their hints.
     """
     count = len(compute_nodes(graph))
     # One running sum per kind of memory: what is added at birth is taken away after the last use.
     changes = {kind: [0] * (count + 1) for kind in ("inputs", "made", "grads")}
-    for block in _blocks(graph, count):
+    for block in _blocks(graph, count, inputs):
         if block.kind == "inputs" and not frees_inputs:
             block.last = count - 1
         if block.last >= block.born:
@@ -67,9 +87,10 @@ class _Block:
     last: int
 
 
-def _blocks(graph: fx.Graph, count: int) -> list[_Block]:
+def _blocks(graph: fx.Graph, count: int, inputs: Mapping[str, Memory]) -> list[_Block]:
     place = {node: i for i, node in enumerate(compute_nodes(graph))}
     blocks: dict[fx.Node, _Block] = {}
+    shown: dict[str, _Block] = {}
     clock = 0  # compute ops before the current node
     for node in graph.nodes:
         # A communication step stands between two ops; the first one still has the memory.
@@ -83,11 +104,13 @@ def _blocks(graph: fx.Graph, count: int) -> list[_Block]:
         if owner(node) is node and (node.op == "placeholder" or node in place):
             kind = "inputs" if node.op == "placeholder" else "made"
             born = place.get(_producer(node), 0)
-            blocks[node] = _Block(
-                kind, sum(_size_bytes(t, kind) for t in _tensors(node)), born, now
-            )
+            size = sum(_size_bytes(t, kind) for t in _tensors(node))
+            block = _Block(kind, size, born, now)
+            if node.op == "placeholder" and (memory := inputs.get(node.name)) is not None:
+                block = shown.setdefault(memory.name, replace(block, size_bytes=memory.size_bytes))
+            blocks[node] = block
         clock += node in place
-    return list(blocks.values())
+    return list({id(block): block for block in blocks.values()}.values())
 
 
 def owner(node: fx.Node) -> fx.Node:
