@@ -173,7 +173,7 @@ class GraphCompiler:
         plan = plan_with_costs(placed, problem, baseline)
         spare = copied(placed)
         program = apply(placed, plan)
-        self._adopt(program, plan)
+        self._adopt(program, plan, problem)
         if program.backward is not None and self._options.replan_after is not None:
             self._feedback = Feedback(
                 placed=lambda: copied(spare),
@@ -186,9 +186,16 @@ class GraphCompiler:
                 adopt=self._adopt,
             )
 
-    def _adopt(self, program: Program, plan: Plan, measured: Measured | None = None) -> None:
+    def _adopt(
+        self,
+        program: Program,
+        plan: Plan,
+        problem: Problem | None = None,
+        measured: Measured | None = None,
+    ) -> None:
         self._program, self.plan = program, plan
-        compiled = CompiledPlan(plan, code_of(program.forward), code_of(program.backward), measured)
+        code = code_of(program.forward), code_of(program.backward)
+        compiled = CompiledPlan(plan, *code, problem, measured)
         for record in self.records:
             record.plans[self.name] = compiled
 

@@ -40,7 +40,7 @@ class Feedback:
     """One graph pair that is watched from its second step on and planned again after `after`.
 
     placed: makes a fresh copy of the program as it was before its plan was applied. adopt: takes
-    the new program and plan.
+    the new program, its plan, and what that was made from.
     """
 
     placed: Callable[[], Program]
@@ -50,7 +50,7 @@ class Feedback:
     bodies: Mapping[Direction, Body]
     groups: list[LiveGroup]
     after: int
-    adopt: Callable[[Program, Plan, Measured], None]
+    adopt: Callable[[Program, Plan, Problem, Measured], None]
     _stretches: dict[Direction, tuple[Step, ...]] = field(default_factory=dict)
     _done: bool = False
 
@@ -79,7 +79,7 @@ class Feedback:
             placed = self.placed()
             self.plan = plan_with_costs(placed, problem)
             self.program = apply(placed, self.plan)
-            self.adopt(self.program, self.plan, measured)
+            self.adopt(self.program, self.plan, problem, measured)
         for direction, module in _modules(self.program).items():
             body = self.bodies[direction]
             body.call, body.watched = emit(module), False

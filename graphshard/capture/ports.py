@@ -60,11 +60,16 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A plan, the Python that was emitted for it, and what a plan before it was measured at."""
+    """A plan, the Python that was emitted for it, and what it was made from.
+
+    problem: the `graphshard.planner.problem.Problem`, if costs were known. measured: what the plan
+    before it was measured at.
+    """
 
     plan: Plan
     forward_code: str
     backward_code: str
+    problem: object = None
     measured: Measured | None = None
 
 
