@@ -6,7 +6,7 @@ simulation. What is not faster than FSDP2's schedule is replaced by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from graphshard.errors import InfeasibleBudget
@@ -16,7 +16,7 @@ from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
 from graphshard.planner.problem import Problem
 from graphshard.planner.score import Bench, Candidate, Scored, score, start_bytes
 from graphshard.planner.search import search
-from graphshard.planner.stage import assemble, stage_of
+from graphshard.planner.stage import Placement, Stage, assemble, stage_of
 
 # Halvings when the least feasible peak is looked for: 1 % of FSDP2's peak.
 HALVINGS = 7
@@ -51,15 +51,17 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     return Planned(tuple(_schedules(problem, best)), estimate, best.choices.recompute)
 
 
-def fsdp2(problem: Problem) -> Candidate:
-    """FSDP2's own choices and positions, whether they fit or not."""
+def fsdp2(
+    problem: Problem, place: Callable[[Problem, Stage], Placement] = fsdp2_placement
+) -> Candidate:
+    """FSDP2's own choices and positions, whether they fit or not. place: its positions."""
     choices = fsdp2_choices(problem)
     bench = Bench(problem, 0)
     found: list[Scored] = []
     for direction in problem.directions:
         stages = [stage_of(problem, choices, direction, turn) for turn, _ in turns(problem)]
         starts = start_bytes(bench, choices, direction)
-        found.append(score(bench, stages, starts, fsdp2_placement(problem, stages[0])))
+        found.append(score(bench, stages, starts, place(problem, stages[0])))
     return Candidate(choices, tuple(found))
 
 
