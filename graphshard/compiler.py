@@ -39,12 +39,12 @@ from graphshard.pipeline import (
     choose_recompute,
     place,
     plan_with_costs,
-    plan_without_costs,
     pose,
     run_captured,
 )
-from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan
+from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan, Reshard
 from graphshard.planner.problem import Problem
+from graphshard.pricing import Freedom
 from graphshard.recompute import Unit, tag
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, find
@@ -105,12 +105,10 @@ class GraphCompiler:
 
         forward, backward = split(())
         placed, baseline = self._placed(groups, num_fwd_outputs, forward, backward), None
-        if order is not None and order.budget_bytes is not None:
-            repeated = choose_recompute(placed, order)
-            if repeated:
-                baseline = pose(placed, order)
-                forward, backward = split(repeated)
-                placed = self._placed(groups, num_fwd_outputs, forward, backward)
+        if repeated := choose_recompute(placed, order):
+            baseline = pose(placed, order)
+            forward, backward = split(repeated)
+            placed = self._placed(groups, num_fwd_outputs, forward, backward)
         self._schedule(placed, order, baseline)
         return forward, backward
 
@@ -161,16 +159,10 @@ class GraphCompiler:
         )
         return place(program)
 
-    def _schedule(
-        self, placed: Program, order: Order | None, baseline: Problem | None = None
-    ) -> None:
+    def _schedule(self, placed: Program, order: Order, baseline: Problem | None = None) -> None:
         """Plan, and put the program in the plan's order."""
-        if order is None:
-            plan = plan_without_costs(placed)
-            self._adopt(apply(placed, plan), plan)
-            return
         problem = pose(placed, order)
-        plan = plan_with_costs(placed, problem, baseline)
+        plan = plan_with_costs(placed, problem, order.freedom.reshard, baseline)
         spare = copied(placed)
         program = apply(placed, plan)
         self._adopt(program, plan, problem)
@@ -178,6 +170,7 @@ class GraphCompiler:
             self._feedback = Feedback(
                 placed=lambda: copied(spare),
                 problem=problem,
+                reshard=order.freedom.reshard,
                 program=program,
                 plan=plan,
                 bodies=self._bodies,
@@ -199,14 +192,11 @@ class GraphCompiler:
         for record in self.records:
             record.plans[self.name] = compiled
 
-    def _order(self) -> Order | None:
-        """What the planner needs, if the user asked for a budget."""
-        budget = self._options.memory_budget_bytes
-        if budget is None:
-            return None
+    def _order(self) -> Order:
+        """What the planner needs."""
         groups = [live.fsdp for live in self.groups]
         machine = machine_for(self._options.machine, groups[0].device)
-        return Order(settings_of(groups), machine, budget)
+        return Order(settings_of(groups), machine, freedom_of(self._options))
 
     @property
     def records(self) -> list[Record]:
@@ -256,6 +246,19 @@ def _boxed(gm: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def freedom_of(options: Options) -> Freedom:
+    """With a budget or `reshard="auto"` the planner decides everything that the user left open.
+
+    Otherwise it keeps gathered what FSDP2 keeps, and like FSDP2 one group ahead.
+    """
+    budget = options.memory_budget_bytes
+    if options.reshard == "auto":
+        return Freedom(budget, reshard=Reshard.AUTO, recompute=budget is not None)
+    if budget is not None:
+        return Freedom(budget, reshard=Reshard.OPEN, recompute=True)
+    return Freedom(most_ahead=1)
 
 
 def machine_for(given: str | None, device: torch.device) -> Machine:

@@ -22,7 +22,7 @@ from graphshard.fsdp2.store import exchange, ranks_of
 from graphshard.ir import Program
 from graphshard.measured import Lap, Measured
 from graphshard.pipeline import apply, plan_with_costs
-from graphshard.plan import Direction, Plan, Step, StepKind
+from graphshard.plan import Direction, Plan, Reshard, Step, StepKind
 from graphshard.planner.observed import observed
 from graphshard.planner.problem import Problem
 from graphshard.runtime.live import LiveGroup
@@ -45,6 +45,7 @@ class Feedback:
 
     placed: Callable[[], Program]
     problem: Problem
+    reshard: Reshard
     program: Program
     plan: Plan
     bodies: Mapping[Direction, Body]
@@ -77,7 +78,7 @@ class Feedback:
         if measured is not None:
             problem = observed(self.problem, measured)
             placed = self.placed()
-            self.plan = plan_with_costs(placed, problem)
+            self.plan = plan_with_costs(placed, problem, self.reshard)
             self.program = apply(placed, self.plan)
             self.adopt(self.program, self.plan, problem, measured)
         for direction, module in _modules(self.program).items():

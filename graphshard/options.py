@@ -11,7 +11,7 @@ from pathlib import Path
 
 from graphshard.errors import OptionsError
 
-_CHOICES = {"compute": ("aten",), "fallback": ("warn", "error")}
+_CHOICES = {"compute": ("aten",), "fallback": ("warn", "error"), "reshard": ("fsdp2", "auto")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,10 @@ class Options:
     compute: "aten" runs the captured ATen ops as they are (bitwise equal to eager FSDP2).
     fallback: "warn" runs what cannot be captured through FSDP2, "error" raises instead.
     dump_dir: folder for the emitted Python and the plan of each graph, or None.
-    memory_budget_bytes: hard limit on the predicted peak of a rank; the planner then decides with
-    the cost model. None: each gather one group ahead, as FSDP2 keeps and reshards.
+    memory_budget_bytes: hard limit on the predicted peak of a rank; the planner then decides what
+    the user left open. None: FSDP2's predicted peak, gathers one group ahead as in FSDP2.
+    reshard: "fsdp2" keeps gathered what FSDP2's settings say (with a budget: what the user set, the
+    planner decides the rest); "auto" leaves it to the planner for all groups.
     machine: what costs are taken from: a preset's name or the path of a calibrated profile; None:
     the preset of the device.
     replan_after: forwards after which the plan is made again from measured times; None: never.
@@ -32,6 +34,7 @@ class Options:
     fallback: str = "warn"
     dump_dir: Path | None = None
     memory_budget_bytes: int | None = None
+    reshard: str = "fsdp2"
     machine: str | None = None
     replan_after: int | None = None
 
@@ -66,6 +69,7 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
         replan_after=_parse_count("replan_after", given.get("replan_after"), least=2),
         compute=str(given.get("compute", default.compute)),
         fallback=str(given.get("fallback", default.fallback)),
+        reshard=str(given.get("reshard", default.reshard)),
         dump_dir=Path(dump_dir) if dump_dir else None,
     )
 

@@ -19,12 +19,12 @@ from graphshard.ir import (
 )
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
-from graphshard.plan import Direction, Plan, Schedule, StepKind
+from graphshard.plan import Direction, Plan, Reshard, Schedule, StepKind
 from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.outline import GroupUse, Outline, Ready
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Problem
-from graphshard.pricing import price, recompute_units
+from graphshard.pricing import Freedom, price, recompute_units
 from graphshard.recompute import Unit
 from graphshard.verify import verify
 
@@ -49,14 +49,11 @@ def run_captured(program: Program) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a plan with the cost model needs to know: settings of the groups, machine, budget.
-
-    budget_bytes: None for the peak of FSDP2's own schedule.
-    """
+    """What a plan with the cost model needs to know."""
 
     settings: tuple[GroupSettings, ...]
     machine: Machine
-    budget_bytes: int | None = None
+    freedom: Freedom
 
 
 def schedule(program: Program, order: Order | None = None) -> tuple[Program, Plan]:
@@ -69,7 +66,7 @@ def schedule(program: Program, order: Order | None = None) -> tuple[Program, Pla
     if order is None:
         plan = plan_without_costs(placed)
     else:
-        plan = plan_with_costs(placed, pose(placed, order))
+        plan = plan_with_costs(placed, pose(placed, order), order.freedom.reshard)
     return apply(placed, plan), plan
 
 
@@ -80,7 +77,8 @@ def place(program: Program) -> Program:
 
 def pose(program: Program, order: Order) -> Problem:
     """The problem that a placed program poses, as it was partitioned."""
-    return price(program, _outlines(program), order.settings, order.machine, order.budget_bytes)
+    freedom = replace(order.freedom, recompute=False)
+    return price(program, _outlines(program), order.settings, order.machine, freedom)
 
 
 def choose_recompute(program: Program, order: Order) -> tuple[Unit, ...]:
@@ -88,13 +86,13 @@ def choose_recompute(program: Program, order: Order) -> tuple[Unit, ...]:
 
     Raises InfeasibleBudget if no choice fits the order's budget.
     """
+    if not order.freedom.recompute:
+        return ()
     outlines = _outlines(program)
     found = recompute_units(program, outlines, order.machine)
     if not found:
         return ()
-    problem = price(
-        program, outlines, order.settings, order.machine, order.budget_bytes, recompute=True
-    )
+    problem = price(program, outlines, order.settings, order.machine, order.freedom)
     return tuple(found[index] for index in plan_step(problem).recompute)
 
 
@@ -103,7 +101,9 @@ def plan_without_costs(program: Program) -> Plan:
     return _plan_of(program, [one_ahead(o) for o in _outlines(program).values()])
 
 
-def plan_with_costs(program: Program, problem: Problem, baseline: Problem | None = None) -> Plan:
+def plan_with_costs(
+    program: Program, problem: Problem, reshard: Reshard, baseline: Problem | None = None
+) -> Plan:
     """The best plan that the planner finds. Raises InfeasibleBudget if none fits the budget.
 
     baseline: the problem without recomputation, if `program` has some: what FSDP2 would run.
@@ -111,7 +111,7 @@ def plan_with_costs(program: Program, problem: Problem, baseline: Problem | None
     planned = plan_step(problem, baseline)
     plan = _plan_of(program, planned.schedules)
     groups = tuple(
-        replace(info, keep_is_planned=group.reshard is None)
+        replace(info, resharded_by=reshard if group.reshard is None else Reshard.FSDP2)
         for info, group in zip(plan.groups, problem.groups, strict=True)
     )
     return replace(plan, groups=groups, estimate=planned.estimate)

@@ -33,6 +33,14 @@ class StepKind(StrEnum):
     REDUCE_WAIT = "reduce_wait"
 
 
+class Reshard(StrEnum):
+    """Who decides what stays gathered from forward to backward."""
+
+    FSDP2 = "fsdp2"  # `reshard_after_forward`, FSDP2's default included
+    OPEN = "open"  # the planner, as long as the user leaves it to FSDP2
+    AUTO = "auto"  # the planner, whatever is set
+
+
 class Lane(StrEnum):
     """One in-order queue."""
 
@@ -56,7 +64,7 @@ class ParamInfo:
 class GroupInfo:
     """One `fully_shard` group. `gathered_bytes` counts FSDP2's padding of uneven shards.
 
-    keep_is_planned: the plan says whether it stays gathered until backward, not FSDP2.
+    resharded_by: who says whether it stays gathered until backward.
     """
 
     id: int
@@ -65,7 +73,7 @@ class GroupInfo:
     world_size: int
     reshard_after_forward: bool
     gathered_bytes: int
-    keep_is_planned: bool = False
+    resharded_by: Reshard = Reshard.FSDP2
 
     @property
     def trainable(self) -> bool:
@@ -292,6 +300,7 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
         GroupInfo(
             **{
                 **g,
+                "resharded_by": Reshard(g["resharded_by"]),
                 "params": tuple(
                     ParamInfo(**{**p, "shape": tuple(p["shape"])}) for p in g["params"]
                 ),

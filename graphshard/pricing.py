@@ -23,7 +23,7 @@ from graphshard.cost.memory import ITEM_BYTES
 from graphshard.cost.roofline import copy_us, ends_us
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.ir import Program
-from graphshard.plan import Direction, GroupInfo
+from graphshard.plan import Direction, GroupInfo, Reshard
 from graphshard.planner.outline import Outline
 from graphshard.planner.problem import (
     Category,
@@ -45,18 +45,32 @@ from graphshard.recompute import Unit, units
 CUTS = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Freedom:
+    """What the planner may decide beyond the order and the waits of collectives.
+
+    budget_bytes: hard limit on the peak; None: FSDP2's own peak. most_ahead: gathers in flight;
+    None: as many as memory allows. reshard: OPEN leaves it groups without a setting, AUTO all.
+    recompute: activations may be computed again. regroup: gathers may be merged and split.
+    """
+
+    budget_bytes: int | None = None
+    most_ahead: int | None = None
+    reshard: Reshard = Reshard.FSDP2
+    recompute: bool = False
+    regroup: bool = False
+
+
 def price(
     program: Program,
     outlines: dict[Direction, Outline],
     settings: Sequence[GroupSettings],
     machine: Machine,
-    budget_bytes: int | None = None,
-    *,
-    recompute: bool = False,
+    freedom: Freedom,
 ) -> Problem:
     """The problem that `program` poses on `machine`. Raises PlanError if it contradicts itself.
 
-    recompute: activations may be computed again; the options are those of `recompute_units`.
+    Options of recomputation are those of `recompute_units`.
     """
     lanes = tuple(dict.fromkeys(n for s in settings for n in (s.gather_lane, s.reduce_lane)))
     stages = {
@@ -64,8 +78,10 @@ def price(
         for direction, module in _modules(program)
     }
     groups = tuple(
-        _group(info, settings[info.id], stages, lanes, machine) for info in program.groups
+        _group(info, settings[info.id], stages, lanes, machine, freedom.reshard)
+        for info in program.groups
     )
+    options = _recompute(program, outlines, stages, machine) if freedom.recompute else ()
     return checked(
         Problem(
             groups=groups,
@@ -73,9 +89,10 @@ def price(
             forward=stages[Direction.FORWARD].regions,
             backward=stages[Direction.BACKWARD].regions if Direction.BACKWARD in stages else (),
             resident=tuple(_resident(settings)),
-            recompute=tuple(_recompute(program, outlines, stages, machine)) if recompute else (),
-            regroup_gathers=False,
-            budget_bytes=budget_bytes,
+            recompute=tuple(options),
+            regroup_gathers=freedom.regroup,
+            most_ahead=freedom.most_ahead,
+            budget_bytes=freedom.budget_bytes,
         )
     )
 
@@ -183,6 +200,7 @@ def _group(
     stages: dict[Direction, _Stage],
     lanes: Sequence[str],
     machine: Machine,
+    reshard: Reshard,
 ) -> Group:
     ranks = Ranks(own.ranks, own.ranks_per_node, own.gather_lane)
     gather = Transfer(
@@ -191,6 +209,7 @@ def _group(
         unpack_us=float(copy_us(machine.processor, info.gathered_bytes)),
     )
     uses = {d: _use(stage, info.id) for d, stage in stages.items()}
+    decided = {Reshard.OPEN: own.reshard, Reshard.AUTO: None}
     part = Part(
         gathered_bytes=info.gathered_bytes,
         gather=gather,
@@ -205,7 +224,7 @@ def _group(
         gather_lane=lanes.index(own.gather_lane),
         reduce_lane=lanes.index(own.reduce_lane),
         world_size=own.ranks,
-        reshard=own.reshard,
+        reshard=decided.get(reshard, info.reshard_after_forward),
         is_root=own.is_root,
         forward_prefetch=own.forward_prefetch,
         backward_prefetch=own.backward_prefetch,

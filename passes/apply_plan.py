@@ -6,7 +6,7 @@ from torch import fx
 
 from graphshard.errors import VerifyError
 from graphshard.ir import Program, compute_nodes, output_node, step_of, steps
-from graphshard.plan import Direction, Plan, Schedule, StepKind
+from graphshard.plan import Direction, Plan, Reshard, Schedule, StepKind
 
 
 def apply_plan(program: Program, plan: Plan) -> Program:
@@ -33,8 +33,10 @@ def _keep(graph: fx.Graph, program: Program, schedule: Schedule) -> None:
     """Hand the plan's decisions to the releases of forward."""
     kept = {s.group for s in schedule.of_kind(StepKind.RELEASE) if s.kept}
     for node, step in steps(graph, StepKind.RELEASE):
-        if node.target == "release_for_backward" and program.groups[step.group].keep_is_planned:
-            node.kwargs = {"keep": step.group in kept}
+        decided = program.groups[step.group].resharded_by
+        if node.target == "release_for_backward" and decided is not Reshard.FSDP2:
+            final = {"final": True} if decided is Reshard.AUTO else {}
+            node.kwargs = {"keep": step.group in kept, **final}
 
 
 def _reorder(graph: fx.Graph, schedule: Schedule) -> None:

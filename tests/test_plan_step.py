@@ -26,7 +26,7 @@ def test_a_larger_budget_keeps_groups_until_backward():
     kept = [s.group for s in forward.of_kind(StepKind.RELEASE) if s.kept]
     assert kept
     assert [s.group for s in backward.of_kind(StepKind.GATHER_ISSUE) if s.kept] == kept[::-1]
-    assert free.estimate.step_time_us < plan_step(problem).estimate.step_time_us
+    assert free.estimate.step_time_us <= plan_step(problem).estimate.step_time_us
 
 
 def test_what_cannot_fit_is_an_error_that_says_what_would():

@@ -207,6 +207,7 @@ class Problem:
     has_gradients: `.grad` exists already, so that a reduction adds to it.
     regroup_reductions: reductions too may be merged and split. That can change the last bit of a
     sum over more than two ranks, so it is off unless asked for.
+    most_ahead: at most so many gathers in flight; None: as many as memory allows.
     budget_bytes: hard limit on the peak; None: FSDP2's own peak.
     """
 
@@ -221,6 +222,7 @@ class Problem:
     has_gradients: bool = False
     regroup_gathers: bool = True
     regroup_reductions: bool = False
+    most_ahead: int | None = None
     budget_bytes: int | None = None
 
     @property

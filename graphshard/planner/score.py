@@ -163,9 +163,10 @@ def _handed_over(bench: Bench, choices: Choices) -> list[int]:
 
 def all_policies(problem: Problem, direction: Direction) -> tuple[Policy, ...]:
     """Every policy worth trying. Gathers hold back only for reductions on their own lane."""
+    most = UNLIMITED if problem.most_ahead is None else problem.most_ahead
     if direction is Direction.FORWARD:
-        return (Policy(),)
+        return (Policy(most),)
     lanes = {g.lane_in(direction) for g in problem.groups}
     shared = any(g.reduce_lane in lanes for g in problem.groups)
-    ahead = AHEAD if shared else AHEAD[:1]
+    ahead = dict.fromkeys(min(most, count) for count in (AHEAD if shared else AHEAD[:2]))
     return tuple(Policy(*values) for values in product(ahead, BUFFERS, ROOM))

@@ -190,16 +190,16 @@ class GatherStep:
         is_backward = self._run.direction is Direction.BACKWARD
         self._gather.release(keep=is_backward and not self._live.fsdp.reshard_after_backward)
 
-    def release_for_backward(self, *, keep: bool | None = None) -> None:
+    def release_for_backward(self, *, keep: bool | None = None, final: bool = False) -> None:
         """Last use in forward is over; backward needs the group again.
 
         FSDP2's `reshard_after_forward`, read now, says whether it stays gathered. keep: the plan's
-        decision, which counts if the user left the setting to FSDP2.
+        decision, which counts if the user left the setting to FSDP2, or if it is `final`.
         """
         fsdp = self._live.fsdp
         if (group := fsdp.post_forward_process_group) is not None:
             self._gather.release_to(group)
-        elif keep is not None and fsdp.reshard_is_automatic:
+        elif keep is not None and (final or fsdp.reshard_is_automatic):
             self._gather.release(keep=keep)
         else:
             self._gather.release(keep=not fsdp.reshard_after_forward)

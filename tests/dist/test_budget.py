@@ -9,6 +9,7 @@ from pool import Ctx, Pool
 from test_memory import watch_gathered
 
 import graphshard
+from graphshard.capture.ports import records_under
 
 pytestmark = pytest.mark.dist
 
@@ -96,3 +97,26 @@ def test_a_budget_below_that_of_fsdp2_is_kept_by_computing_again(pool: Pool) -> 
     first, second = pool.run(2, squeezed, "llama", timeout_s=280)
     assert first == second
     assert len(first) > 2
+
+
+def free_to_keep(ctx: Ctx, reshard: str) -> tuple[list[int], list[int]]:
+    """All-gathers planned and really issued where the user set reshard_after_forward=True."""
+    case = CASES["llama"]
+    expected = train(build(case, ctx, reshard_after_forward=True), case, ctx, 2)
+    model = build(case, ctx, reshard_after_forward=True)
+    options = {"fallback": "error", "memory_budget": "1GiB", "reshard": reshard}
+    model.compile(backend="graphshard", fullgraph=True, options=options)
+    assert_equal(expected, train(model, case, ctx, 2))
+    (plan,) = graphshard.plans(model)
+    (record,) = records_under(model)
+    issued = [live.counters.all_gathers for live in record.groups]
+    return [s.num_all_gathers for s in plan.schedules], issued
+
+
+def test_reshard_auto_leaves_every_group_to_the_planner(pool: Pool) -> None:
+    (bound, issued), _ = pool.run(2, free_to_keep, "fsdp2")
+    assert bound == [5, 5]
+    assert issued == [4] * 5  # two steps, forward and backward
+    (kept, issued), _ = pool.run(2, free_to_keep, "auto")
+    assert kept[1] < 5
+    assert sum(issued) == 2 * sum(kept)
