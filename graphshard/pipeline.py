@@ -19,6 +19,7 @@ from graphshard.ir import (
 )
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
+from graphshard.passes.regroup import regroup
 from graphshard.plan import Direction, Plan, Schedule, StepKind
 from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.outline import GroupUse, Outline, Ready
@@ -65,8 +66,9 @@ def schedule(program: Program, order: Order | None = None) -> tuple[Program, Pla
         plan = _plan(program)
     else:
         program, plan = _best_plan(program, order)
-    program = apply_plan(program, plan)
-    verify(program, after=apply_plan.__name__)
+    for follow in (regroup, apply_plan):
+        program = follow(program, plan)
+        verify(program, after=follow.__name__)
     return program, plan
 
 
