@@ -1,21 +1,24 @@
-"""All-gathers of several groups and of parts of groups: no bit changes, and memory is as planned."""
+"""All-gathers of several groups and of parts of groups: same bits, memory as planned."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import contract_setups as do
 import pytest
 import torch
+from contract_models import plain
 from models import CASES
-from parity import assert_equal, build, count_collectives, local, train
+from parity import assert_equal, build, count_collectives, train
 from pool import Ctx, Pool
 from regrouping import merged, split
 from test_memory import STRICT, patched, poison, poison_released, watch_gathered
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard import pipeline
@@ -125,3 +128,149 @@ def test_no_bit_changes_with_settings(
         assert all(seen["gathers"] == 0 for seen in ranks)
     else:
         check(ranks)
+
+
+# -- who travels alone ---------------------------------------------------------------------------
+
+
+def every_other_half(model: nn.Module, ctx: Ctx) -> nn.Module:
+    """Neighbours of different dtypes, so that a merged gather carries bytes."""
+    for index, block in enumerate(model.blocks):
+        policy = {"mp_policy": HALF} if index % 2 else {}
+        fully_shard(block, mesh=ctx.mesh, **policy)
+    return fully_shard(model, mesh=ctx.mesh)
+
+
+def comm_of_one_block(model: nn.Module, ctx: Ctx) -> nn.Module:
+    """Block 1 has a collective of the user's own."""
+    plain(model, ctx)
+    model.log = do.LoggedAllGather()
+    model.blocks[1].set_custom_all_gather(model.log)
+    return model
+
+
+def smaller_mesh(model: nn.Module, ctx: Ctx) -> nn.Module:
+    return plain(model, ctx, reshard_after_forward=2)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the model is sharded, what the user does before each step, and gathers of 5 steps."""
+
+    shard: Callable[[nn.Module, Ctx], nn.Module] = plain
+    before: Callable[[nn.Module, int], None] = do.nothing
+    gathers: int | None = None
+    ranks: int = 2
+
+
+# 5 groups, "merge 3": 2 gathers in forward, and in backward 2 (4 groups, the root is kept).
+SETTINGS = {
+    "unshard": Setting(before=do.unshard_first),
+    "dtypes": Setting(every_other_half, gathers=4 * 5),
+    "one comm": Setting(comm_of_one_block, gathers=6 * 5),
+    "same comm": Setting(do.custom_all_gather, gathers=4 * 5),
+    "lists": Setting(do.prefetch_two, gathers=9 * 5),
+    "lists that change": Setting(before=do.toggle_prefetch),
+    "smaller mesh": Setting(smaller_mesh, ranks=4),
+}
+
+
+def with_setting(ctx: Ctx, setting_name: str, plan_name: str) -> int:
+    """Compare 5 steps with FSDP2; all-gathers that graphshard issued."""
+    setting, case = SETTINGS[setting_name], CASES["llama"]
+    compiled: nn.Module | None = None
+    traces = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = setting.shard(case.build().to(ctx.device), ctx)
+        if is_compiled:
+            model.compile(backend="graphshard", **STRICT)
+            compiled = model
+        with planned_as(plan_name):
+            for step in range(5):
+                setting.before(model, step)
+                traces.append(train(model, case, ctx, 1, first_step=step))
+    for expected, actual in zip(traces[:5], traces[5:], strict=True):
+        assert_equal(expected, actual)
+    return issued(compiled)
+
+
+@pytest.mark.parametrize("plan_name", ["merge 3", "split 3"])
+@pytest.mark.parametrize("setting_name", SETTINGS)
+def test_what_the_user_does_is_binding(pool: Pool, setting_name: str, plan_name: str) -> None:
+    setting = SETTINGS[setting_name]
+    counts = pool.run(setting.ranks, with_setting, setting_name, plan_name)
+    assert counts == counts[:1] * len(counts)
+    wanted = setting.gathers
+    if plan_name == "merge 3" and wanted is not None:
+        assert counts[0] == wanted
+
+
+# -- waits, releases, failures -------------------------------------------------------------------
+
+
+def poisoned(ctx: Ctx, plan_name: str) -> None:
+    """What is read before its wait or after its release is NaN."""
+    case = CASES["gpt_tied"]
+    expected = train(build(case, ctx), case, ctx, 3)
+    model = build(case, ctx)
+    model.compile(backend="graphshard", **STRICT)
+    with (
+        planned_as(plan_name),
+        patched(gather, "all_gather", poison(0)),
+        patched(reduce, "reduce_scatter", poison(0)),
+        patched(gather, "free", poison_released),
+    ):
+        assert_equal(expected, train(model, case, ctx, 3))
+
+
+@pytest.mark.parametrize("plan_name", ["merge 3", "split 1"])
+def test_missing_wait_or_use_after_release_would_show(pool: Pool, plan_name: str) -> None:
+    pool.run(2, poisoned, plan_name)
+
+
+class Failing:
+    """The n-th call fails."""
+
+    def __init__(self, original: Callable[..., Any], calls: int) -> None:
+        self.original, self.calls = original, calls
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls -= 1
+        if self.calls == 0:
+            raise ZeroDivisionError
+        return self.original(*args)
+
+
+def failing(ctx: Ctx, plan_name: str, function: str, calls: int) -> None:
+    """A forward fails in the middle; everything is sharded, and training goes on as in FSDP2."""
+    case = CASES["llama"]
+    expected = train(build(case, ctx), case, ctx, 2)
+    model = build(case, ctx)
+    model.compile(backend="graphshard", **STRICT)
+    with planned_as(plan_name):
+        case.loss(model, case.batch(0, ctx.rank, ctx.device))
+    model.reshard()
+    with watch_gathered() as seen:
+        with patched(gather, function, partial(Failing, calls=calls)):
+            try:
+                case.loss(model, case.batch(0, ctx.rank, ctx.device))
+                raise AssertionError("it did not fail")
+            except ZeroDivisionError:
+                pass
+        assert seen.peak_bytes > 0
+        assert seen.alive_bytes() == 0
+    for module in (model, *model.blocks):
+        live = port_of(module).live
+        assert live.fsdp.is_sharded
+        assert live.held is None
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert_equal(expected, train(model, case, ctx, 2))
+
+
+@pytest.mark.parametrize(("function", "calls"), [("all_gather", 2), ("_copy_out", 2)])
+@pytest.mark.parametrize("plan_name", ["merge 2", "split 3"])
+def test_after_a_failure_everything_is_sharded(
+    pool: Pool, plan_name: str, function: str, calls: int
+) -> None:
+    pool.run(2, failing, plan_name, function, calls)
