@@ -21,9 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard import pipeline
+from graphshard import pipeline, pricing
 from graphshard.capture.ports import port_of
-from graphshard.plan import Plan
+from graphshard.plan import Plan, StepKind
 from graphshard.runtime import gather, reduce
 
 pytestmark = pytest.mark.dist
@@ -274,3 +274,41 @@ def test_after_a_failure_everything_is_sharded(
     pool: Pool, plan_name: str, function: str, calls: int
 ) -> None:
     pool.run(2, failing, plan_name, function, calls)
+
+
+# -- what the planner decides --------------------------------------------------------------------
+
+
+def budgeted(ctx: Ctx, case_name: str, shares: list[float]) -> list[dict[str, Any]]:
+    """Budgets as shares of FSDP2's peak; every group may be split."""
+    case, found, own_bytes = CASES[case_name], [], 2**40
+    expected = train(build(case, ctx), case, ctx, 2)
+    for share in (1.0, *shares):
+        model = build(case, ctx)
+        options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
+        model.compile(backend="graphshard", fullgraph=True, options=options)
+        with patched(pricing, "HUGE", lambda _: 0):
+            assert_equal(expected, train(model, case, ctx, 2))
+        with watch_gathered() as seen, count_collectives() as counts:
+            case.loss(model, case.batch(2, ctx.rank, ctx.device)).backward()
+        (plan,) = graphshard.plans(model)
+        assert seen.peak_bytes == plan.gathered_peak_bytes()
+        assert counts.all_gather == sum(s.num_all_gathers for s in plan.schedules)
+        assert plan.estimate.peak_bytes <= plan.estimate.budget_bytes
+        own_bytes = plan.estimate.fsdp2_peak_bytes
+        issues = [s for d in plan.schedules for s in d.of_kind(StepKind.GATHER_ISSUE)]
+        found.append(
+            {
+                "json": plan.to_json(),
+                "merged": any(step.with_groups for step in issues),
+                "split": any(step.params for step in issues),
+            }
+        )
+    return found
+
+
+def test_the_planners_own_merges_and_splits(pool: Pool) -> None:
+    ranks = pool.run(2, budgeted, "llama", [1.0, 0.93], timeout_s=300)
+    assert ranks[0] == ranks[1]
+    assert any(seen["merged"] for seen in ranks[0])
+    assert any(seen["split"] for seen in ranks[0])
