@@ -255,9 +255,9 @@ def freedom_of(options: Options) -> Freedom:
     """
     budget = options.memory_budget_bytes
     if options.reshard == "auto":
-        return Freedom(budget, reshard=Reshard.AUTO, recompute=budget is not None)
+        return Freedom(budget, reshard=Reshard.AUTO, recompute=budget is not None, regroup=True)
     if budget is not None:
-        return Freedom(budget, reshard=Reshard.OPEN, recompute=True)
+        return Freedom(budget, reshard=Reshard.OPEN, recompute=True, regroup=True)
     return Freedom(most_ahead=1)
 
 

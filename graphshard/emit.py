@@ -11,7 +11,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from graphshard.errors import CaptureError
 from graphshard.ir import copy_of, output_node, step_of
-from graphshard.plan import Step, StepKind
+from graphshard.plan import Schedule, Step, StepKind
 
 
 def with_run_input(module: fx.GraphModule) -> fx.GraphModule:
@@ -47,15 +47,16 @@ def code_of(module: fx.GraphModule | None) -> str:
 
 
 def with_marks(
-    module: fx.GraphModule, cuts: frozenset[int]
+    module: fx.GraphModule, schedule: Schedule, cuts: frozenset[int]
 ) -> tuple[fx.GraphModule, tuple[Step, ...]]:
     """A copy that calls `run.mark(i)` before stretch i and at its end, and the stretches.
 
-    A stretch is a communication step, or compute up to the next one or the next of `cuts`.
+    A stretch is a communication step of the schedule that `module` is in, or compute up to the
+    next one or the next of `cuts`.
     """
     clone = copy_of(module)
     run = next(iter(clone.graph.nodes))
-    stretches = list(_stretches(clone.graph, cuts))
+    stretches = list(_stretches(clone.graph, schedule, cuts))
     for index, (node, _) in enumerate([*stretches, (output_node(clone.graph), None)]):
         with clone.graph.inserting_before(node):
             clone.graph.call_method("mark", (run, index))
@@ -63,24 +64,27 @@ def with_marks(
     return clone, tuple(step for _, step in stretches)
 
 
-def _stretches(graph: fx.Graph, cuts: frozenset[int]) -> Iterator[tuple[fx.Node, Step]]:
+def _stretches(
+    graph: fx.Graph, schedule: Schedule, cuts: frozenset[int]
+) -> Iterator[tuple[fx.Node, Step]]:
     """First node of each stretch, with what it stands for."""
+    planned = {(s.kind, g, s.params): s for s in schedule.steps for g in s.groups}
     first: fx.Node | None = None
     step = Step(StepKind.COMPUTE)
     op = 0
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
         found = step_of(node)
+        if node.op in ("placeholder", "get_attr", "output") or (found and found.part == "open"):
+            continue
         if found is None:
             ahead = Step(StepKind.COMPUTE, start=op, stop=op + 1)
             goes_on = step.kind is StepKind.COMPUTE and op not in cuts
             op += 1
         else:
-            ahead = Step(found.kind, found.group)
-            goes_on = (step.kind, step.group) == (found.kind, found.group)
+            ahead = planned[found.kind, found.group, found.params]
+            goes_on = step == ahead
         if first is not None and goes_on:
-            step = replace(step, stop=ahead.stop)
+            step = ahead if step == ahead else replace(step, stop=ahead.stop)
             continue
         if first is not None:
             yield first, step

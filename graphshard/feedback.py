@@ -67,8 +67,9 @@ class Feedback:
             self._watch()
 
     def _watch(self) -> None:
+        schedules = {schedule.direction: schedule for schedule in self.plan.schedules}
         for direction, module in _modules(self.program).items():
-            marked, steps = with_marks(module, cuts(self.problem, direction))
+            marked, steps = with_marks(module, schedules[direction], cuts(self.problem, direction))
             self._stretches[direction] = steps
             self.bodies[direction].call = emit(marked)
             self.bodies[direction].watched = True

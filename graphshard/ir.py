@@ -81,12 +81,17 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class CommStep:
-    """What a communication node does, and for which group. `part` tells a step's nodes apart:
-    `wait` yields a list (`head`) and one `item` per parameter."""
+    """What a communication node does, and for which group.
+
+    part: tells a step's nodes apart; a group is opened (`open`) before its `head`, and `wait`
+    yields parameters by index (`head`) and one `item` for each that is used. params: where a group
+    is split, the parameters that this step is about (see `graphshard.plan.Step`).
+    """
 
     kind: StepKind
     group: int
     part: str = "head"
+    params: tuple[int, ...] = ()
 
 
 # -- identity ------------------------------------------------------------------------------
@@ -227,6 +232,22 @@ def steps(graph: fx.Graph, kind: StepKind) -> Iterator[tuple[fx.Node, CommStep]]
         step = step_of(node)
         if step is not None and step.kind is kind and step.part == "head":
             yield node, step
+
+
+def gathered_groups(issue: fx.Node) -> list[fx.Node]:
+    """The opened groups that travel in the all-gather `issue`."""
+    return list(issue.args[1:])  # type: ignore[arg-type]
+
+
+def awaited_group(wait: fx.Node) -> fx.Node:
+    """The opened group whose parameters the gather wait `wait` yields."""
+    return wait.args[1]  # type: ignore[return-value]
+
+
+def waits_of(issue: fx.Node) -> list[fx.Node]:
+    """The waits for the all-gather or the reduction `issue`."""
+    kinds = (StepKind.GATHER_WAIT, StepKind.REDUCE_WAIT)
+    return [u for u in issue.users if (s := step_of(u)) and s.kind in kinds]
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

@@ -134,6 +134,8 @@ def _lane_times(lap: Lap, lane_of: Mapping[int, int]) -> dict[int, float]:
     free_at: dict[int, float | None] = {}
     found = {}
     for index, trip in sorted(lap.trips.items()):
+        if index not in lane_of:
+            continue  # issued where nobody planned it, because of a user's prefetch list
         before = free_at.get(lane_of[index], 0.0)
         if trip.done is not None and before is not None:
             found[index] = max(LEAST_US, trip.done - max(trip.issued, before))

@@ -19,9 +19,10 @@ from graphshard.ir import (
 )
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
+from graphshard.passes.regroup import regroup
 from graphshard.plan import Direction, Plan, Reshard, Schedule, StepKind
 from graphshard.planner.one_ahead import one_ahead
-from graphshard.planner.outline import GroupUse, Outline, Ready
+from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Problem
 from graphshard.pricing import Freedom, price, recompute_units
@@ -119,8 +120,10 @@ def plan_with_costs(
 
 def apply(program: Program, plan: Plan) -> Program:
     """A placed program in the plan's order."""
-    program = apply_plan(program.with_groups(plan.groups), plan)
-    verify(program, after=apply_plan.__name__)
+    program = program.with_groups(plan.groups)
+    for follow in (regroup, apply_plan):
+        program = follow(program, plan)
+        verify(program, after=follow.__name__)
     return program
 
 
@@ -156,18 +159,32 @@ def outline(program: Program, graph: torch.fx.Graph, direction: Direction) -> Ou
         before[order[node]] = count
         count += node in ops
     released = {step.group for _, step in steps(graph, StepKind.RELEASE)}
-    uses = []
+    uses, params = [], []
     for wait, step in steps(graph, StepKind.GATHER_WAIT):
-        readers = {u for n in aliases(wait.users) for u in (n, *n.users) if u in ops}
-        last = max((order[r] for r in readers), default=order[wait])
-        ends = before[last] if step.group in released else None
-        uses.append(GroupUse(step.group, before[order[wait]], ends))
+        group, found = step.group, []
+        for item in wait.users:
+            readers = {u for n in aliases([item]) for u in (n, *n.users) if u in ops}
+            reads = sorted(before[order[reader]] for reader in readers) or [before[order[wait]]]
+            last = reads[-1] if group in released else None
+            found.append(ParamUse(group, int(item.args[1]), reads[0], last))  # type: ignore[arg-type]
+        lasts = [use.last for use in found if use.last is not None]
+        uses.append(GroupUse(group, before[order[wait]], max(lasts, default=None)))
+        params += found
     reductions = tuple(
-        Ready(step.group, before[order[issue]] - 1, min(before[order[g]] for g in grads))
+        Ready(step.group, before[order[issue]] - 1, _comes(issue, before, order))
         for issue, step in steps(graph, StepKind.REDUCE_ISSUE)
-        if (grads := issue.all_input_nodes[1:])
+        if issue.all_input_nodes[1:]
     )
-    return Outline(direction, len(compute), tuple(uses), reductions, _kept(program))
+    return Outline(direction, len(compute), tuple(uses), reductions, _kept(program), tuple(params))
+
+
+def _comes(
+    issue: torch.fx.Node, before: dict[int, int], order: dict[torch.fx.Node, int]
+) -> tuple[tuple[int, int], ...]:
+    """The parameters that `issue` reduces, and the compute op that each gradient comes with."""
+    _, grads, indices = issue.args
+    pairs = zip(indices, grads, strict=True)  # type: ignore[arg-type]
+    return tuple((int(i), before[order[g]]) for i, g in pairs)
 
 
 def _kept(program: Program) -> frozenset[int]:

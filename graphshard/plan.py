@@ -252,26 +252,29 @@ def _residency(plan: Plan) -> Iterator[Residency]:
 def gathered_bytes_by_step(plan: Plan) -> list[int]:
     """Gathered parameter bytes alive during each step, forward steps then backward steps.
 
-    A gathered group counts from issue to release. At its wait the bucket and the parameters
-    copied out of it are alive together, so that step counts it twice (unless it was kept or has
-    one rank only).
+    What a gather carries counts from its issue to its group's release. At its wait the bucket and
+    the parameters copied out of it are alive together, so that step counts it twice (unless it was
+    kept or has one rank only).
     """
-    steps = [step for schedule in plan.schedules for step in schedule.steps]
     infos = {g.id: g for g in plan.groups}
-    alive = [0] * len(steps)
-    for span in _residency(plan):
-        for index in range(span.start, span.stop + 1):
-            alive[index] += infos[span.group].gathered_bytes
-    for index, step in enumerate(steps):
-        if step.kind is StepKind.GATHER_WAIT and step.group is not None and not step.kept:
-            alive[index] += sum(_travelling_bytes(infos[group], step) for group in step.groups)
+    held: dict[int, int] = {}
+    alive = []
+    for step in (step for schedule in plan.schedules for step in schedule.steps):
+        bucket = 0
+        for group in map(infos.__getitem__, step.groups):
+            carried = _carried_bytes(group, step)
+            if step.kind is StepKind.GATHER_ISSUE:
+                held[group.id] = carried + (0 if step.kept else held.get(group.id, 0))
+            elif step.kind is StepKind.GATHER_WAIT and not step.kept and group.world_size > 1:
+                bucket += carried
+        alive.append(sum(held.values()) + bucket)
+        if step.kind is StepKind.RELEASE and step.group is not None and not step.kept:
+            held.pop(step.group, None)
     return alive
 
 
-def _travelling_bytes(group: GroupInfo, step: Step) -> int:
-    """The group's share of a gather's bucket. One rank needs none."""
-    if group.world_size == 1:
-        return 0
+def _carried_bytes(group: GroupInfo, step: Step) -> int:
+    """The group's share of what a gather carries."""
     chosen = [group.params[place].gathered_bytes for place in step.params]
     return sum(chosen) if chosen else group.gathered_bytes
 

@@ -8,9 +8,10 @@ alive, and per group its transfers, uses and gradients. Nothing here measures or
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 from torch import fx
 
@@ -23,7 +24,7 @@ from graphshard.cost.memory import ITEM_BYTES
 from graphshard.cost.roofline import copy_us, ends_us
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.ir import Program
-from graphshard.plan import Direction, GroupInfo, Reshard
+from graphshard.plan import Direction, GroupInfo, ParamInfo, Reshard
 from graphshard.planner.outline import Outline
 from graphshard.planner.problem import (
     Category,
@@ -43,6 +44,9 @@ from graphshard.recompute import Unit, units
 
 # A long stretch of compute is cut into so many regions, so that a gather can start inside it.
 CUTS = 8
+# A group that is larger than this many typical ones may travel in several parts, at most MAX_PARTS.
+HUGE = 4
+MAX_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +76,36 @@ def price(
 
     Options of recomputation are those of `recompute_units`.
     """
-    lanes = tuple(dict.fromkeys(n for s in settings for n in (s.gather_lane, s.reduce_lane)))
+    lanes = _lanes(program.groups, settings, machine)
+    huge = _huge(program.groups) if freedom.regroup else frozenset()
     stages = {
-        direction: _stage(module.graph, outlines[direction], machine, _live(program, direction))
+        direction: _stage(
+            module.graph, outlines[direction], machine, _live(program, direction), huge
+        )
         for direction, module in _modules(program)
     }
     groups = tuple(
-        _group(info, settings[info.id], stages, lanes, machine, freedom.reshard)
+        _group(
+            info,
+            settings[info.id],
+            stages,
+            lanes,
+            machine,
+            freedom.reshard,
+            splits=info.id in huge,
+        )
         for info in program.groups
     )
     options = _recompute(program, outlines, stages, machine) if freedom.recompute else ()
     return checked(
         Problem(
             groups=groups,
-            lanes=tuple(Lane(name, _launch(name, settings, machine)) for name in lanes),
+            lanes=tuple(Lane(name, launch) for name, launch in lanes.items()),
             forward=stages[Direction.FORWARD].regions,
             backward=stages[Direction.BACKWARD].regions if Direction.BACKWARD in stages else (),
             resident=tuple(_resident(settings)),
             recompute=tuple(options),
-            regroup_gathers=freedom.regroup,
+            regroup_gathers=freedom.regroup and all(own.regroups for own in settings),
             most_ahead=freedom.most_ahead,
             budget_bytes=freedom.budget_bytes,
         )
@@ -162,9 +177,15 @@ def _live(program: Program, direction: Direction) -> tuple[Live, ...]:
     return live_bytes(program.backward.graph, frees_inputs=True, inputs=saved)
 
 
-def _stage(graph: fx.Graph, outline: Outline, machine: Machine, live: Sequence[Live]) -> _Stage:
+def _stage(
+    graph: fx.Graph,
+    outline: Outline,
+    machine: Machine,
+    live: Sequence[Live],
+    huge: Container[int],
+) -> _Stage:
     ends = _ends(graph, machine)
-    starts = _starts(outline, ends)
+    starts = _starts(outline, ends, huge)
     regions = tuple(
         Region(
             us=ends[stop] - ends[start],
@@ -176,11 +197,16 @@ def _stage(graph: fx.Graph, outline: Outline, machine: Machine, live: Sequence[L
     return _Stage(outline, starts, regions)
 
 
-def _starts(outline: Outline, ends: Sequence[float]) -> tuple[int, ...]:
-    """Where regions start: where a group is needed, released or reduced, and inside long ones."""
+def _starts(outline: Outline, ends: Sequence[float], huge: Container[int]) -> tuple[int, ...]:
+    """Where regions start: where a group is needed, released or reduced, and inside long ones.
+
+    Where a group may be split, also where each of its parameters is needed.
+    """
+    needed = {u.first for u in outline.params if u.group in huge}
     last = {u.last + 1 for u in outline.uses if u.last is not None}
     ready = {r.after + 1 for r in outline.reductions}
-    cuts = sorted({0, outline.num_ops, *(u.first for u in outline.uses), *last, *ready})
+    needed |= {u.first for u in outline.uses}
+    cuts = sorted({0, outline.num_ops, *needed, *last, *ready})
     longest_us = ends[-1] / (CUTS * max(1, len(outline.uses)))
     found = []
     for start, stop in pairwise(cuts):
@@ -194,35 +220,30 @@ def _starts(outline: Outline, ends: Sequence[float]) -> tuple[int, ...]:
 # -- groups --------------------------------------------------------------------------------------
 
 
+def _huge(groups: Sequence[GroupInfo]) -> frozenset[int]:
+    """Groups that are worth splitting."""
+    typical = median([g.gathered_bytes for g in groups])
+    return frozenset(g.id for g in groups if g.gathered_bytes > HUGE * typical)
+
+
 def _group(
     info: GroupInfo,
     own: GroupSettings,
     stages: dict[Direction, _Stage],
-    lanes: Sequence[str],
+    lanes: dict[str, float],
     machine: Machine,
     reshard: Reshard,
+    *,
+    splits: bool,
 ) -> Group:
-    ranks = Ranks(own.ranks, own.ranks_per_node, own.gather_lane)
-    gather = Transfer(
-        us=float(collective_us(machine, Collective.ALL_GATHER, ranks, info.gathered_bytes)),
-        pack_us=float(copy_us(machine.processor, info.gathered_bytes / own.ranks)),
-        unpack_us=float(copy_us(machine.processor, info.gathered_bytes)),
-    )
-    uses = {d: _use(stage, info.id) for d, stage in stages.items()}
+    pieces = _pieces(info) if splits else [tuple(range(len(info.params)))]
     decided = {Reshard.OPEN: own.reshard, Reshard.AUTO: None}
-    part = Part(
-        gathered_bytes=info.gathered_bytes,
-        gather=gather,
-        forward=uses[Direction.FORWARD],
-        backward=uses.get(Direction.BACKWARD),
-        gradient=_gradient(info, own, stages, machine),
-    )
     return Group(
         id=info.id,
         fqn=info.fqn,
-        parts=(part,),
-        gather_lane=lanes.index(own.gather_lane),
-        reduce_lane=lanes.index(own.reduce_lane),
+        parts=tuple(_part(info, params, own, stages, lanes, machine) for params in pieces),
+        gather_lane=list(lanes).index(own.gather_lane),
+        reduce_lane=list(lanes).index(own.reduce_lane),
         world_size=own.ranks,
         reshard=decided.get(reshard, info.reshard_after_forward),
         is_root=own.is_root,
@@ -231,47 +252,121 @@ def _group(
     )
 
 
-def _use(stage: _Stage, group: int) -> Use | None:
-    for use in stage.outline.uses:
-        if use.group == group:
-            last = None if use.last is None else stage.region_of(max(use.first, use.last))
-            return Use(stage.region_of(use.first), last)
-    return None
+def _pieces(info: GroupInfo) -> list[tuple[int, ...]]:
+    """Neighbouring parameters, each piece at least 1 / MAX_PARTS of the group but for the last."""
+    pieces: list[tuple[int, ...]] = []
+    open_bytes, start = 0, 0
+    for place, param in enumerate(info.params):
+        open_bytes += param.gathered_bytes
+        if open_bytes * MAX_PARTS >= info.gathered_bytes or place + 1 == len(info.params):
+            pieces.append(tuple(range(start, place + 1)))
+            open_bytes, start = 0, place + 1
+    return pieces
+
+
+def _part(
+    info: GroupInfo,
+    params: tuple[int, ...],
+    own: GroupSettings,
+    stages: dict[Direction, _Stage],
+    lanes: dict[str, float],
+    machine: Machine,
+) -> Part:
+    size_bytes = sum(info.params[place].gathered_bytes for place in params)
+    ranks = Ranks(own.ranks, own.ranks_per_node, own.gather_lane)
+    gather = Transfer(
+        us=float(collective_us(machine, Collective.ALL_GATHER, ranks, info.gathered_bytes)),
+        pack_us=float(copy_us(machine.processor, info.gathered_bytes / own.ranks)),
+        unpack_us=float(copy_us(machine.processor, info.gathered_bytes)),
+    )
+    whole = len(params) == len(info.params)
+    uses = {d: _use(stage, info.id, () if whole else params) for d, stage in stages.items()}
+    return Part(
+        gathered_bytes=size_bytes,
+        gather=_share(gather, lanes[own.gather_lane], size_bytes, info.gathered_bytes),
+        forward=uses[Direction.FORWARD],
+        backward=uses.get(Direction.BACKWARD),
+        gradient=_gradient(info, params, own, stages, lanes, machine),
+        params=params,
+    )
+
+
+def _share(whole: Transfer, launch_us: float, part_bytes: int, whole_bytes: int) -> Transfer:
+    """A part alone: its share of what the whole takes, with a launch of its own.
+
+    So the parts, less all launches but one, take as long as the whole in one collective.
+    """
+    share = part_bytes / max(1, whole_bytes)
+    launch_us = min(whole.us, launch_us)
+    us = launch_us + (whole.us - launch_us) * share
+    return Transfer(us, whole.pack_us * share, whole.unpack_us * share)
+
+
+def _use(stage: _Stage, group: int, params: tuple[int, ...]) -> Use | None:
+    """When the group is read; if `params` are given, when these are."""
+    whole = [u for u in stage.outline.uses if u.group == group]
+    some = [u for u in stage.outline.params if u.group == group and u.param in params]
+    found = some if params else whole
+    if not found:
+        return None
+    first = min(u.first for u in found)
+    lasts = [u.last for u in found if u.last is not None]
+    last = stage.region_of(max(first, *lasts)) if len(lasts) == len(found) else None
+    return Use(stage.region_of(first), last)
 
 
 def _gradient(
-    info: GroupInfo, own: GroupSettings, stages: dict[Direction, _Stage], machine: Machine
+    info: GroupInfo,
+    params: tuple[int, ...],
+    own: GroupSettings,
+    stages: dict[Direction, _Stage],
+    lanes: dict[str, float],
+    machine: Machine,
 ) -> Gradient | None:
     stage = stages.get(Direction.BACKWARD)
     if stage is None:
         return None
     ready = next((r for r in stage.outline.reductions if r.group == info.id), None)
-    if ready is None:
+    first = [] if ready is None else [op for place, op in ready.comes if place in params]
+    if ready is None or not first:
         return None
     trainable = [p for p in info.params if p.trainable]
-    grad_bytes = sum(p.gathered_bytes for p in trainable)
-    numel = sum(p.gathered_bytes // ITEM_BYTES[p.dtype] for p in trainable)
-    input_bytes = numel * own.reduce_item_bytes
+    chosen = [p for place, p in enumerate(info.params) if p.trainable and place in params]
+    whole_bytes, input_bytes = (_input_bytes(of, own) for of in (trainable, chosen))
     ranks = Ranks(own.ranks, own.ranks_per_node, own.reduce_lane)
     reduce = Transfer(
-        us=float(collective_us(machine, Collective.REDUCE_SCATTER, ranks, input_bytes)),
-        pack_us=float(copy_us(machine.processor, input_bytes)),
-        unpack_us=float(copy_us(machine.processor, input_bytes / own.ranks)),
+        us=float(collective_us(machine, Collective.REDUCE_SCATTER, ranks, whole_bytes)),
+        pack_us=float(copy_us(machine.processor, whole_bytes)),
+        unpack_us=float(copy_us(machine.processor, whole_bytes / own.ranks)),
     )
     return Gradient(
-        first=stage.region_of(ready.first),
+        first=stage.region_of(min(first)),
         ready=stage.region_of(ready.after),
-        bytes=grad_bytes,
-        reduce=reduce,
+        bytes=sum(p.gathered_bytes for p in chosen),
+        reduce=_share(reduce, lanes[own.reduce_lane], input_bytes, whole_bytes),
         input_bytes=input_bytes,
         output_bytes=input_bytes // own.ranks,
     )
 
 
-def _launch(name: str, settings: Sequence[GroupSettings], machine: Machine) -> float:
-    own = next(s for s in settings if name in (s.gather_lane, s.reduce_lane))
-    ranks = Ranks(own.ranks, own.ranks_per_node, name)
-    return float(launch_us(machine, Collective.ALL_GATHER, ranks, 2**20))
+def _input_bytes(params: Sequence[ParamInfo], own: GroupSettings) -> int:
+    """Gradients of `params` on the wire."""
+    return own.reduce_item_bytes * sum(p.gathered_bytes // ITEM_BYTES[p.dtype] for p in params)
+
+
+def _lanes(
+    groups: Sequence[GroupInfo], settings: Sequence[GroupSettings], machine: Machine
+) -> dict[str, float]:
+    """The lanes with their launch times; no collective of a group is shorter than its launch."""
+    found: dict[str, float] = {}
+    for info in groups:
+        own = settings[info.id]
+        for name in (own.gather_lane, own.reduce_lane):
+            ranks = Ranks(own.ranks, own.ranks_per_node, name)
+            whole = collective_us(machine, Collective.ALL_GATHER, ranks, info.gathered_bytes)
+            launch = launch_us(machine, Collective.ALL_GATHER, ranks, 2**20)
+            found[name] = min(found.get(name, float(launch)), float(whole))
+    return found
 
 
 def _resident(settings: Sequence[GroupSettings]) -> Iterator[Claim]:

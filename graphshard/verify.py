@@ -6,16 +6,19 @@ the rule, the group, the parameter and shows the ten nodes around it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from graphshard.errors import VerifyError
 from graphshard.ir import (
+    CommStep,
     Program,
     aliases,
+    awaited_group,
     derived,
+    gathered_groups,
     is_unshard,
     output_node,
     positions,
@@ -23,6 +26,7 @@ from graphshard.ir import (
     step_of,
     steps,
     unshard_marks,
+    waits_of,
     window,
 )
 from graphshard.plan import StepKind
@@ -103,40 +107,89 @@ def _gathered_roots(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
             yield item, step.group, int(item.args[1])  # type: ignore[arg-type]
 
 
-def _one_step_of_each_kind(program: Program) -> Iterator[Broken]:
-    pairs = {
-        StepKind.GATHER_ISSUE: StepKind.GATHER_WAIT,
-        StepKind.REDUCE_ISSUE: StepKind.REDUCE_WAIT,
-    }
+def _everything_happens_once(program: Program) -> Iterator[Broken]:
     for module in program.directions:
-        seen: set[tuple[StepKind, int]] = set()
+        seen: set[tuple[StepKind, int, int]] = set()
         for node in module.graph.nodes:
             step = step_of(node)
             if step is None or step.part != "head":
                 continue
-            if (step.kind, step.group) in seen:
-                yield Broken(module.graph, node, step.group, None, f"second {step.kind}")
-            seen.add((step.kind, step.group))
-            wanted = pairs.get(step.kind)
-            waits = [u for u in node.users if (s := step_of(u)) and s.kind is wanted]
-            if wanted is not None and len(waits) != 1:
-                yield Broken(module.graph, node, step.group, None, f"{len(waits)} waits")
+            if step.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE):
+                yield from _one_wait_each(module.graph, node, step)
+            for group, index in _subjects(program, node, step):
+                if (step.kind, group, index) in seen:
+                    yield Broken(module.graph, node, group, None, f"second {step.kind}")
+                    break
+                seen.add((step.kind, group, index))
+        for group, index, open_node in _gathered_parameters(program, module.graph):
+            if (StepKind.GATHER_ISSUE, group, index) not in seen:
+                yield Broken(module.graph, open_node, group, index, "it never travels")
+
+
+def _one_wait_each(graph: fx.Graph, issue: fx.Node, step: CommStep) -> Iterator[Broken]:
+    waits = waits_of(issue)
+    if step.kind is StepKind.REDUCE_ISSUE:
+        if len(waits) != 1:
+            yield Broken(graph, issue, step.group, None, f"{len(waits)} waits")
+        return
+    awaited = [awaited_group(wait) for wait in waits]
+    for opened in dict.fromkeys((*gathered_groups(issue), *awaited)):
+        count = awaited.count(opened) if opened in gathered_groups(issue) else 0
+        if count != 1:
+            yield Broken(graph, issue, _group_of(opened), None, f"{count} waits")
+
+
+def _subjects(program: Program, node: fx.Node, step: CommStep) -> Iterator[tuple[int, int]]:
+    """Groups, and parameters of gathers, that a step is about; -1 stands for the whole group."""
+    if step.kind is StepKind.GATHER_ISSUE:
+        for opened in gathered_groups(node):
+            group = _group_of(opened)
+            yield from ((group, index) for index in _travelling(program, node, group))
+    elif step.kind is not StepKind.GATHER_WAIT:  # these are counted at their issue
+        yield step.group, -1
+
+
+def _travelling(program: Program, issue: fx.Node, group: int) -> Sequence[int]:
+    chosen: Sequence[int] = issue.kwargs.get("params", ())  # type: ignore[assignment]
+    return chosen or range(len(program.groups[group].params))
+
+
+def _gathered_parameters(program: Program, graph: fx.Graph) -> Iterator[tuple[int, int, fx.Node]]:
+    """Every parameter of the groups that this graph gathers, once."""
+    opened = {
+        _group_of(n): n for i, _ in steps(graph, StepKind.GATHER_ISSUE) for n in gathered_groups(i)
+    }
+    for group, node in opened.items():
+        for index in range(len(program.groups[group].params)):
+            yield group, index, node
+
+
+def _group_of(node: fx.Node) -> int:
+    step = step_of(node)
+    assert step is not None
+    return step.group
 
 
 def _uses_lie_before_the_release(program: Program) -> Iterator[Broken]:
     for module in program.directions:
         order = positions(module.graph)
         for release, step in steps(module.graph, StepKind.RELEASE):
-            issue = release.args[0]
-            wait = next(u for u in issue.users if u is not release)  # type: ignore[union-attr]
-            if order[wait] > order[release]:
-                yield Broken(module.graph, release, step.group, None, "released before its wait")
-            for item in wait.users:
-                for node in aliases([item]):
-                    late = [u for u in (node, *node.users) if order[u] > order[release]]
-                    if late:
-                        detail = f"{late[0].name} reads it after the release"
-                        yield Broken(module.graph, late[0], step.group, int(item.args[1]), detail)  # type: ignore[arg-type]
+            for wait in _waits_for_group(release.args[0]):  # type: ignore[arg-type]
+                if order[wait] > order[release]:
+                    yield Broken(
+                        module.graph, release, step.group, None, "released before its wait"
+                    )
+                for item in wait.users:
+                    for node in aliases([item]):
+                        late = [u for u in (node, *node.users) if order[u] > order[release]]
+                        if late:
+                            detail = f"{late[0].name} reads it after the release"
+                            index = int(item.args[1])  # type: ignore[arg-type]
+                            yield Broken(module.graph, late[0], step.group, index, detail)
+
+
+def _waits_for_group(opened: fx.Node) -> list[fx.Node]:
+    return [u for u in opened.users if (s := step_of(u)) and s.kind is StepKind.GATHER_WAIT]
 
 
 def _every_gather_is_released(program: Program) -> Iterator[Broken]:
@@ -145,9 +198,25 @@ def _every_gather_is_released(program: Program) -> Iterator[Broken]:
         if not released:
             continue  # releases are not placed yet
         for wait, step in steps(module.graph, StepKind.GATHER_WAIT):
-            escapes = any(u.op == "output" for n in aliases(wait.users) for u in n.users)
-            if wait.args[0] not in released and not escapes:
+            opened = awaited_group(wait)
+            items = [item for w in _waits_for_group(opened) for item in w.users]
+            escapes = any(u.op == "output" for n in aliases(items) for u in n.users)
+            if opened not in released and not escapes:
                 yield Broken(module.graph, wait, step.group, None, "it is never released")
+
+
+def _waits_of_a_gather_stand_together(program: Program) -> Iterator[Broken]:
+    for module in program.directions:
+        nodes = list(module.graph.nodes)
+        order = positions(module.graph)
+        for issue, _ in steps(module.graph, StepKind.GATHER_ISSUE):
+            places = [order[wait] for wait in waits_of(issue)]
+            for node in nodes[min(places, default=0) : max(places, default=0)]:
+                step = step_of(node)
+                if step is None or step.kind is not StepKind.GATHER_WAIT:
+                    detail = f"{node.name} stands between them"
+                    yield Broken(module.graph, issue, _group_of(issue), None, detail)
+                    break
 
 
 def _trainable_groups_reduce_once(program: Program) -> Iterator[Broken]:
@@ -176,8 +245,9 @@ RULES = (
     Rule("GS302", "every gradient's token is used", _gradients_reach_the_output),
     Rule("GS303", "no gathered parameter is saved for backward", _nothing_gathered_is_saved),
     Rule("GS304", "a parameter has one mark per direction", _one_mark_per_parameter),
-    Rule("GS305", "a group has one issue, one wait, one release", _one_step_of_each_kind),
+    Rule("GS305", "everything is issued, awaited and released once", _everything_happens_once),
     Rule("GS306", "gathered memory is read between wait and release", _uses_lie_before_the_release),
     Rule("GS307", "every gather is released", _every_gather_is_released),
     Rule("GS308", "gradients are packed in registration order", _trainable_groups_reduce_once),
+    Rule("GS311", "waits of one gather stand together", _waits_of_a_gather_stand_together),
 )

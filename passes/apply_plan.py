@@ -1,6 +1,7 @@
 """Communication steps go where the schedule says."""
 
 from collections import defaultdict
+from itertools import chain
 
 from torch import fx
 
@@ -12,9 +13,9 @@ from graphshard.plan import Direction, Plan, Reshard, Schedule, StepKind
 def apply_plan(program: Program, plan: Plan) -> Program:
     """Reorder the nodes of each direction to the plan's steps.
 
-    Before: naive placement. After: graph order is schedule order; the order of the compute ops
-    is unchanged; releases of forward know what the plan decided to keep. Raises VerifyError if
-    the plan does not fit the program.
+    Before: naive placement of the plan's collectives (see `regroup`). After: graph order is
+    schedule order; the order of the compute ops is unchanged; releases of forward know what the
+    plan decided to keep. Raises VerifyError if the plan does not fit the program.
     """
     directions = {Direction.FORWARD: program.forward, Direction.BACKWARD: program.backward}
     wanted = [d for d, module in directions.items() if module is not None]
@@ -39,22 +40,29 @@ def _keep(graph: fx.Graph, program: Program, schedule: Schedule) -> None:
             node.kwargs = {"keep": step.group in kept, **final}
 
 
+def _is_not_open(node: fx.Node) -> bool:
+    step = step_of(node)
+    return step is None or step.part != "open"
+
+
 def _reorder(graph: fx.Graph, schedule: Schedule) -> None:
     compute = compute_nodes(graph)
-    comm: dict[tuple[StepKind, int | None], list[fx.Node]] = defaultdict(list)
+    comm: dict[tuple[StepKind, int | None, tuple[int, ...]], list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if (step := step_of(node)) is not None:
-            comm[step.kind, step.group].append(node)
+            comm[step.kind, step.group, step.params].append(node)
     order: list[fx.Node] = []
     for entry in schedule.steps:
         if entry.kind is StepKind.COMPUTE:
             order.extend(compute[entry.start : entry.stop])
-        elif (entry.kind, entry.group) in comm:
-            order.extend(comm.pop((entry.kind, entry.group)))
-        else:
+            continue
+        found = [comm.pop((entry.kind, group, entry.params), []) for group in entry.groups]
+        if not all(found):
             raise VerifyError("GS310", f"the graph has no {entry.kind} of group {entry.group} left")
+        # Every group of a merged gather is opened before the first of them carries the issue.
+        order.extend(sorted(chain.from_iterable(found), key=_is_not_open))
     if comm:
-        left = ", ".join(f"{kind} of group {group}" for kind, group in comm)
+        left = ", ".join(f"{kind} of group {group}" for kind, group, _ in comm)
         raise VerifyError("GS310", f"the schedule leaves out {left}")
     covered = [i for s in schedule.of_kind(StepKind.COMPUTE) for i in range(s.start, s.stop)]
     if set(range(len(compute))) - set(covered):

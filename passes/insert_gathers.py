@@ -1,6 +1,7 @@
 """`unshard` marks become one all-gather per group."""
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -40,9 +41,9 @@ def insert_gathers(program: Program) -> Program:
 
 def _insert(graph: fx.Graph, info: GroupInfo, marks: list[Mark]) -> None:
     name = identifier(info.fqn)
-    group = open_group(graph, anchor_of(marks[0]), info)
-    issue = graph.call_method("issue_gather", (group, *_dtypes(info, marks)))
-    wait = graph.call_method("wait", (issue,))
+    group = open_group(graph, anchor_of(marks[0]), info, _dtypes(info, marks))
+    issue = graph.call_method("issue_gather", (group.args[0], group))
+    wait = graph.call_method("wait", (issue, group))
     issue._rename(f"gather_{name}")
     wait._rename(f"params_{name}")
     set_step(issue, CommStep(StepKind.GATHER_ISSUE, info.id))
@@ -56,10 +57,12 @@ def _insert(graph: fx.Graph, info: GroupInfo, marks: list[Mark]) -> None:
         graph.erase_node(mark.node)
 
 
-def open_group(graph: fx.Graph, anchor: fx.Node, info: GroupInfo) -> fx.Node:
-    """`run.open(anchor)`; the run object is the graph's first input."""
+def open_group(
+    graph: fx.Graph, anchor: fx.Node, info: GroupInfo, dtypes: Iterable[torch.dtype] = ()
+) -> fx.Node:
+    """`run.open(anchor, *dtypes)`; the run object is the graph's first input."""
     run = next(iter(graph.nodes))
-    group = graph.call_method("open", (run, anchor))
+    group = graph.call_method("open", (run, anchor, *dtypes))
     group._rename(f"group_{identifier(info.fqn)}")
     return set_step(group, CommStep(StepKind.GATHER_ISSUE, info.id, "open"))
 

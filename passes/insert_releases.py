@@ -1,6 +1,6 @@
 """Each gathered group is released after its last use."""
 
-from graphshard.ir import CommStep, Program, aliases, positions, set_step, steps
+from graphshard.ir import CommStep, Program, aliases, awaited_group, positions, set_step, steps
 from graphshard.plan import StepKind
 
 
@@ -23,7 +23,7 @@ def insert_releases(program: Program) -> Program:
                 continue
             with module.graph.inserting_after(last):
                 method = "release_for_backward" if is_forward and step.group in again else "release"
-                release = module.graph.call_method(method, (wait.args[0],))
+                release = module.graph.call_method(method, (awaited_group(wait),))
             release._rename(wait.name.replace("params_", "release_", 1))
             set_step(release, CommStep(StepKind.RELEASE, step.group))
         module.recompile()

@@ -105,7 +105,8 @@ def _line(node: fx.Node) -> str:
     if node.op == "output":
         return f"return {_arg(args[0])}"
     if node.op == "call_method":
-        return f"{node.name} = {args[0]}.{node.target}({_join(args[1:])})"
+        named = [f"{key}={_arg(value)}" for key, value in node.kwargs.items()]
+        return f"{node.name} = {args[0]}.{node.target}({', '.join([*map(_arg, args[1:]), *named])})"
     if node.target is operator.getitem:
         return f"{node.name} = {args[0]}[{args[1]}]"
     if is_unshard(node):

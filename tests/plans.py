@@ -1,6 +1,7 @@
 """Plans made by hand, for the tests of everything that reads plans. Standard library only."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan, Schedule, Step, StepKind
 
@@ -19,7 +20,10 @@ def group(id: int, fqn: str, num_bytes: int = 100, *, world: int = 2, reshard: b
 
 
 def steps(text: str) -> tuple[Step, ...]:
-    """ "issue 0, wait 0, compute 3, release 0 kept": the number is a group, or a count of ops."""
+    """ "issue 0, wait 0, compute 3, release 0 kept": the number is a group, or a count of ops.
+
+    "issue 0+1": both groups in one collective. "issue 0:1/2": parameters 1 and 2 of group 0.
+    """
     found: list[Step] = []
     done = 0
     for part in filter(None, (p.strip() for p in text.split(","))):
@@ -28,8 +32,15 @@ def steps(text: str) -> tuple[Step, ...]:
             found.append(Step(StepKind.COMPUTE, start=done, stop=done + int(number)))
             done += int(number)
         else:
-            found.append(Step(KINDS[word], int(number), kept=kept == ["kept"]))
+            found.append(replace(_of_groups(KINDS[word], number), kept=kept == ["kept"]))
     return tuple(found)
+
+
+def _of_groups(kind: StepKind, text: str) -> Step:
+    text, _, params = text.partition(":")
+    first, *others = map(int, text.split("+"))
+    places = tuple(map(int, filter(None, params.split("/"))))
+    return Step(kind, first, with_groups=tuple(others), params=places)
 
 
 def plan(groups: Iterable[GroupInfo], forward: str, backward: str | None = None, name: str = "toy"):

@@ -4,11 +4,13 @@ import operator
 
 import pytest
 from graphs import Sketch, aten, group, layers, program
+from plans import plan
 
 from graphshard import pipeline
 from graphshard.errors import VerifyError
 from graphshard.ir import output_node, reduce_marks, steps
 from graphshard.passes import CAPTURED, PLACEMENT
+from graphshard.passes.regroup import regroup
 from graphshard.pipeline import run_passes, schedule
 from graphshard.plan import StepKind
 from graphshard.verify import RULES, verify
@@ -146,10 +148,8 @@ def test_gs305_second_wait_or_release(kind, culprit):
 def test_gs305_second_gather():
     broken = placed()
     issue = repeat(head(broken.forward, StepKind.GATHER_ISSUE, 1))
-    for kind in (StepKind.RELEASE, StepKind.GATHER_WAIT):
-        node = repeat(head(broken.forward, kind, 1))
-        node.args = (issue,)
-        issue.append(node)
+    wait = repeat(head(broken.forward, StepKind.GATHER_WAIT, 1))
+    wait.args = (issue, wait.args[1])
     check(broken, "GS305", culprit="second_issue_gather", fqn="layers.1")
 
 
@@ -237,4 +237,13 @@ def test_every_pass_is_followed_by_the_verifier(monkeypatch):
     monkeypatch.setattr(pipeline, "verify", lambda program, after: checked.append(after))
     pipeline.run_captured(joint_with())
     schedule(layers(1))
-    assert checked == [p.__name__ for p in (*CAPTURED, *PLACEMENT)] + ["apply_plan"]
+    assert checked == [p.__name__ for p in (*CAPTURED, *PLACEMENT)] + ["regroup", "apply_plan"]
+
+
+def test_gs311_waits_of_one_gather_stand_together():
+    broken = regroup(placed(), plan([group(0), group(1)], "issue 0+1", "issue 0, issue 1"))
+    wait = head(broken.forward, StepKind.GATHER_WAIT, 1)
+    mm = next(n for n in broken.forward.graph.nodes if n.name == "mm")
+    for node in (*wait.users, wait):
+        mm.append(node)
+    check(broken, "GS311", culprit="gather_layers_0")

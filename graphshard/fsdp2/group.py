@@ -156,6 +156,17 @@ class FsdpGroup:
         return self.raw._all_gather_comm
 
     @property
+    def gather_comm_kind(self) -> object:
+        """Equal for groups of which either's `gather_comm` may serve both: FSDP2's has no state."""
+        comm = self.gather_comm
+        return type(comm) if type(comm) is _fsdp_collectives.DefaultAllGather else comm
+
+    @property
+    def gathers_plainly(self) -> bool:
+        """FSDP2's own collective, over the same ranks in forward and backward."""
+        return isinstance(self.gather_comm_kind, type) and self.post_forward_process_group is None
+
+    @property
     def reduce_comm(self) -> Any:
         """FSDP2's ReduceScatter: its own, or one set by `set_custom_reduce_scatter`."""
         return self.raw._reduce_scatter_comm

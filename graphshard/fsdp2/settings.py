@@ -24,7 +24,7 @@ class GroupSettings:
     reshard: what the user gave as `reshard_after_forward`, None if left to FSDP2. ranks: over which
     it is sharded, at most `ranks_per_node` of them on one node. gather_lane, reduce_lane: names of
     process groups, the same on all ranks. reduce_item_bytes: of one element of a gradient on the
-    wire. Prefetch lists: places of groups.
+    wire. regroups: its gathers may be merged and split. Prefetch lists: places of groups.
     """
 
     reshard: bool | None
@@ -36,6 +36,7 @@ class GroupSettings:
     shard_bytes: int
     optimizer_bytes: int
     reduce_item_bytes: int
+    regroups: bool = True
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
 
@@ -64,6 +65,7 @@ def settings_of(groups: Sequence[FsdpGroup]) -> tuple[GroupSettings, ...]:
             shard_bytes=_shard_bytes(group, trainable=False),
             optimizer_bytes=OPTIMIZER_TENSORS * _shard_bytes(group, trainable=True),
             reduce_item_bytes=max(p.reduce_item_bytes for p in group.params),
+            regroups=group.gathers_plainly,
             forward_prefetch=listed(group, Direction.FORWARD),
             backward_prefetch=listed(group, Direction.BACKWARD),
         )

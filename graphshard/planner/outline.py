@@ -20,15 +20,25 @@ class GroupUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ParamUse:
+    """Compute ops `first` to `last` (inclusive) read parameter `param` of `group`; see GroupUse."""
+
+    group: int
+    param: int
+    first: int
+    last: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The gradients of `group` are complete after compute op `after` (-1: before the first).
 
-    The first of them comes with compute op `first`.
+    comes: (parameter, the compute op that its gradient comes with).
     """
 
     group: int
     after: int
-    first: int = -1
+    comes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +53,4 @@ class Outline:
     uses: tuple[GroupUse, ...]
     reductions: tuple[Ready, ...]
     kept: frozenset[int] = frozenset()
+    params: tuple[ParamUse, ...] = ()

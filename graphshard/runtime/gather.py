@@ -1,12 +1,16 @@
-"""All-gather of one group: issue, wait (copy out), release.
+"""All-gathers: what travels in one collective, and what a group has of it until its release.
 
-Bytes on the wire and their order are FSDP2's: each rank's padded shards, cast to the gather
-dtypes, in registration order, in one bucket.
+A `Bucket` is one collective: whole groups, or some parameters of one. A `Gather` is one gathered
+use of a group, from its first issue to its release. `issue` puts what gathers still miss into
+buckets. Bytes on the wire and their order are FSDP2's: each rank's padded shards, cast to the
+gather dtypes, in registration order, group after group.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,87 +23,145 @@ from graphshard.fsdp2 import FsdpParam
 from graphshard.runtime.live import Held, LiveGroup
 
 
-class Gather:
-    """One gathered use of a group, from issue to release.
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """What one group puts into a bucket: this rank's parts of its parameters `indices`."""
 
-    `_flats` are the gathered parameters with FSDP2's padding, one-dimensional; what compute sees
-    are views of them.
+    live: LiveGroup
+    indices: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    parts: tuple[Tensor, ...]
+
+    @property
+    def name(self) -> str:
+        """The group's FQN, with the parameters' places if not all of them travel."""
+        whole = len(self.indices) == len(self.live.fsdp.params)
+        return self.live.fqn if whole else f"{self.live.fqn} {list(self.indices)}"
+
+
+class Bucket:
+    """One all-gather over several ranks, from its issue until everything is copied out."""
+
+    __slots__ = ("_buffer", "_flats", "_name", "_places", "_ranks", "work")
+
+    def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
+        first = loads[0].live
+        comm = first.fsdp.gather_comm
+        self._name = " + ".join(load.name for load in loads)
+        self._ranks = group.size()
+        self._flats: dict[tuple[LiveGroup, int], Tensor] = {}
+        # Sizes only: what the parts are views of may be freed while the collective runs.
+        self._places = [
+            (load.live, index, part.numel() * self._ranks, dtype)
+            for load in loads
+            for index, part, dtype in zip(load.indices, load.parts, load.dtypes, strict=True)
+        ]
+        parts = [part for load in loads for part in load.parts]
+        dtypes = tuple(dtype for load in loads for dtype in load.dtypes)
+        with record_function(f"graphshard::all_gather {self._name}"):
+            buffer, own = _bucket(parts, dtypes, group, comm)
+            self.work = all_gather(buffer, own, group, comm)
+        self._buffer: Tensor | None = buffer
+        first.counters.all_gathers += 1
+
+    def take(self, live: LiveGroup, index: int) -> Tensor:
+        """A gathered parameter, one-dimensional. The first call waits and copies all of them."""
+        if self._buffer is not None:
+            with record_function(f"graphshard::all_gather_wait {self._name}"):
+                self.drain()
+                flats = [memory(*place) for place in self._places]
+                _copy_out(self._buffer, flats, self._ranks)
+            keys = (place[:2] for place in self._places)
+            self._flats = dict(zip(keys, flats, strict=True))
+            # The backend's thread may hold the tensor a little longer: free its memory now.
+            self._buffer.untyped_storage().resize_(0)
+            self._buffer = None
+        return self._flats.pop((live, index))
+
+    def drain(self) -> None:
+        """Wait for the collective, if it is not done; its result may be thrown away."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+class Gather:
+    """One gathered use of a group, from its first issue to its release.
+
+    `_flats` are the parameters that are here, by index, with FSDP2's padding, one-dimensional; what
+    compute sees are views of them. What is in `_under_way` is waited for; the rest is missing.
     """
 
-    __slots__ = (
-        "_bucket",
-        "_dtypes",
-        "_flats",
-        "_live",
-        "_ranks",
-        "_versions",
-        "_widths",
-        "work",
-    )
+    __slots__ = ("_dtypes", "_flats", "_live", "_spread", "_under_way", "_versions")
 
     def __init__(self, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
         self._live = live
         self._dtypes = dtypes
-        self.work: dist.Work | None = None
-        self._bucket: Tensor | None = None
         self._versions = live.versions()
-        taken = live.fsdp.take_unsharded()
-        held = live.fresh(dtypes)
+        self._under_way: dict[int, Bucket] = {}
+        self._spread: Held | None = None
+        here: list[Tensor] = []
+        taken, held = live.fsdp.take_unsharded(), live.fresh(dtypes)
         if taken is not None:
-            self._flats: list[Tensor] | None = cast(taken, dtypes)
+            here = cast(taken, dtypes)
         elif held is not None and held.part_of is None:
-            self._flats = held.flats
+            here = held.flats
         else:
-            self._flats = None
-            with record_function(f"graphshard::all_gather {live.fqn}"):
-                self._issue(held)
+            self._spread = held
+        self._flats: dict[int, Tensor] | None = dict(enumerate(here))
         live.held = None
 
-    def _issue(self, held: Held | None) -> None:
+    @property
+    def route(self) -> tuple[dist.ProcessGroup | None, object]:
+        """Process group, and whose collective it is: what is equal may share a bucket."""
         fsdp = self._live.fsdp
-        fsdp.wait_for_optimizer()
-        if held is not None:
-            parts, group = held.flats, held.part_of
-        else:
-            parts, group = self._live.shards(), fsdp.gather_process_group
-        if group is None or group.size() == 1:
-            self._flats = self._memory([p.numel() for p in parts])
-            torch._foreach_copy_(self._flats, parts)
-            return
-        self._widths, self._ranks = [p.numel() for p in parts], group.size()
-        self._bucket, own = _bucket(parts, self._dtypes, group, fsdp.gather_comm)
-        self.work = all_gather(self._bucket, own, group, fsdp.gather_comm)
-        self._live.counters.all_gathers += 1
+        group = fsdp.gather_process_group if self._spread is None else self._spread.part_of
+        return group, fsdp.gather_comm_kind
 
-    def wait(self) -> list[Tensor]:
-        """The gathered parameters in registration order, each of its unsharded size."""
-        if self._flats is None:
-            if self._bucket is None:
-                raise RuntimeStateError("GS403", f"{self._live.fqn} was used after its release")
-            with record_function(f"graphshard::all_gather_wait {self._live.fqn}"):
-                self.drain()
-                self._flats = self._memory([w * self._ranks for w in self._widths])
-                _copy_out(self._bucket, self._flats, self._ranks)
-            # The backend's thread may hold the tensor a little longer: free its memory now.
-            self._bucket.untyped_storage().resize_(0)
-            self._bucket = None
-        world = self._live.fsdp.world_size
-        pairs = zip(self._flats, self._live.fsdp.params, strict=True)
-        return [_unsharded(flat, param, world) for flat, param in pairs]
+    def load(self, indices: Iterable[int]) -> Load | None:
+        """What of parameters `indices` has still to travel; None if nothing has."""
+        here = self._here()
+        missing = tuple(i for i in indices if i not in here and i not in self._under_way)
+        if not missing:
+            return None
+        self._live.fsdp.wait_for_optimizer()
+        source = self._live.shards() if self._spread is None else self._spread.flats
+        dtypes = tuple(self._dtypes[i] for i in missing)
+        return Load(self._live, missing, dtypes, tuple(source[i] for i in missing))
+
+    def sent(self, load: Load, bucket: Bucket | None) -> None:
+        """`load` travels in `bucket`; None: this rank has all of it, so that a copy is enough."""
+        if bucket is not None:
+            self._under_way.update(dict.fromkeys(load.indices, bucket))
+        else:
+            places = zip(load.indices, load.parts, load.dtypes, strict=True)
+            flats = [memory(self._live, i, p.numel(), d) for i, p, d in places]
+            torch._foreach_copy_(flats, list(load.parts))
+            self._here().update(zip(load.indices, flats, strict=True))
+        if len(self._here()) + len(self._under_way) == len(self._dtypes):
+            self._spread = None
+
+    def wait(self, indices: Sequence[int]) -> dict[int, Tensor]:
+        """Parameters `indices`, gathered, each of its unsharded size."""
+        here, fsdp = self._here(), self._live.fsdp
+        for index in indices:
+            bucket = self._under_way.pop(index, None)
+            if bucket is not None:
+                here[index] = bucket.take(self._live, index)
+        return {i: _unsharded(here[i], fsdp.params[i], fsdp.world_size) for i in indices}
 
     def release(self, *, keep: bool) -> None:
         """Give the memory back, or keep it for a later gather of the same shards."""
-        flats, self._flats = self._taken(), None
-        live = self._live
+        flats, live = self._taken(), self._live
         live.held = Held(flats, self._dtypes, self._versions) if keep else None
         if live.fsdp.keeps_storage:
-            live.storage = list(flats)
+            live.storage = dict(enumerate(flats))
         if not keep:
             free(flats)
 
     def release_to(self, group: dist.ProcessGroup) -> None:
         """Keep this rank's part of each parameter, spread over the smaller `group`."""
-        flats, self._flats = self._taken(), None
+        flats = self._taken()
         parts = [f.chunk(group.size())[group.rank()].clone() for f in flats]
         self._live.held = Held(parts, self._dtypes, self._versions, part_of=group)
         free(flats)
@@ -108,33 +170,52 @@ class Gather:
         """Still what a gather of these dtypes would fetch now."""
         return dtypes == self._dtypes and self._versions == self._live.versions()
 
-    def _taken(self) -> list[Tensor]:
+    def drain(self) -> None:
+        """Wait for what is under way; its result may be thrown away."""
+        for bucket in self._under_way.values():
+            bucket.drain()
+
+    def _here(self) -> dict[int, Tensor]:
         if self._flats is None:
-            raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
+            raise RuntimeStateError("GS403", f"{self._live.fqn} was used after its release")
         return self._flats
 
-    def _memory(self, numels: list[int]) -> list[Tensor]:
-        """Where the parameters go: new memory, or that of the last time if FSDP2 keeps it."""
-        kept, self._live.storage = self._live.storage, None
-        if kept is not None and [(k.numel(), k.dtype) for k in kept] == list(
-            zip(numels, self._dtypes, strict=True)
-        ):
-            return kept
-        device = self._live.fsdp.device
-        pairs = zip(numels, self._dtypes, strict=True)
-        return [torch.empty(n, dtype=d, device=device) for n, d in pairs]
+    def _taken(self) -> list[Tensor]:
+        """All parameters, in registration order; this gather has none afterwards."""
+        here = self._here()
+        if len(here) < len(self._dtypes):
+            raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
+        self._flats = None
+        return [here[index] for index in range(len(here))]
 
-    def drain(self) -> None:
-        """Wait for the collective, if any; its result may be thrown away."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+
+def issue(wanted: Iterable[tuple[Gather, Iterable[int]]]) -> list[Bucket]:
+    """Start what is missing of each gather's parameters; what goes the same way goes together.
+
+    All ranks issue the same: what leaves a group out (settings, meshes, calls of `unshard()`,
+    whether shards were written to) is the same on all of them, as eager FSDP2 needs it, too.
+    """
+    lots: dict[tuple[dist.ProcessGroup | None, object], list[tuple[Gather, Load]]] = {}
+    for gather, indices in wanted:
+        load = gather.load(indices)
+        if load is not None:
+            lots.setdefault(gather.route, []).append((gather, load))
+    buckets = []
+    for (group, _), lot in lots.items():
+        bucket = None
+        if group is not None and group.size() > 1:
+            bucket = Bucket([load for _, load in lot], group)
+            buckets.append(bucket)
+        for gather, load in lot:
+            gather.sent(load, bucket)
+    return buckets
 
 
 def prefetch(live: LiveGroup) -> None:
     """Issue the all-gather of a group that some later run will ask for."""
     if live.prefetched is None:
         live.prefetched = Gather(live, live.dtypes)
+        issue([(live.prefetched, range(len(live.dtypes)))])
 
 
 def take_prefetched(live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> Gather:
@@ -157,6 +238,14 @@ def all_gather(
     return work  # type: ignore[no-any-return]
 
 
+def memory(live: LiveGroup, index: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Where a parameter goes: new memory, or that of the last time if FSDP2 keeps it."""
+    kept = live.storage.pop(index, None)
+    if kept is not None and (kept.numel(), kept.dtype) == (numel, dtype):
+        return kept
+    return torch.empty(numel, dtype=dtype, device=live.fsdp.device)
+
+
 def free(flats: list[Tensor]) -> None:
     """End of life of gathered memory: dropping the references frees it."""
     flats.clear()
@@ -176,7 +265,7 @@ def _bucket(
     uniform = len(set(dtypes)) == 1
     wire = dtypes[0] if uniform else torch.uint8
     if not uniform:
-        parts = [p.view(torch.uint8) for p in cast(parts, dtypes)]
+        parts = [p.to(d).view(torch.uint8) for p, d in zip(parts, dtypes, strict=True)]
     numels = [p.numel() for p in parts]
     total = sum(numels)
     bucket = comm.allocate((total * group.size(),), dtype=wire, device=parts[0].device)

@@ -36,7 +36,10 @@ class Held:
 
 @dataclass(slots=True)
 class Counters:
-    """Collectives that this group really issued, since the model was prepared."""
+    """Collectives that this group really issued, since the model was prepared.
+
+    An all-gather of several groups counts once, with the first of them.
+    """
 
     all_gathers: int = 0
     reduce_scatters: int = 0
@@ -58,7 +61,8 @@ class LiveGroup:
 
     held: gathered parameters that outlive forward or backward.
     arrived: gradients of this backward, while another call of the group is still ahead of it.
-    storage: memory of the last gather, for the next one (`set_keep_unsharded_storage`).
+    storage: memory of the last gather by parameter, for the next one
+    (`set_keep_unsharded_storage`).
     dtypes: what was gathered last. prefetched: a gather (`graphshard.runtime.gather.Gather`) that
     `set_modules_to_*_prefetch` asked for and nobody has used yet. reduced_in: the last
     engine run (autograd graph task) in which this group's gradients came.
@@ -76,7 +80,7 @@ class LiveGroup:
     arrived: dict[int, Tensor] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
-    storage: list[Tensor] | None = None
+    storage: dict[int, Tensor] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = ()
     prefetched: Any = None
     root: Root | None = None
@@ -116,7 +120,7 @@ class LiveGroup:
     def drop(self) -> None:
         """Forget what an interrupted step left."""
         self.held = None
-        self.storage = None
+        self.storage.clear()
         if self.prefetched is not None:
             self.prefetched.drain()
             self.prefetched = None

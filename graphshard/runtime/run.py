@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from graphshard.fsdp2.layouts import as_dtensor
 from graphshard.plan import Direction
 from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
 from graphshard.runtime.finish import finish_later
-from graphshard.runtime.gather import Gather, prefetch, take_prefetched
+from graphshard.runtime.gather import Bucket, Gather, issue, prefetch, take_prefetched
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_unreduced
 from graphshard.runtime.stopwatch import Stopwatch, stopwatch
@@ -24,25 +24,45 @@ from graphshard.runtime.stopwatch import Stopwatch, stopwatch
 class Run:
     """Opens groups and remembers what is in flight, so that an exception leaves nothing behind.
 
-    defined: bit k is set when tangent k of this backward is not missing. watch: takes the times of
-    this run, if the emitted code has marks.
+    defined: bit k is set when tangent k of this backward is not missing. stopwatch: takes the
+    times of this run, if the emitted code has marks.
     """
 
     direction: Direction
     defined: int = ALL_DEFINED
-    watch: Stopwatch | None = None
+    stopwatch: Stopwatch | None = None
     _groups: list[LiveGroup] = field(default_factory=list)
     _gathered: set[LiveGroup] = field(default_factory=set)
     _last: LiveGroup | None = None
     _in_flight: list[Gather | Reduction] = field(default_factory=list)
 
-    def open(self, anchor: Tensor) -> OpenGroup:
-        """The group that `anchor` names, for this run."""
+    def open(self, anchor: Tensor, *dtypes: torch.dtype) -> OpenGroup:
+        """The group that `anchor` names, for this run.
+
+        dtypes of its gathered parameters: one for all, or one for each.
+        """
         live = lookup(anchor)
         self._groups.append(live)
         if self.direction is Direction.FORWARD:
             live.counters.forwards += 1
-        return OpenGroup(self, live)
+        return OpenGroup(self, live, dtypes)
+
+    def issue_gather(self, *groups: OpenGroup, params: tuple[int, ...] = ()) -> GatherStep:
+        """Start one all-gather of `groups`, or of parameters `params` of one group.
+
+        Where the user named what to prefetch, nothing else is issued ahead of its wait, and each
+        group travels alone.
+        """
+        ready = [(g.gather(), g.places(params)) for g in groups if self.may_issue(g.live)]
+        listed = any(live.fsdp.prefetches(self.direction) for live in self._listers(groups))
+        for lot in [[one] for one in ready] if listed else [ready]:
+            self.watch(issue(lot))
+        return GatherStep(self, params)
+
+    def _listers(self, groups: tuple[OpenGroup, ...]) -> list[LiveGroup]:
+        """Groups whose prefetch lists concern an all-gather of `groups` that is issued now."""
+        last = [] if self._last is None else [self._last]
+        return [*last, *(group.live for group in groups)]
 
     def gathered(self, live: LiveGroup) -> None:
         self._gathered.add(live)
@@ -70,13 +90,17 @@ class Run:
 
     def mark(self, index: int) -> None:
         """Stretch `index` of the emitted code begins."""
-        if self.watch is not None:
-            self.watch.mark(index)
+        if self.stopwatch is not None:
+            self.stopwatch.mark(index)
+
+    def watch(self, issued: Sequence[Bucket | Reduction]) -> None:
+        """Time the collectives that the stretch of now has issued."""
+        for one in issued:
+            if self.stopwatch is not None and one.work is not None:
+                one.work = self.stopwatch.watch(one.work)
 
     def track(self, work: Gather | Reduction) -> None:
         self._in_flight.append(work)
-        if self.watch is not None and work.work is not None:
-            work.work = self.watch.watch(work.work)
 
     def abort(self) -> None:
         """Drain what was issued and drop what was gathered; gradients of this run are lost."""
@@ -90,22 +114,46 @@ class Run:
 class OpenGroup:
     """A group within a run."""
 
-    __slots__ = ("_live", "_run")
+    __slots__ = ("_dtypes", "_gather", "_run", "live")
 
-    def __init__(self, run: Run, live: LiveGroup) -> None:
+    def __init__(self, run: Run, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
         self._run = run
-        self._live = live
+        self.live = live
+        self._dtypes = dtypes if len(dtypes) > 1 else dtypes * len(live.fsdp.params)
+        self._gather: Gather | None = None
 
-    def issue_gather(self, *dtypes: torch.dtype) -> GatherStep:
-        """Start the all-gather. dtypes: one for all parameters, or one for each.
+    def gather(self) -> Gather:
+        """This run's gather of the group, or the one that was prefetched for it."""
+        if self._gather is None:
+            self._gather = take_prefetched(self.live, self._dtypes)
+            self._run.gathered(self.live)
+            self._run.track(self._gather)
+        return self._gather
 
-        Where the user named what to prefetch, nothing else is issued ahead of its wait.
+    def places(self, params: tuple[int, ...]) -> Sequence[int]:
+        return params or range(len(self.live.fsdp.params))
+
+    def release(self) -> None:
+        """Last use is over, and nothing later in this step needs the group.
+
+        After backward, `set_reshard_after_backward(False)` keeps it for the next micro-step.
         """
-        wanted = dtypes if len(dtypes) > 1 else dtypes * len(self._live.fsdp.params)
-        step = GatherStep(self._run, self._live, wanted)
-        if self._run.may_issue(self._live):
-            step.issue()
-        return step
+        is_backward = self._run.direction is Direction.BACKWARD
+        self.gather().release(keep=is_backward and not self.live.fsdp.reshard_after_backward)
+
+    def release_for_backward(self, *, keep: bool | None = None, final: bool = False) -> None:
+        """Last use in forward is over; backward needs the group again.
+
+        FSDP2's `reshard_after_forward`, read now, says whether it stays gathered. keep: the plan's
+        decision, which counts if the user left the setting to FSDP2, or if it is `final`.
+        """
+        fsdp = self.live.fsdp
+        if (group := fsdp.post_forward_process_group) is not None:
+            self.gather().release_to(group)
+        elif keep is not None and (final or fsdp.reshard_is_automatic):
+            self.gather().release(keep=keep)
+        else:
+            self.gather().release(keep=not fsdp.reshard_after_forward)
 
     def issue_reduce(
         self,
@@ -124,7 +172,7 @@ class OpenGroup:
         if layouts:
             pairs = zip(grads, layouts, strict=True)
             grads = [g if layout < 0 else as_dtensor(g, layout) for g, layout in pairs]
-        live, defined = self._live, self._run.defined
+        live, defined = self.live, self._run.defined
         reducible: dict[int, Tensor] = {}
         if will_execute(live.accumulate_node):  # not for torch.autograd.grad(loss, inputs)
             masks = tangents or (ALL_DEFINED,) * len(indices)
@@ -134,6 +182,7 @@ class OpenGroup:
         self._run.free_inputs(live.fsdp.reduce_input_cap)
         reduction = Reduction(live, reducible)
         self._run.track(reduction)
+        self._run.watch([reduction])
         return reduction
 
 
@@ -152,57 +201,20 @@ def collect(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
     return {}
 
 
+@dataclass(frozen=True, slots=True)
 class GatherStep:
-    """A gather within a run."""
+    """One all-gather of the plan. `params`: what of its group travels in it; empty: everything."""
 
-    __slots__ = ("_dtypes", "_issued", "_live", "_run")
+    _run: Run
+    _params: tuple[int, ...]
 
-    def __init__(self, run: Run, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
-        self._run = run
-        self._live = live
-        self._dtypes = dtypes
-        self._issued: Gather | None = None
-
-    def issue(self) -> None:
-        """Start the all-gather, or take the one that was prefetched for another group."""
-        self._issued = take_prefetched(self._live, self._dtypes)
-        self._run.gathered(self._live)
-        self._run.track(self._issued)
-
-    def wait(self) -> list[Tensor]:
-        """The group's parameters, gathered."""
-        if self._issued is None:
-            self.issue()
-        tensors = self._gather.wait()
-        self._run.prefetch_after(self._live)
+    def wait(self, group: OpenGroup) -> dict[int, Tensor]:
+        """What of `group` travels in this gather, by parameter index, gathered."""
+        gather, places = group.gather(), group.places(self._params)
+        issue([(gather, places)])  # nothing to do, unless a prefetch list held it back
+        tensors = gather.wait(places)
+        self._run.prefetch_after(group.live)
         return tensors
-
-    @property
-    def _gather(self) -> Gather:
-        assert self._issued is not None
-        return self._issued
-
-    def release(self) -> None:
-        """Last use is over, and nothing later in this step needs the group.
-
-        After backward, `set_reshard_after_backward(False)` keeps it for the next micro-step.
-        """
-        is_backward = self._run.direction is Direction.BACKWARD
-        self._gather.release(keep=is_backward and not self._live.fsdp.reshard_after_backward)
-
-    def release_for_backward(self, *, keep: bool | None = None, final: bool = False) -> None:
-        """Last use in forward is over; backward needs the group again.
-
-        FSDP2's `reshard_after_forward`, read now, says whether it stays gathered. keep: the plan's
-        decision, which counts if the user left the setting to FSDP2, or if it is `final`.
-        """
-        fsdp = self._live.fsdp
-        if (group := fsdp.post_forward_process_group) is not None:
-            self._gather.release_to(group)
-        elif keep is not None and (final or fsdp.reshard_is_automatic):
-            self._gather.release(keep=keep)
-        else:
-            self._gather.release(keep=not fsdp.reshard_after_forward)
 
 
 @dataclass(slots=True)
@@ -228,15 +240,15 @@ def guarded(
     def call(args: list[Any]) -> Any:
         run = Run(direction, ALL_DEFINED if calls is None else calls.take_mask())
         if body.watched:
-            run.watch = stopwatch(device)
+            run.stopwatch = stopwatch(device)
         args.insert(0, run)
         try:
             outputs = body.call(args)
         except BaseException:
             run.abort()
             raise
-        if run.watch is not None:
-            body.watches.append(run.watch)
+        if run.stopwatch is not None:
+            body.watches.append(run.stopwatch)
         return outputs
 
     call._boxed_call = True  # type: ignore[attr-defined]

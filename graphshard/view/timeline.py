@@ -175,15 +175,15 @@ def _compute(direction: Direction, numbered: Iterable[tuple[int, Step]]) -> Iter
 def _communication(
     direction: Direction, numbered: Sequence[tuple[int, Step]], issue: StepKind
 ) -> Iterator[Segment]:
-    """One segment per issue, up to the group's next wait, or to the direction's last step."""
-    waits: dict[int | None, deque[int]] = defaultdict(deque)
+    """One segment per issue, up to its next wait, or to the direction's last step."""
+    waits: dict[tuple[object, ...], deque[int]] = defaultdict(deque)
     for index, step in numbered:
         if step.kind is WAIT_OF[issue]:
-            waits[step.group].append(index)
+            waits[step.groups, step.params].append(index)
     for index, step in numbered:
         if step.kind is not issue:
             continue
-        queue = waits[step.group]
+        queue = waits[step.groups, step.params]
         while queue and queue[0] < index:  # a wait without an issue: the verifier's business
             queue.popleft()
         last = queue.popleft() if queue else None

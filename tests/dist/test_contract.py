@@ -213,21 +213,21 @@ def gather_order(ctx: Ctx, lists: dict[int, list[int]]) -> list[str]:
         model.blocks[index].set_modules_to_forward_prefetch(blocks)
     model.compile(backend="graphshard", fullgraph=True, options={"fallback": "error"})
     seen: list[str] = []
-    issue, wait = gather.Gather._issue, gather.Gather.wait
+    sent, wait = gather.Gather.sent, gather.Gather.wait
 
-    def logged_issue(self: Any, held: Any) -> None:
+    def logged_sent(self: Any, *load: Any) -> None:
         seen.append(f"+{self._live.fqn}")
-        issue(self, held)
+        sent(self, *load)
 
-    def logged_wait(self: Any) -> Any:
+    def logged_wait(self: Any, indices: Any) -> Any:
         seen.append(f"={self._live.fqn}")
-        return wait(self)
+        return wait(self, indices)
 
-    gather.Gather._issue, gather.Gather.wait = logged_issue, logged_wait
+    gather.Gather.sent, gather.Gather.wait = logged_sent, logged_wait
     try:
         LLAMA.loss(model, LLAMA.batch(0, ctx.rank, ctx.device))
     finally:
-        gather.Gather._issue, gather.Gather.wait = issue, wait
+        gather.Gather.sent, gather.Gather.wait = sent, wait
     return [entry.replace("blocks.", "").replace("(root)", "r") for entry in seen]
 
 

@@ -55,7 +55,7 @@ def watch_gathered() -> Iterator[Storages]:
     def watching(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            for tensor in result:
+            for tensor in [result] if isinstance(result, Tensor) else result:
                 seen.add(tensor)
             return result
 
@@ -63,7 +63,7 @@ def watch_gathered() -> Iterator[Storages]:
 
     with (
         patched(gather, "_bucket", watching),
-        patched(gather.Gather, "_memory", watching),
+        patched(gather, "memory", watching),
         patched(gather, "cast", watching),
     ):
         yield seen

@@ -1,0 +1,80 @@
+"""From a placed program to a problem: parts of a huge group add up to the group."""
+
+from dataclasses import replace
+
+import pytest
+from graphs import Sketch, aten, group, program
+
+from graphshard import pricing
+from graphshard.cost.presets import preset
+from graphshard.fsdp2.settings import GroupSettings
+from graphshard.passes import PLACEMENT
+from graphshard.pipeline import outline, run_passes
+from graphshard.plan import Direction, Schedule
+from graphshard.planner.choices import Bucket
+from graphshard.planner.events import gather_events
+from graphshard.planner.plan_step import fsdp2, plan_step
+
+OWN = GroupSettings(None, False, 2, 2, "lane 0", "lane 0", 64, 128, 4)
+
+
+def two_groups(names=("q", "k", "v", "o")):
+    """Group 0 has one parameter; group 1 one per name, read in forward one after the other."""
+    graph = Sketch()
+    graph.placeholder("run")
+    x, anchors = graph.input("x"), [graph.anchor(0), graph.anchor(1)]
+    weights = [graph.unshard(anchors[1], i, f"w{i}") for i in range(len(names))]
+    x = graph.op(aten.mm.default, x, graph.unshard(anchors[0], 0, "w"))
+    for weight in weights:
+        x = graph.op(aten.mm.default, x, weight)
+    groups = [group(0), group(1, *names)]
+    return run_passes(program(*groups, forward=graph.done(x)), PLACEMENT)
+
+
+def priced(made, monkeypatch, huge, settings=(OWN, OWN)):
+    monkeypatch.setattr(pricing, "HUGE", huge)
+    outlines = {Direction.FORWARD: outline(made, made.forward.graph, Direction.FORWARD)}
+    return pricing.price(made, outlines, settings, preset("h100"))
+
+
+def test_parts_add_up_to_the_group(monkeypatch):
+    made = two_groups()
+    whole, parts = (priced(made, monkeypatch, huge) for huge in (100, 1))
+    assert [len(g.parts) for g in whole.groups] == [1, 1]
+    assert [len(g.parts) for g in parts.groups] == [1, 4]
+    assert [p.params for p in parts.groups[1].parts] == [(0,), (1,), (2,), (3,)]
+    assert parts.groups[1].gathered_bytes == whole.groups[1].gathered_bytes
+    assert parts.groups[1].use_in(Direction.FORWARD) is not None
+    together = [gather_events(p, Bucket((1,)), Direction.FORWARD) for p in (whole, parts)]
+    for one, other in zip(*together, strict=True):
+        assert one.comm_us == pytest.approx(other.comm_us, abs=1e-2)
+        assert one.us == pytest.approx(other.us, abs=1e-2)
+        assert (one.alloc_bytes, one.free_bytes) == (other.alloc_bytes, other.free_bytes)
+
+
+def test_a_part_is_due_when_its_parameters_are_read(monkeypatch):
+    parts = priced(two_groups(), monkeypatch, 1).groups[1].parts
+    firsts = [p.forward.first for p in parts]
+    assert firsts == sorted(set(firsts))
+    assert [p.forward.last for p in parts] == firsts
+
+
+def test_there_are_few_parts_and_small_parameters_go_together(monkeypatch):
+    made = two_groups([f"w{i}" for i in range(30)])
+    sizes = [len(p.params) for p in priced(made, monkeypatch, 1).groups[1].parts]
+    assert len(sizes) <= pricing.MAX_PARTS
+    assert sum(sizes) == 30
+
+
+def test_what_travels_its_own_way_is_neither_merged_nor_split(monkeypatch):
+    special = replace(OWN, regroups=False)
+    problem = priced(two_groups(), monkeypatch, 1, (OWN, special))
+    assert not problem.regroup_gathers
+
+
+def test_a_split_needs_less_memory_than_the_whole(monkeypatch):
+    problem = priced(two_groups(), monkeypatch, 1)
+    own = fsdp2(problem)
+    (schedule,) = plan_step(replace(problem, budget_bytes=own.peak_bytes - 1)).schedules
+    assert isinstance(schedule, Schedule)
+    assert any(step.params for step in schedule.steps)
