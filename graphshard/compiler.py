@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from graphshard.ir import Program, output_node, set_anchor_group
 from graphshard.options import Options
 from graphshard.pipeline import Order, run_captured, schedule
 from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan
+from graphshard.runtime.agree import Ballot, check_call, settle
 from graphshard.runtime.calls import Calls
-from graphshard.runtime.live import LiveGroup, find
+from graphshard.runtime.live import LiveGroup, find, lookup
 
 
 class GraphCompiler:
@@ -118,7 +120,8 @@ class GraphCompiler:
             forward=with_run_input(forward),
             backward=None if backward is None else with_run_input(backward),
         )
-        self._program, self.plan = schedule(program, self._order())
+        agree = partial(settle, self.ballots) if self.ballots else None
+        self._program, self.plan = schedule(program, self._order(), agree)
         compiled = CompiledPlan(
             self.plan, code_of(self._program.forward), code_of(self._program.backward)
         )
@@ -140,6 +143,13 @@ class GraphCompiler:
         ports = (port_of(modules_of(live.fsdp.state)[0]) for live in self.groups)
         return list(dict.fromkeys(p.record for p in ports if p is not None))
 
+    @property
+    def ballots(self) -> list[Ballot]:
+        """What the ranks of these roots agree on; none with `verify="off"`."""
+        if self._options.verify == "off":
+            return []
+        return _ballots(self.groups)
+
     def _name_anchors(self, gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="placeholder"):
             described = node.meta.get("desc")
@@ -147,16 +157,35 @@ class GraphCompiler:
                 set_anchor_group(node, self._anchors[described.idx])
 
     def _watching(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        calls = self._calls
-        if calls is None:
-            return compiled
+        calls, plan, anchors = self._calls, self.plan, tuple(self._anchors)
+        every, off = self._options.verify == "every", self._options.verify == "off"
+        assert plan is not None
 
         def call(*args: Any) -> Any:
+            # Identical blocks share a graph, so the groups of this call are known by its inputs.
+            if not off:
+                groups = [lookup(args[i]) for i in anchors]
+                _begin(groups, plan, checks=every)
             outputs = compiled(*args)
-            calls.begin(args, outputs)
+            if calls is not None:
+                calls.begin(args, outputs)
             return outputs
 
         return call
+
+
+def _ballots(groups: Sequence[LiveGroup]) -> list[Ballot]:
+    roots = dict.fromkeys(live.root for live in groups if live.root is not None)
+    return [ballot for root in roots for ballot in root.ballots]
+
+
+def _begin(groups: Sequence[LiveGroup], plan: Plan, *, checks: bool) -> None:
+    """Note what runs now, for ranks that ask; with `checks` ask them all."""
+    ballots = _ballots(groups)
+    for ballot in ballots:
+        ballot.running = plan
+    if checks:
+        check_call(ballots, plan, tuple(dict.fromkeys(live.fqn for live in groups)))
 
 
 def without_groups(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -219,7 +248,22 @@ def _describe(group_id: int, live: LiveGroup) -> GroupInfo:
         world_size=fsdp.world_size,
         reshard_after_forward=fsdp.reshard_after_forward,
         gathered_bytes=sum(p.gathered_bytes for p in params),
+        reduce_dtype=_reduce_dtype(live),
+        reduce_bytes=_reduce_bytes(live),
     )
+
+
+def _reduce_dtype(live: LiveGroup) -> str:
+    dtypes = [p.reduce_dtype for p in live.fsdp.params if p.sharded.requires_grad]
+    names = list(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
+    return names[0] if len(names) == 1 else "+".join(names)
+
+
+def _reduce_bytes(live: LiveGroup) -> int:
+    fsdp = live.fsdp
+    chosen = [p for p in fsdp.params if p.sharded.requires_grad]
+    sizes = [math.prod(p.padded_shard_size) * p.reduce_dtype.itemsize for p in chosen]
+    return fsdp.world_size * sum(sizes)
 
 
 def _tangent_positions(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[int, ...]:

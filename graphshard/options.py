@@ -11,7 +11,11 @@ from pathlib import Path
 
 from graphshard.errors import OptionsError
 
-_CHOICES = {"compute": ("aten",), "fallback": ("warn", "error")}
+_CHOICES = {
+    "compute": ("aten",),
+    "fallback": ("warn", "error"),
+    "verify": ("compile", "every", "off"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class Options:
     dump_dir: folder for the emitted Python and the plan of each graph, or None.
     memory_budget_bytes: hard limit on the predicted peak of a rank; the planner then decides with
     the cost model. None: each gather one group ahead, as FSDP2 keeps and reshards.
+    verify: "compile": the ranks agree on each new plan before it runs; "every": and on each forward
+    call; "off": on nothing.
     machine: what costs are taken from: a preset's name or the path of a calibrated profile; None:
     the preset of the device.
     """
@@ -32,6 +38,7 @@ class Options:
     dump_dir: Path | None = None
     memory_budget_bytes: int | None = None
     machine: str | None = None
+    verify: str = "compile"
 
 
 def parse_options(options: Mapping[str, object] | None, mode: str | None = None) -> Options:
@@ -63,6 +70,7 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
         machine=None if machine is None else str(machine),
         compute=str(given.get("compute", default.compute)),
         fallback=str(given.get("fallback", default.fallback)),
+        verify=str(given.get("verify", default.verify)),
         dump_dir=Path(dump_dir) if dump_dir else None,
     )
 

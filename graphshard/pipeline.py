@@ -54,17 +54,21 @@ class Order:
     budget_bytes: int
 
 
-def schedule(program: Program, order: Order | None = None) -> tuple[Program, Plan]:
+def schedule(
+    program: Program, order: Order | None = None, agree: Callable[[Plan], Plan] | None = None
+) -> tuple[Program, Plan]:
     """Naive placement, a plan, and the program in the plan's order.
 
-    Without an order each gather is issued one group ahead. Raises InfeasibleBudget if no schedule
-    fits the order's budget.
+    Without an order each gather is issued one group ahead. agree: what all ranks run in place of
+    this rank's plan. Raises InfeasibleBudget if no schedule fits the order's budget, and what
+    `agree` raises.
     """
     program = run_passes(program, PLACEMENT)
     if order is None:
         plan = _plan(program)
     else:
         program, plan = _best_plan(program, order)
+    plan = plan if agree is None else agree(plan)
     program = apply_plan(program, plan)
     verify(program, after=apply_plan.__name__)
     return program, plan

@@ -16,6 +16,7 @@ from graphshard import fsdp2
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
 from graphshard.fsdp2.layouts import layout_number
 from graphshard.plan import Plan
+from graphshard.runtime.agree import open_ballots
 from graphshard.runtime.live import LiveGroup, Root, register
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,8 @@ def _attach(states: list[State]) -> None:
         record.ports.append(port)
         for module in fsdp2.modules_of(state):
             module.__dict__[PORT] = port
-    root = Root({port.state: port.live for port in record.ports if port.live is not None})
+    ballots = open_ballots((live.fqn, live.fsdp.mesh_ranks) for live in record.groups)
+    root = Root({p.state: p.live for p in record.ports if p.live is not None}, ballots)
     for live in record.groups:
         live.root = root
 

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import FsdpParam
 from graphshard.runtime.live import Held, LiveGroup
+from graphshard.runtime.waiting import finish
 
 
 class Gather:
@@ -127,7 +128,7 @@ class Gather:
     def drain(self) -> None:
         """Wait for the collective, if any; its result may be thrown away."""
         if self._work is not None:
-            self._work.wait()
+            finish(self._work, self._live)
             self._work = None
 
 
