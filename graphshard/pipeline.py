@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from graphshard import plan_cache
 from graphshard.cost.machine import Machine
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.ir import (
@@ -23,6 +24,7 @@ from graphshard.plan import Direction, Plan, Schedule, StepKind
 from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.outline import GroupUse, Outline, Ready
 from graphshard.planner.plan_step import plan_step
+from graphshard.planner.problem import Problem
 from graphshard.pricing import price
 from graphshard.verify import verify
 
@@ -84,7 +86,7 @@ def _plan(program: Program) -> Plan:
             schedules[direction] = one_ahead(outline(program, module.graph, direction))
     return Plan(
         name=program.name,
-        torch_version=torch.__version__.split("+")[0],
+        torch_version=_torch_version(),
         groups=program.groups,
         forward=schedules[Direction.FORWARD],
         backward=schedules.get(Direction.BACKWARD),
@@ -101,21 +103,34 @@ def _best_plan(program: Program, order: Order) -> tuple[Program, Plan]:
         if module is not None
     }
     problem = price(program, outlines, order.settings, order.machine, order.budget_bytes)
-    planned = plan_step(problem)
-    forward, *backward = planned.schedules
     groups = tuple(
         replace(group, keep_is_planned=order.settings[group.id].reshard is None)
         for group in program.groups
     )
-    plan = Plan(
+    program = program.with_groups(groups)
+    key = plan_cache.key_of(problem, groups, _torch_version())
+    plan = plan_cache.load(key, program.name)
+    if plan is None:
+        plan = _searched(program, problem)
+        plan_cache.save(key, plan)
+    return program, plan
+
+
+def _searched(program: Program, problem: Problem) -> Plan:
+    planned = plan_step(problem)
+    forward, *backward = planned.schedules
+    return Plan(
         name=program.name,
-        torch_version=torch.__version__.split("+")[0],
-        groups=groups,
+        torch_version=_torch_version(),
+        groups=program.groups,
         forward=forward,
         backward=backward[0] if backward else None,
         estimate=planned.estimate,
     )
-    return program.with_groups(groups), plan
+
+
+def _torch_version() -> str:
+    return torch.__version__.split("+")[0]
 
 
 def outline(program: Program, graph: torch.fx.Graph, direction: Direction) -> Outline:

@@ -42,10 +42,12 @@ class Blocks(nn.Module):
         self.breaks = False
 
     def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
+        for index in self.order[:2]:
             x = self.blocks[index](x).tanh()
         if self.breaks:
             torch._dynamo.graph_break()
+        for index in self.order[2:]:
+            x = self.blocks[index](x).tanh()
         return x if self.scale is None else x * self.scale
 
 
@@ -111,17 +113,16 @@ def other_order(ctx: Ctx, mode: str) -> tuple[str, float]:
 def test_a_module_skipped_on_one_rank_is_an_error(pool: Pool, mode: str) -> None:
     """With "warn" too: FSDP2 itself would wait for ever for the rank that skips."""
     ranks = pool.run(2, other_order, mode)
-    assert_alike(ranks, "collective 3 is rank 0: forward all_gather of blocks.2 (float32")
+    assert_alike(ranks, "collective 2 is rank 0: forward all_gather of blocks.2 (float32")
     assert "rank 1: forward all_gather of blocks.3" in ranks[0][0]
     assert ranks[0][0].startswith("GS702")
 
 
-def broken_later(ctx: Ctx, mode: str) -> tuple[str, float]:
+def broken_on_one(ctx: Ctx, mode: str) -> tuple[str, float]:
     """Rank 1 breaks the graph, rank 0 does not; FSDP2 would not mind."""
     mesh = own_mesh(ctx)
     oracle, model = blocks(ctx, mesh), blocks(ctx, mesh)
     oracle.breaks = model.breaks = ctx.rank == 1
-    model.order = oracle.order = [0, 1, 2, 3]
     model.compile(backend="graphshard", options={"fallback": mode})
     if mode == "error":
         found = caught(lambda: losses(model, ctx, range(1)))
@@ -135,7 +136,7 @@ def broken_later(ctx: Ctx, mode: str) -> tuple[str, float]:
     assert all(map(torch.equal, expected, actual))
     assert_clean(model)
     assert graphshard.plans(model) == []
-    assert len(graphshard.explain(model).reasons) == 5
+    assert len(graphshard.explain(model).reasons) == 4
     texts = [str(w.message) for w in seen if "GS7" in str(w.message)]
     assert len(texts) == 1
     return texts[0], time.monotonic() - began
@@ -143,7 +144,7 @@ def broken_later(ctx: Ctx, mode: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("mode", ["warn", "error"])
 def test_another_graph_on_one_rank(pool: Pool, mode: str) -> None:
-    ranks = pool.run(2, broken_later, mode)
+    ranks = pool.run(2, broken_on_one, mode)
     assert_alike(ranks, "GS701: the ranks would issue different collectives: ")
 
 
@@ -204,7 +205,7 @@ def unanswered(ctx: Ctx) -> str:
 
 def test_a_rank_that_does_not_answer_is_named(pool: Pool) -> None:
     text, _ = pool.run(2, unanswered)
-    assert "GS704: rank 1 did not come to a new graph of (root), blocks.0" in text
+    assert "GS704: rank 1 did not come to a new graph of blocks.0, blocks.1" in text
     assert "in 1 s" in text
 
 
@@ -226,7 +227,7 @@ def skipped_later(ctx: Ctx, mode: str) -> tuple[str, float]:
 def test_a_module_skipped_later_on_one_rank(pool: Pool, mode: str) -> None:
     """Rank 0 compiles nothing: it answers when its collective is late."""
     ranks = pool.run(2, skipped_later, mode)
-    assert_alike(ranks, "collective 3 is rank 0: forward all_gather of blocks.2 (float32")
+    assert_alike(ranks, "collective 2 is rank 0: forward all_gather of blocks.2 (float32")
     assert ranks[0][0].startswith("GS702")
 
 
@@ -260,7 +261,7 @@ def test_ranks_with_one_skeleton_carry_on(pool: Pool, what: str) -> None:
 def other_costs(ctx: Ctx) -> tuple[str, float]:
     case, began = CASES["llama"], time.monotonic()
     model = build(case, ctx)
-    machine = "h100" if ctx.rank == 1 else None
+    machine = "a100-ethernet100" if ctx.rank == 1 else None
     options = {"fallback": "error", "memory_budget": "1GiB", "machine": machine}
     expected = train(build(case, ctx), case, ctx, 2)
     model.compile(backend="graphshard", fullgraph=True, options=options)
