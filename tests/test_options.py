@@ -7,7 +7,7 @@ import pytest
 from graphshard.errors import GraphshardError, OptionsError
 from graphshard.options import Options, is_disabled, parse_options
 
-KEYS = "compute, fallback, dump_dir, memory_budget, machine"
+KEYS = "compute, fallback, dump_dir, memory_budget, machine, verify"
 
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"
 

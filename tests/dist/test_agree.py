@@ -6,6 +6,7 @@ of no use afterwards.
 
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard import fallback
+from graphshard import compiler, fallback, pipeline
 from graphshard.capture.ports import records_under
+from graphshard.runtime import agree
 
 pytestmark = [
     pytest.mark.dist,
@@ -150,7 +152,6 @@ def test_another_graph_on_one_rank(pool: Pool, mode: str) -> None:
 
 def failing(ctx: Ctx, mode: str) -> tuple[str, float]:
     """A pass fails on rank 1 only."""
-    from graphshard import pipeline
 
     def boom(program: Any) -> Any:
         raise ValueError("boom")
@@ -258,24 +259,65 @@ def test_ranks_with_one_skeleton_carry_on(pool: Pool, what: str) -> None:
 # -- costs -----------------------------------------------------------------------------------------
 
 
-def other_costs(ctx: Ctx) -> tuple[str, float]:
-    case, began = CASES["llama"], time.monotonic()
-    model = build(case, ctx)
-    machine = "a100-ethernet100" if ctx.rank == 1 else None
-    options = {"fallback": "error", "memory_budget": "1GiB", "machine": machine}
+def other_costs(ctx: Ctx) -> tuple[str, str, float]:
+    """On rank 1 the network has a thousandth of its speed. This rank's own plan, and what runs."""
+    case, own = CASES["llama"], []
+
+    def machine_for(*args: Any) -> Any:
+        machine = original(*args)
+        share = 1e-3 if ctx.rank == 1 else 1.0
+        slow = machine.network.intra_bytes_per_us * share
+        return replace(machine, network=replace(machine.network, intra_bytes_per_us=slow))
+
+    def settle(ballots: Any, plan: Any) -> Any:
+        own.append(plan.to_json())
+        return agree.settle(ballots, plan)
+
     expected = train(build(case, ctx), case, ctx, 2)
+    model, began = build(case, ctx), time.monotonic()
+    options = {"fallback": "error", "memory_budget": "1GiB"}
     model.compile(backend="graphshard", fullgraph=True, options=options)
-    assert_equal(expected, train(model, case, ctx, 2))
+    original, compiler.machine_for, compiler.settle = compiler.machine_for, machine_for, settle
+    try:
+        assert_equal(expected, train(model, case, ctx, 2))
+    finally:
+        compiler.machine_for, compiler.settle = original, agree.settle
     assert_clean(model)
     (plan,) = graphshard.plans(model)
-    return plan.to_json(), time.monotonic() - began
+    return own[0], plan.to_json(), time.monotonic() - began
 
 
 def test_other_costs_on_one_rank(pool: Pool) -> None:
     """The lowest rank's plan is everybody's."""
-    (first, took_s), (second, other_s) = pool.run(2, other_costs)
-    assert first == second
+    (own, first, took_s), (others, second, other_s) = pool.run(2, other_costs)
+    assert own != others
+    assert own == first == second
     assert max(took_s, other_s) < LIMIT_S
+
+
+def launched_twice(ctx: Ctx) -> None:
+    def run() -> Any:
+        torch._dynamo.reset()
+        case = CASES["llama"]
+        model = build(case, ctx)
+        options = {"fallback": "error", "memory_budget": "2GiB"}
+        model.compile(backend="graphshard", fullgraph=True, options=options)
+        case.loss(model, case.batch(0, ctx.rank, ctx.device)).backward()
+        return graphshard.plans(model)[0].forward
+
+    def searched(problem: Any) -> Any:
+        raise AssertionError("the plan was on disk")
+
+    first = run()
+    original, pipeline.plan_step = pipeline.plan_step, searched
+    try:
+        assert run() == first
+    finally:
+        pipeline.plan_step = original
+
+
+def test_a_second_launch_does_not_search(pool: Pool) -> None:
+    pool.run(2, launched_twice)
 
 
 # -- every step ------------------------------------------------------------------------------------
