@@ -164,7 +164,7 @@ class GraphCompiler:
         def call(*args: Any) -> Any:
             # Identical blocks share a graph, so the groups of this call are known by its inputs.
             if not off:
-                groups = [lookup(args[i]) for i in anchors]
+                groups = [lookup(args[i]) for i in (anchors if every else anchors[:1])]
                 _begin(groups, plan, checks=every)
             outputs = compiled(*args)
             if calls is not None:

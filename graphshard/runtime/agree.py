@@ -122,16 +122,15 @@ def _settle(ballot: Ballot, plan: Plan, *, may_adopt: bool) -> Plan:
         for known in ballot.agreed:
             if structure(known) == shape:  # costs changed with the batch; the ranks did not
                 return replace(known, name=plan.name)
+    number, lead = ballot.slot, ballot.ranks[0]
     votes = _ask(ballot, plan, may_adopt=may_adopt)
-    lead = ballot.ranks[0]
     alike = len({vote.structure for vote in votes.values()}) == 1
     if votes[lead].is_planned and alike and not _is_running(votes):
-        text = ballot.store.get(f"{ballot.slot}/{lead}/plan").decode()
+        text = ballot.store.get(f"{number}/{lead}/plan").decode()
         plan = replace(Plan.from_json(text), name=plan.name)
     else:
-        _compare(ballot, votes)
+        _compare(ballot, number, votes)
     ballot.agreed.append(plan)
-    ballot.slot += 1
     return plan
 
 
@@ -142,12 +141,12 @@ def refuse(ballots: Iterable[Ballot], graph: str, reason: str, *, waits: bool) -
     """
     alike = True
     for ballot in ballots:
-        vote = Vote(graph, refusal=reason or "unknown")
-        ballot.store.set(f"{ballot.slot}/{ballot.rank}/vote", json.dumps(asdict(vote)))
+        _leave(ballot, Vote(graph, refusal=reason))
         if waits:
             votes = _votes(ballot)
             alike = alike and all(v.refusal for v in votes.values())
-        ballot.slot += 1
+        else:
+            ballot.slot += 1
     return alike
 
 
@@ -158,9 +157,8 @@ def answer(ballots: Iterable[Ballot]) -> None:
     """
     for ballot in ballots:
         if ballot.running is not None and _is_asked(ballot):
-            votes = _ask(ballot, ballot.running, runs=True)
-            _compare(ballot, votes)
-            ballot.slot += 1
+            number = ballot.slot
+            _compare(ballot, number, _ask(ballot, ballot.running, runs=True))
 
 
 def _is_asked(ballot: Ballot) -> bool:
@@ -176,19 +174,29 @@ def _ask(
     if is_planned and ballot.rank == ballot.ranks[0]:
         ballot.store.set(f"{own}/plan", plan.to_json(indent=None))
     ballot.store.set(f"{own}/skeleton", to_text(skeleton))
-    vote = Vote(plan.name, fingerprint(skeleton), structure(plan), is_planned, runs)
-    ballot.store.set(f"{own}/vote", json.dumps(asdict(vote)))
+    _leave(ballot, Vote(plan.name, fingerprint(skeleton), structure(plan), is_planned, runs))
     return _votes(ballot)
 
 
+def _leave(ballot: Ballot, vote: Vote) -> None:
+    ballot.store.set(f"{ballot.slot}/{ballot.rank}/vote", json.dumps(asdict(vote)))
+
+
 def _votes(ballot: Ballot) -> dict[int, Vote]:
+    """All votes on the question of now; the next question is another one, whatever happens."""
     keys = {rank: f"{ballot.slot}/{rank}/vote" for rank in ballot.ranks}
     what = f"a new graph of {_named(ballot.groups)}"
-    texts = _collect(ballot, keys, what, ballot.limit_s)
+    try:
+        texts = _collect(ballot, keys, what, ballot.limit_s)
+    except DivergedRanks as error:
+        _leave(ballot, Vote(what, refusal=error.message))  # for ranks that come too late
+        raise
+    finally:
+        ballot.slot += 1
     return {rank: Vote(**json.loads(text)) for rank, text in texts.items()}
 
 
-def _compare(ballot: Ballot, votes: Mapping[int, Vote]) -> None:
+def _compare(ballot: Ballot, number: int, votes: Mapping[int, Vote]) -> None:
     """Raises the same DivergedRanks on every rank unless all skeletons are the same."""
     for rank, vote in votes.items():
         if vote.refusal:
@@ -197,7 +205,7 @@ def _compare(ballot: Ballot, votes: Mapping[int, Vote]) -> None:
     texts: dict[str, Skeleton] = {}
     for rank, vote in votes.items():
         if vote.fingerprint not in texts:
-            stored = ballot.store.get(f"{ballot.slot}/{rank}/skeleton")
+            stored = ballot.store.get(f"{number}/{rank}/skeleton")
             texts[vote.fingerprint] = from_text(stored.decode())
     by_rank = {rank: texts[vote.fingerprint] for rank, vote in votes.items()}
     where = difference(by_rank)
