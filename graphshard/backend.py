@@ -14,7 +14,7 @@ from graphshard import dynamo, fallback, report
 from graphshard.compiler import GraphCompiler, without_groups
 from graphshard.errors import DivergedRanks, InfeasibleBudget
 from graphshard.options import Options, parse_options
-from graphshard.runtime.agree import refuse
+from graphshard.runtime.agree import COMPILING, leave, mark, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ def graphshard(
     if not compiler.groups:
         return without_groups(gm, example_inputs)
     fallback.warn_near_recompile_limit()
+    mark(compiler.ballots, COMPILING)
     try:
         compiled = compiler.compile(example_inputs)
     except dynamo.CONTROL_FLOW:
@@ -53,7 +54,7 @@ def graphshard(
 
 
 # FSDP2 could run the graphs of these: the ranks go on together.
-_FSDP2_RUNS = ("GS701", "GS703")
+_FSDP2_RUNS = ("GS701", "GS703", "GS707")
 
 
 def _part_ways(
@@ -70,6 +71,7 @@ def _part_ways(
     for record in compiler.records:
         for live in record.groups:
             record.leave_eager(live.fqn, fallback.describe(error))
+    leave(compiler.ballots, fallback.describe(error))
     fallback.warn_once(f"the whole model runs through eager FSDP2: {fallback.describe(error)}")
     raise dynamo.skip_frame(f"graphshard: {error}") from error
 
@@ -89,6 +91,8 @@ def _give_up(compiler: GraphCompiler, error: Exception, settings: Options) -> No
         for live in record.groups if alone else compiler.groups:
             record.leave_eager(live.fqn, why)
         record.plans.pop(compiler.name, None)
+    if alone:
+        leave(compiler.ballots, why)
     fallback.warn_once(
         f"{len(compiler.groups)} groups run through eager FSDP2 because compiling "
         f"{compiler.name} failed: {fallback.describe(error)}"

@@ -16,7 +16,7 @@ from graphshard import fsdp2
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
 from graphshard.fsdp2.layouts import layout_number
 from graphshard.plan import Plan
-from graphshard.runtime.agree import open_ballots
+from graphshard.runtime.agree import Ballot, mark, open_ballots
 from graphshard.runtime.live import LiveGroup, Root, register
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,11 @@ class Record:
     @property
     def groups(self) -> list[LiveGroup]:
         return [port.live for port in self.ports if port.live is not None]
+
+    @property
+    def ballots(self) -> list[Ballot]:
+        roots = dict.fromkeys(live.root for live in self.groups if live.root is not None)
+        return [ballot for root in roots for ballot in root.ballots]
 
     def is_unfinished(self) -> bool:
         return any(p.entered or fsdp2.is_mid_iteration(p.state) for p in self.ports)
@@ -131,7 +136,9 @@ def prepare(state: State) -> bool:
     first = fsdp2.modules_of(state)[0]
     if PORT not in first.__dict__:
         _attach(fsdp2.siblings(state))
-    first.__dict__[PORT].record.traces += 1
+    record: Record = first.__dict__[PORT].record
+    record.traces += 1
+    mark(record.ballots, str(record.traces))
     return True
 
 

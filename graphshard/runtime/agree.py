@@ -15,9 +15,10 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from graphshard.skeleton import Skeleton, difference, fingerprint, from_text, sa
 logger = logging.getLogger(__name__)
 
 SLOW_S = 15.0  # then the ranks that are missing are named in the log
+SILENT_S = 10.0  # of a rank that is in the model and gets no further: FSDP2 runs it there
+COMPILING, IDLE = "compiling", "idle"
 STEP_LIMIT_S = 60.0  # for `verify="every"`: then they are an error
 POLL_S = (0.001, 0.05)  # first and longest pause between two looks at the store
 
@@ -150,6 +153,19 @@ def refuse(ballots: Iterable[Ballot], graph: str, reason: str, *, waits: bool) -
     return alike
 
 
+def mark(ballots: Iterable[Ballot], what: str) -> None:
+    """Say where this rank is, while it may compile: COMPILING, IDLE (not in the model), or how much
+    of the model Dynamo has traced."""
+    for ballot in ballots:
+        ballot.store.set(f"at/{ballot.rank}", what)
+
+
+def leave(ballots: Iterable[Ballot], reason: str) -> None:
+    """Say that this rank runs the whole root through FSDP2 from now on."""
+    for ballot in ballots:
+        ballot.store.set(f"left/{ballot.rank}", reason)
+
+
 def answer(ballots: Iterable[Ballot]) -> None:
     """Called while a collective is late: if another rank asks for a new plan, say what runs here.
 
@@ -186,14 +202,34 @@ def _votes(ballot: Ballot) -> dict[int, Vote]:
     """All votes on the question of now; the next question is another one, whatever happens."""
     keys = {rank: f"{ballot.slot}/{rank}/vote" for rank in ballot.ranks}
     what = f"a new graph of {_named(ballot.groups)}"
+    look = partial(_look, ballot, keys, {})
     try:
-        texts = _collect(ballot, keys, what, ballot.limit_s)
+        texts = _collect(ballot, keys, what, ballot.limit_s, look)
     except DivergedRanks as error:
         _leave(ballot, Vote(what, refusal=error.message))  # for ranks that come too late
         raise
     finally:
         ballot.slot += 1
     return {rank: Vote(**json.loads(text)) for rank, text in texts.items()}
+
+
+def _look(ballot: Ballot, keys: Mapping[int, str], seen: dict[int, tuple[bytes, float]]) -> None:
+    """Raises DivergedRanks if a rank that is missing runs through FSDP2: GS703 if it said so, GS707
+    if it is in the model and traces nothing more. seen: where each was, and since when."""
+    now = time.monotonic()
+    for rank in ballot.others:
+        if ballot.store.check([keys[rank]]):
+            continue
+        if ballot.store.check([f"left/{rank}"]):
+            reason = ballot.store.get(f"left/{rank}").decode()
+            raise DivergedRanks("GS703", f"rank {rank} runs through eager FSDP2: {reason}")
+        at = ballot.store.get(f"at/{rank}") if ballot.store.check([f"at/{rank}"]) else b""
+        place, since = seen.setdefault(rank, (at, now))
+        if at != place or at.decode() in ("", COMPILING, IDLE):
+            seen[rank] = at, now
+        elif now - since > SILENT_S:
+            text = f"rank {rank} is in the model and compiles nothing (a graph break?)"
+            raise DivergedRanks("GS707", text)
 
 
 def _compare(ballot: Ballot, number: int, votes: Mapping[int, Vote]) -> None:
@@ -256,7 +292,8 @@ def check_call(ballots: Iterable[Ballot], plan: Plan, fqns: tuple[str, ...]) -> 
             ballot.store.delete_key(f"call/{number - 2}/{ballot.rank}")
         keys = {rank: f"call/{number}/{rank}" for rank in ballot.ranks}
         limit_s = min(STEP_LIMIT_S, ballot.limit_s)
-        found = _collect(ballot, keys, f"call {number} of {_named(fqns)}", limit_s, answers=True)
+        what = f"call {number} of {_named(fqns)}"
+        found = _collect(ballot, keys, what, limit_s, partial(answer, [ballot]))
         if len(set(found.values())) > 1:
             listed = "; ".join(f"rank {r} runs {t.split(chr(10))[1]}" for r, t in found.items())
             alike = len({t.split("\n")[1] for t in found.values()}) == 1
@@ -273,15 +310,14 @@ def _named(fqns: tuple[str, ...]) -> str:
 
 
 def _collect(
-    ballot: Ballot, keys: Mapping[int, str], what: str, limit_s: float, *, answers: bool = False
+    ballot: Ballot, keys: Mapping[int, str], what: str, limit_s: float, look: Callable[[], None]
 ) -> dict[int, str]:
     """What every rank left under its key, in rank order. Raises DivergedRanks (GS704) when
-    `limit_s` passes. answers: look for questions of the ranks that are missing meanwhile."""
+    `limit_s` passes. look: called again and again while ranks are missing."""
     began, told, pause_s = time.monotonic(), False, POLL_S[0]
     while not ballot.store.check(list(keys.values())):
         waited_s = time.monotonic() - began
-        if answers:
-            answer([ballot])
+        look()
         if waited_s > min(limit_s, SLOW_S) and (not told or waited_s > limit_s):
             missing = [rank for rank, key in keys.items() if not ballot.store.check([key])]
             text = f"rank {', '.join(map(str, missing))} did not come to {what} in {waited_s:.0f} s"

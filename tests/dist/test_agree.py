@@ -41,7 +41,7 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
         self.order = [0, 1, 2, 3]
         self.scale: float | None = None
-        self.breaks = False
+        self.breaks = self.breaks_in_loop = False
 
     def forward(self, x: Tensor) -> Tensor:
         for index in self.order[:2]:
@@ -49,6 +49,8 @@ class Blocks(nn.Module):
         if self.breaks:
             torch._dynamo.graph_break()
         for index in self.order[2:]:
+            if self.breaks_in_loop:
+                torch._dynamo.graph_break()
             x = self.blocks[index](x).tanh()
         return x if self.scale is None else x * self.scale
 
@@ -120,11 +122,11 @@ def test_a_module_skipped_on_one_rank_is_an_error(pool: Pool, mode: str) -> None
     assert ranks[0][0].startswith("GS702")
 
 
-def broken_on_one(ctx: Ctx, mode: str) -> tuple[str, float]:
+def broken_on_one(ctx: Ctx, mode: str, how: str) -> tuple[str, float]:
     """Rank 1 breaks the graph, rank 0 does not; FSDP2 would not mind."""
     mesh = own_mesh(ctx)
     oracle, model = blocks(ctx, mesh), blocks(ctx, mesh)
-    oracle.breaks = model.breaks = ctx.rank == 1
+    setattr(model, how, ctx.rank == 1)
     model.compile(backend="graphshard", options={"fallback": mode})
     if mode == "error":
         found = caught(lambda: losses(model, ctx, range(1)))
@@ -139,15 +141,24 @@ def broken_on_one(ctx: Ctx, mode: str) -> tuple[str, float]:
     assert_clean(model)
     assert graphshard.plans(model) == []
     assert len(graphshard.explain(model).reasons) == 4
-    texts = [str(w.message) for w in seen if "GS7" in str(w.message)]
-    assert len(texts) == 1
+    texts = [str(w.message) for w in seen if "whole model" in str(w.message)]
+    assert len(texts) == 1, [str(w.message) for w in seen]
     return texts[0], time.monotonic() - began
 
 
 @pytest.mark.parametrize("mode", ["warn", "error"])
 def test_another_graph_on_one_rank(pool: Pool, mode: str) -> None:
-    ranks = pool.run(2, broken_on_one, mode)
+    ranks = pool.run(2, broken_on_one, mode, "breaks")
     assert_alike(ranks, "GS701: the ranks would issue different collectives: ")
+
+
+def test_a_rank_that_dynamo_gives_up(pool: Pool) -> None:
+    """A break in a loop on rank 1: eager FSDP2 runs the whole frame there, and nothing is asked."""
+    (first, took_s), (second, other_s) = pool.run(2, broken_on_one, "warn", "breaks_in_loop")
+    assert "GS707: rank 1 is in the model and compiles nothing" in first
+    assert "GS703: rank 0 could not compile" in second
+    assert "rank 1 is in the model" in second
+    assert max(took_s, other_s) < LIMIT_S
 
 
 def failing(ctx: Ctx, mode: str) -> tuple[str, float]:
