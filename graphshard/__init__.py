@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from graphshard.errors import (
         CaptureError,
+        DivergedRanks,
         GraphshardError,
         GraphshardWarning,
         OptionsError,
@@ -46,6 +47,7 @@ _FSDP = (
 )
 _ERRORS = (
     "CaptureError",
+    "DivergedRanks",
     "GraphshardError",
     "GraphshardWarning",
     "OptionsError",
@@ -65,6 +67,7 @@ _HOME = {
 __all__ = [
     "CPUOffloadPolicy",
     "CaptureError",
+    "DivergedRanks",
     "FSDPModule",
     "GraphshardError",
     "GraphshardWarning",

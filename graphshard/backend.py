@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,8 +12,9 @@ from torch import fx
 
 from graphshard import dynamo, fallback, report
 from graphshard.compiler import GraphCompiler, without_groups
-from graphshard.errors import InfeasibleBudget
+from graphshard.errors import DivergedRanks, InfeasibleBudget
 from graphshard.options import Options, parse_options
+from graphshard.runtime.agree import COMPILING, leave, mark, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +39,13 @@ def graphshard(
     if not compiler.groups:
         return without_groups(gm, example_inputs)
     fallback.warn_near_recompile_limit()
+    mark(compiler.ballots, COMPILING)
     try:
         compiled = compiler.compile(example_inputs)
     except dynamo.CONTROL_FLOW:
         raise
+    except DivergedRanks as error:
+        return _part_ways(compiler, error, settings)
     except Exception as error:
         _give_up(compiler, error, settings)
         raise dynamo.skip_frame(f"graphshard: {error}") from error
@@ -48,13 +53,46 @@ def graphshard(
     return compiled
 
 
+# FSDP2 could run the graphs of these: the ranks go on together.
+_FSDP2_RUNS = ("GS701", "GS703", "GS707")
+
+
+def _part_ways(
+    compiler: GraphCompiler, error: DivergedRanks, settings: Options
+) -> Callable[..., Any]:
+    """All groups of the root go to FSDP2, on every rank; or what raises `error` when it is run.
+
+    Raised from here, Dynamo would wrap it, and each rank would show another error.
+    """
+    for record in compiler.records:
+        record.plans.pop(compiler.name, None)
+    if settings.fallback == "error" or error.code not in _FSDP2_RUNS:
+        return functools.partial(_raise, error)
+    for record in compiler.records:
+        for live in record.groups:
+            record.leave_eager(live.fqn, fallback.describe(error))
+    leave(compiler.ballots, fallback.describe(error))
+    fallback.warn_once(f"the whole model runs through eager FSDP2: {fallback.describe(error)}")
+    raise dynamo.skip_frame(f"graphshard: {error}") from error
+
+
+def _raise(error: DivergedRanks, *args: Any) -> Any:
+    raise error
+
+
 def _give_up(compiler: GraphCompiler, error: Exception, settings: Options) -> None:
-    if settings.fallback == "error" or isinstance(error, InfeasibleBudget):
+    is_final = settings.fallback == "error" or isinstance(error, InfeasibleBudget)
+    # The other ranks must not run what this one cannot.
+    why = fallback.describe(error)
+    alone = not refuse(compiler.ballots, compiler.name, why, waits=not is_final)
+    if is_final:
         raise error  # a budget is a hard limit: FSDP2 would not keep it either
     for record in compiler.records:
-        for live in compiler.groups:
-            record.leave_eager(live.fqn, fallback.describe(error))
+        for live in record.groups if alone else compiler.groups:
+            record.leave_eager(live.fqn, why)
         record.plans.pop(compiler.name, None)
+    if alone:
+        leave(compiler.ballots, why)
     fallback.warn_once(
         f"{len(compiler.groups)} groups run through eager FSDP2 because compiling "
         f"{compiler.name} failed: {fallback.describe(error)}"

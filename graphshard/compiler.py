@@ -46,8 +46,9 @@ from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan, Reshard
 from graphshard.planner.problem import Problem
 from graphshard.pricing import Freedom
 from graphshard.recompute import Unit, tag
+from graphshard.runtime.agree import Ballot, check_call, settle
 from graphshard.runtime.calls import Calls
-from graphshard.runtime.live import LiveGroup, find
+from graphshard.runtime.live import LiveGroup, find, lookup
 from graphshard.runtime.run import Body, guarded
 
 
@@ -163,6 +164,8 @@ class GraphCompiler:
         """Plan, and put the program in the plan's order."""
         problem = pose(placed, order)
         plan = plan_with_costs(placed, problem, order.freedom.reshard, baseline)
+        if self.ballots:
+            plan = settle(self.ballots, plan)
         spare = copied(placed)
         program = apply(placed, plan)
         self._adopt(program, plan, problem)
@@ -204,6 +207,13 @@ class GraphCompiler:
         ports = (port_of(modules_of(live.fsdp.state)[0]) for live in self.groups)
         return list(dict.fromkeys(p.record for p in ports if p is not None))
 
+    @property
+    def ballots(self) -> list[Ballot]:
+        """What the ranks of these roots agree on; none with `verify="off"`."""
+        if self._options.verify == "off":
+            return []
+        return _ballots(self.groups)
+
     def _name_anchors(self, gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="placeholder"):
             described = node.meta.get("desc")
@@ -211,20 +221,38 @@ class GraphCompiler:
                 set_anchor_group(node, self._anchors[described.idx])
 
     def _watching(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        calls = self._calls
-        if calls is None:
-            return compiled
-
+        calls, anchors = self._calls, tuple(self._anchors)
+        every, off = self._options.verify == "every", self._options.verify == "off"
         feedback = self._feedback
 
         def call(*args: Any) -> Any:
             if feedback is not None:
                 feedback.before_forward()
+            # Identical blocks share a graph, so the groups of this call are known by its inputs.
+            if not off:
+                groups = [lookup(args[i]) for i in (anchors if every else anchors[:1])]
+                assert self.plan is not None
+                _begin(groups, self.plan, checks=every)
             outputs = compiled(*args)
-            calls.begin(args, outputs)
+            if calls is not None:
+                calls.begin(args, outputs)
             return outputs
 
         return call
+
+
+def _ballots(groups: Sequence[LiveGroup]) -> list[Ballot]:
+    roots = dict.fromkeys(live.root for live in groups if live.root is not None)
+    return [ballot for root in roots for ballot in root.ballots]
+
+
+def _begin(groups: Sequence[LiveGroup], plan: Plan, *, checks: bool) -> None:
+    """Note what runs now, for ranks that ask; with `checks` ask them all."""
+    ballots = _ballots(groups)
+    for ballot in ballots:
+        ballot.running = plan
+    if checks:
+        check_call(ballots, plan, tuple(dict.fromkeys(live.fqn for live in groups)))
 
 
 def without_groups(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -300,7 +328,22 @@ def _describe(group_id: int, live: LiveGroup) -> GroupInfo:
         world_size=fsdp.world_size,
         reshard_after_forward=fsdp.reshard_after_forward,
         gathered_bytes=sum(p.gathered_bytes for p in params),
+        reduce_dtype=_reduce_dtype(live),
+        reduce_bytes=_reduce_bytes(live),
     )
+
+
+def _reduce_dtype(live: LiveGroup) -> str:
+    dtypes = [p.reduce_dtype for p in live.fsdp.params if p.sharded.requires_grad]
+    names = list(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
+    return names[0] if len(names) == 1 else "+".join(names)
+
+
+def _reduce_bytes(live: LiveGroup) -> int:
+    fsdp = live.fsdp
+    chosen = [p for p in fsdp.params if p.sharded.requires_grad]
+    sizes = [math.prod(p.padded_shard_size) * p.reduce_dtype.itemsize for p in chosen]
+    return fsdp.world_size * sum(sizes)
 
 
 def _tangent_positions(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[int, ...]:

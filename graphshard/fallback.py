@@ -28,6 +28,7 @@ from graphshard.errors import (
     UnsupportedModel,
 )
 from graphshard.options import Options
+from graphshard.runtime.agree import IDLE, mark
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +100,19 @@ class Keeper:
     @dynamo.hidden
     def after(self, watch: Watch) -> None:
         watch.report()
+        _mark_idle(self._module)
         self._frames = dynamo.frames_seen()
 
     @dynamo.hidden
     def failed(self) -> None:
         recover(self._module)
+        _mark_idle(self._module)
+
+
+def _mark_idle(module: nn.Module | None) -> None:
+    """The call is over: a rank that waits for this one goes on waiting."""
+    for record in all_records() if module is None else records_under(module):
+        mark(record.ballots, IDLE)
 
 
 def _prepare(module: nn.Module | None, options: Options) -> None:

@@ -11,7 +11,12 @@ from pathlib import Path
 
 from graphshard.errors import OptionsError
 
-_CHOICES = {"compute": ("aten",), "fallback": ("warn", "error"), "reshard": ("fsdp2", "auto")}
+_CHOICES = {
+    "compute": ("aten",),
+    "fallback": ("warn", "error"),
+    "reshard": ("fsdp2", "auto"),
+    "verify": ("compile", "every", "off"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,8 @@ class Options:
     the user left open. None: FSDP2's predicted peak, gathers one group ahead as in FSDP2.
     reshard: "fsdp2" keeps gathered what FSDP2's settings say (with a budget: what the user set, the
     planner decides the rest); "auto" leaves it to the planner for all groups.
+    verify: "compile": the ranks agree on each new plan before it runs; "every": and on each forward
+    call; "off": on nothing.
     machine: what costs are taken from: a preset's name or the path of a calibrated profile; None:
     the preset of the device.
     replan_after: forwards after which the plan is made again from measured times; None: never.
@@ -37,6 +44,7 @@ class Options:
     reshard: str = "fsdp2"
     machine: str | None = None
     replan_after: int | None = None
+    verify: str = "compile"
 
 
 def parse_options(options: Mapping[str, object] | None, mode: str | None = None) -> Options:
@@ -70,6 +78,7 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
         compute=str(given.get("compute", default.compute)),
         fallback=str(given.get("fallback", default.fallback)),
         reshard=str(given.get("reshard", default.reshard)),
+        verify=str(given.get("verify", default.verify)),
         dump_dir=Path(dump_dir) if dump_dir else None,
     )
 

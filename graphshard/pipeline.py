@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from graphshard import plan_cache
 from graphshard.cost.machine import Machine
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.ir import (
@@ -109,13 +110,18 @@ def plan_with_costs(
 
     baseline: the problem without recomputation, if `program` has some: what FSDP2 would run.
     """
-    planned = plan_step(problem, baseline)
-    plan = _plan_of(program, planned.schedules)
     groups = tuple(
         replace(info, resharded_by=reshard if group.reshard is None else Reshard.FSDP2)
-        for info, group in zip(plan.groups, problem.groups, strict=True)
+        for info, group in zip(program.groups, problem.groups, strict=True)
     )
-    return replace(plan, groups=groups, estimate=planned.estimate)
+    key = plan_cache.key_of(problem, baseline, groups, _torch_version())
+    plan = plan_cache.load(key, program.name)
+    if plan is None:
+        planned = plan_step(problem, baseline)
+        plan = _plan_of(program.with_groups(groups), planned.schedules)
+        plan = replace(plan, estimate=planned.estimate)
+        plan_cache.save(key, plan)
+    return plan
 
 
 def apply(program: Program, plan: Plan) -> Program:
@@ -131,7 +137,7 @@ def _plan_of(program: Program, schedules: Sequence[Schedule]) -> Plan:
     forward, *backward = schedules
     return Plan(
         name=program.name,
-        torch_version=torch.__version__.split("+")[0],
+        torch_version=_torch_version(),
         groups=program.groups,
         forward=forward,
         backward=backward[0] if backward else None,
@@ -145,6 +151,10 @@ def _outlines(program: Program) -> dict[Direction, Outline]:
         for direction, module in modules.items()
         if module is not None
     }
+
+
+def _torch_version() -> str:
+    return torch.__version__.split("+")[0]
 
 
 def outline(program: Program, graph: torch.fx.Graph, direction: Direction) -> Outline:

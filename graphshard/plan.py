@@ -14,6 +14,9 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from graphshard import skeleton
+from graphshard.skeleton import Entry, Skeleton
+
 SCHEMA_VERSION = 1
 
 
@@ -65,6 +68,7 @@ class GroupInfo:
     """One `fully_shard` group. `gathered_bytes` counts FSDP2's padding of uneven shards.
 
     resharded_by: who says whether it stays gathered until backward.
+    reduce_dtype, reduce_bytes: of the gradients on the wire, all trainable parameters together.
     """
 
     id: int
@@ -74,6 +78,8 @@ class GroupInfo:
     reshard_after_forward: bool
     gathered_bytes: int
     resharded_by: Reshard = Reshard.FSDP2
+    reduce_dtype: str = ""
+    reduce_bytes: int = 0
 
     @property
     def trainable(self) -> bool:
@@ -163,6 +169,22 @@ class Plan:
     def schedules(self) -> tuple[Schedule, ...]:
         return (self.forward,) if self.backward is None else (self.forward, self.backward)
 
+    @property
+    def skeleton(self) -> Skeleton:
+        """The collectives in the order of issue, forward first: what all ranks must share."""
+        infos = {g.id: g for g in self.groups}
+        pairs = ((s.direction, step) for s in self.schedules for step in s.steps)
+        return tuple(
+            _entry(direction, step, [infos[group] for group in step.groups])
+            for direction, step in pairs
+            if step.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE) and not step.kept
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the skeleton; equal on ranks that may run together."""
+        return skeleton.fingerprint(self.skeleton)
+
     def residency(self) -> tuple[Residency, ...]:
         """When each group is gathered, over the forward steps followed by the backward steps."""
         return tuple(_residency(self))
@@ -182,6 +204,7 @@ class Plan:
             "reduce_scatters": sum(s.num_reduce_scatters for s in self.schedules),
             "collectives": sum(s.num_all_gathers + s.num_reduce_scatters for s in self.schedules),
             "gathered_peak_bytes": self.gathered_peak_bytes(),
+            "fingerprint": self.fingerprint,
             **self._estimated(),
         }
 
@@ -277,6 +300,20 @@ def _carried_bytes(group: GroupInfo, step: Step) -> int:
     """The group's share of what a gather carries."""
     chosen = [group.params[place].gathered_bytes for place in step.params]
     return sum(chosen) if chosen else group.gathered_bytes
+
+
+def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> Entry:
+    if step.kind is StepKind.GATHER_ISSUE:
+        params = [g.params[p] for g in groups for p in step.params or range(len(g.params))]
+        dtypes = [p.dtype for p in params]
+        size_bytes = sum(p.gathered_bytes for p in params)
+    else:
+        dtypes = [g.reduce_dtype for g in groups]
+        size_bytes = sum(g.reduce_bytes for g in groups)
+    uniform = len(dict.fromkeys(dtypes)) == 1
+    dtype = dtypes[0] if uniform else "bytes"
+    fqns = " + ".join(g.fqn for g in groups)
+    return Entry(str(direction), str(step.lane), fqns, dtype, size_bytes)
 
 
 def numel(shape: tuple[int, ...]) -> int:

@@ -112,6 +112,7 @@ def test_summary_counts_no_collective_for_a_kept_gather():
         "reduce_scatters": 2,
         "collectives": 5,
         "gathered_peak_bytes": 200,
+        "fingerprint": two_layers().fingerprint,
     }
 
 

@@ -17,6 +17,7 @@ from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
 from graphshard.fsdp2.layouts import layout_number
 from graphshard.measured import Measured
 from graphshard.plan import Plan
+from graphshard.runtime.agree import Ballot, mark, open_ballots
 from graphshard.runtime.live import LiveGroup, Root, register
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,11 @@ class Record:
     @property
     def groups(self) -> list[LiveGroup]:
         return [port.live for port in self.ports if port.live is not None]
+
+    @property
+    def ballots(self) -> list[Ballot]:
+        roots = dict.fromkeys(live.root for live in self.groups if live.root is not None)
+        return [ballot for root in roots for ballot in root.ballots]
 
     def is_unfinished(self) -> bool:
         return any(p.entered or fsdp2.is_mid_iteration(p.state) for p in self.ports)
@@ -137,7 +143,9 @@ def prepare(state: State) -> bool:
     first = fsdp2.modules_of(state)[0]
     if PORT not in first.__dict__:
         _attach(fsdp2.siblings(state))
-    first.__dict__[PORT].record.traces += 1
+    record: Record = first.__dict__[PORT].record
+    record.traces += 1
+    mark(record.ballots, str(record.traces))
     return True
 
 
@@ -155,7 +163,8 @@ def _attach(states: list[State]) -> None:
         record.ports.append(port)
         for module in fsdp2.modules_of(state):
             module.__dict__[PORT] = port
-    root = Root({port.state: port.live for port in record.ports if port.live is not None})
+    ballots = open_ballots((live.fqn, live.fsdp.mesh_ranks) for live in record.groups)
+    root = Root({p.state: p.live for p in record.ports if p.live is not None}, ballots)
     for live in record.groups:
         live.root = root
 

@@ -58,6 +58,11 @@ class FsdpGroup:
         return int(self.raw.mesh_info.shard_mesh_size) if self._shards else 1
 
     @property
+    def mesh_ranks(self) -> tuple[int, ...]:
+        """Global ranks of the data-parallel mesh, replicas included, in rising order."""
+        return tuple(sorted(self.raw.mesh_info.mesh.mesh.flatten().tolist()))
+
+    @property
     def _shards(self) -> bool:
         return isinstance(self.raw.mesh_info, _fsdp_common.FSDPMeshInfo)
 

@@ -87,9 +87,14 @@ class FsdpParam:
             hook(param)
 
     @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype of the gradient on the wire."""
+        return self.raw.reduce_dtype or self.dtype
+
+    @property
     def reduce_item_bytes(self) -> int:
         """Bytes of one element of the gradient on the wire."""
-        return (self.raw.reduce_dtype or self.dtype).itemsize
+        return self.reduce_dtype.itemsize
 
     @property
     def grad_dtype(self) -> torch.dtype | None:

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import FsdpParam
 from graphshard.runtime.live import Held, LiveGroup
+from graphshard.runtime.waiting import finish
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ class Load:
 class Bucket:
     """One all-gather over several ranks, from its issue until everything is copied out."""
 
-    __slots__ = ("_buffer", "_flats", "_name", "_places", "_ranks", "work")
+    __slots__ = ("_buffer", "_flats", "_live", "_name", "_places", "_ranks", "work")
 
     def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
         first = loads[0].live
@@ -62,6 +63,7 @@ class Bucket:
             buffer, own = _bucket(parts, dtypes, group, comm)
             self.work = all_gather(buffer, own, group, comm)
         self._buffer: Tensor | None = buffer
+        self._live = first
         first.counters.all_gathers += 1
 
     def take(self, live: LiveGroup, index: int) -> Tensor:
@@ -81,7 +83,7 @@ class Bucket:
     def drain(self) -> None:
         """Wait for the collective, if it is not done; its result may be thrown away."""
         if self.work is not None:
-            self.work.wait()
+            finish(self.work, self._live)
             self.work = None
 
 

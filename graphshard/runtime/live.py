@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import FsdpGroup, State
+from graphshard.runtime.agree import Ballot
 
 
 @dataclass(slots=True)
@@ -49,9 +50,13 @@ class Counters:
 
 @dataclass(eq=False)
 class Root:
-    """The groups of one FSDP root. finishing: the engine run after which they are finished."""
+    """The groups of one FSDP root. finishing: the engine run after which they are finished.
+
+    ballots: what its ranks agree on, one per mesh.
+    """
 
     groups: dict[State, LiveGroup]
+    ballots: list[Ballot] = field(default_factory=list)
     finishing: int = -1
 
 

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
 from graphshard.fsdp2.layouts import copy_of
 from graphshard.runtime.live import LiveGroup
+from graphshard.runtime.waiting import finish
 
 
 class Reduction:
@@ -104,7 +105,7 @@ class Reduction:
     def drain(self) -> None:
         """Wait for the collective, if any, and free its input; the result may be thrown away."""
         if self.work is not None:
-            self.work.wait()
+            finish(self.work, self._live)
             self.work = None
         self._input = None
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphshard.errors import DivergedRanks
 from graphshard.fsdp2 import gradients
 from graphshard.fsdp2.layouts import as_dtensor
 from graphshard.plan import Direction
@@ -102,11 +103,17 @@ class Run:
     def track(self, work: Gather | Reduction) -> None:
         self._in_flight.append(work)
 
-    def abort(self) -> None:
-        """Drain what was issued and drop what was gathered; gradients of this run are lost."""
+    def abort(self, *, waits: bool) -> None:
+        """Drain what was issued and drop what was gathered; gradients of this run are lost.
+
+        waits: False where other ranks will never take part in what was issued.
+        """
         for work in self._in_flight:
-            work.drain()
+            if waits:
+                work.drain()
         for live in self._groups:
+            if not waits:
+                live.prefetched = None
             live.drop()
             gradients.forget(live.fsdp)
 
@@ -244,8 +251,8 @@ def guarded(
         args.insert(0, run)
         try:
             outputs = body.call(args)
-        except BaseException:
-            run.abort()
+        except BaseException as error:
+            run.abort(waits=not isinstance(error, DivergedRanks))
             raise
         if run.stopwatch is not None:
             body.watches.append(run.stopwatch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -79,9 +80,12 @@ class TimedWork:
         self._work = work
         self._note = note
 
-    def wait(self) -> None:
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self, *timeout: timedelta) -> None:
         start = time.perf_counter_ns()
-        self._work.wait()
+        self._work.wait(*timeout)
         if time.perf_counter_ns() - start >= NOT_YET_DONE_NS:
             self._note()
 

@@ -8,6 +8,8 @@ In a case that runs on every rank:
     assert_equal(expected, train(model, case, ctx, 10, run=partial(case.loss, compiled)))
 """
 
+import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +18,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from models import Batch, Case
 from pool import Ctx
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+
+import graphshard
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -89,9 +94,22 @@ def train(
         trace.grads.append({name: local(p.grad) for name, p in model.named_parameters()})
         optim.step()
         optim.zero_grad()
+    assert_same_plans(model, ctx)
     trace.params.update((name, local(p)) for name, p in model.named_parameters())
     trace.buffers.update((name, local(b)) for name, b in model.named_buffers())
     return trace
+
+
+def assert_same_plans(model: nn.Module, ctx: Ctx) -> None:
+    """All ranks have the same plans to the byte. Asked through the store: adds no collective."""
+    in_use = "graphshard.backend" in sys.modules
+    plans = [p.to_json() for p in graphshard.plans(model)] if in_use else []
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"plans/{ctx.rank}", 1)
+    store.set(f"plans/{number}/{ctx.rank}", json.dumps(plans))
+    for rank in range(ctx.world_size):
+        text = store.get(f"plans/{number}/{rank}").decode()
+        assert json.loads(text) == plans, f"rank {rank} has other plans than rank {ctx.rank}"
 
 
 def local(tensor: Tensor | None) -> Tensor | None:

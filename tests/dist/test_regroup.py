@@ -279,6 +279,10 @@ def test_after_a_failure_everything_is_sharded(
 # -- what the planner decides --------------------------------------------------------------------
 
 
+def nothing(_: object) -> Callable[..., tuple[()]]:
+    return lambda *_: ()
+
+
 def budgeted(ctx: Ctx, case_name: str, shares: list[float]) -> list[dict[str, Any]]:
     """Budgets as shares of FSDP2's peak; every group may be split."""
     case, found, own_bytes = CASES[case_name], [], 2**40
@@ -288,9 +292,7 @@ def budgeted(ctx: Ctx, case_name: str, shares: list[float]) -> list[dict[str, An
         options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
         model.compile(backend="graphshard", fullgraph=True, options=options)
         # Small groups are split too, and nothing is computed again instead.
-        whole = Freedom(budget, reshard=Reshard.OPEN, regroup=True)
-        free = patched(compiler, "freedom_of", lambda _: lambda _: whole)
-        with free, patched(pricing, "HUGE", lambda _: 0):
+        with patched(compiler, "choose_recompute", nothing), patched(pricing, "HUGE", lambda _: 0):
             assert_equal(expected, train(model, case, ctx, 2))
         with watch_gathered() as seen, count_collectives() as counts:
             case.loss(model, case.batch(2, ctx.rank, ctx.device)).backward()

@@ -1,0 +1,86 @@
+"""Skeletons: what is in them, their fingerprint, and where two of them part."""
+
+from dataclasses import replace
+
+import pytest
+from plans import group, plan, two_layers
+
+from graphshard import skeleton
+from graphshard.skeleton import Entry
+
+
+def test_a_kept_gather_is_no_collective():
+    rows = [(e.direction, e.kind, e.group) for e in two_layers().skeleton]
+    assert rows == [
+        ("forward", "all_gather", "layers.0"),
+        ("forward", "all_gather", "layers.1"),
+        ("backward", "all_gather", "layers.0"),
+        ("backward", "reduce_scatter", "layers.1"),
+        ("backward", "reduce_scatter", "layers.0"),
+    ]
+
+
+def test_bytes_and_dtypes_on_the_wire():
+    one = replace(group(0, "a", 100), reduce_dtype="float32", reduce_bytes=200)
+    made = plan([one], "issue 0, wait 0, compute 1, release 0", "compute 2, reduce 0, reduced 0")
+    assert made.skeleton == (
+        Entry("forward", "all_gather", "a", "float32", 100),
+        Entry("backward", "reduce_scatter", "a", "float32", 200),
+    )
+    mixed = (*one.params, replace(one.params[0], dtype="bfloat16", gathered_bytes=50))
+    made = replace(made, groups=(replace(one, params=mixed),))
+    assert made.skeleton[0] == Entry("forward", "all_gather", "a", "bytes", 150)
+
+
+def test_merged_groups_are_one_collective():
+    made = plan([group(0, "a"), group(1, "b")], "issue 0, wait 0, compute 1, release 0")
+    issue, *rest = made.forward.steps
+    steps = (replace(issue, with_groups=(1,)), *rest)
+    made = replace(made, forward=replace(made.forward, steps=steps))
+    assert [(e.group, e.size_bytes) for e in made.skeleton] == [("a + b", 200)]
+
+
+def test_a_fingerprint_knows_collectives_and_nothing_else():
+    base = two_layers()
+    ops = plan(
+        base.groups,
+        "issue 0, wait 0, issue 1, compute 40, release 0, wait 1, compute 3, release 1 kept",
+        "issue 1 kept, issue 0, wait 1 kept, compute 5, release 1, reduce 1, wait 0, compute 6,"
+        "release 0, reduce 0, reduced 1, reduced 0",
+        name="another name",
+    )
+    assert ops.fingerprint == base.fingerprint
+    assert len(base.fingerprint) == 64
+    wider = replace(base, groups=(group(0, "layers.0", 104), base.groups[1]))
+    assert wider.fingerprint != base.fingerprint
+    assert base.summary()["fingerprint"] == base.fingerprint
+
+
+def test_the_fingerprint_stays():
+    """Ranks of one job may be started at different times: it depends on the plan alone."""
+    assert two_layers().fingerprint.startswith("08efac6571bb13b9")
+
+
+def test_text_round_trip():
+    made = two_layers().skeleton
+    assert skeleton.from_text(skeleton.to_text(made)) == made
+    with pytest.raises((ValueError, TypeError)):
+        skeleton.from_text("[[1]]")
+
+
+A, B, C = (Entry("forward", "all_gather", name, "float32", 1024) for name in "abc")
+
+
+def test_the_first_difference_names_entry_and_ranks():
+    assert skeleton.difference({0: (A, B), 1: (A, B)}) is None
+    text = skeleton.difference({0: (A, B), 1: (A, C), 2: (A, B)})
+    assert text == (
+        "collective 1 is ranks 0, 2: forward all_gather of b (float32, 1,024 bytes); "
+        "rank 1: forward all_gather of c (float32, 1,024 bytes)"
+    )
+    assert "rank 1: nothing more" in skeleton.difference({0: (A, B), 1: (A,)})
+
+
+def test_what_fsdp2_could_run_together():
+    assert skeleton.same_way({0: (A, B), 1: (A,)})  # a graph break on rank 1
+    assert not skeleton.same_way({0: (A, B, C), 1: (A, C)})  # a module skipped on rank 1
