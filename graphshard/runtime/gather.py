@@ -42,7 +42,7 @@ class Load:
 class Bucket:
     """One all-gather over several ranks, from its issue until everything is copied out."""
 
-    __slots__ = ("_buffer", "_flats", "_name", "_places", "_ranks", "_work")
+    __slots__ = ("_buffer", "_flats", "_name", "_places", "_ranks", "work")
 
     def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
         first = loads[0].live
@@ -60,7 +60,7 @@ class Bucket:
         dtypes = tuple(dtype for load in loads for dtype in load.dtypes)
         with record_function(f"graphshard::all_gather {self._name}"):
             buffer, own = _bucket(parts, dtypes, group, comm)
-            self._work = all_gather(buffer, own, group, comm)
+            self.work = all_gather(buffer, own, group, comm)
         self._buffer: Tensor | None = buffer
         first.counters.all_gathers += 1
 
@@ -80,9 +80,9 @@ class Bucket:
 
     def drain(self) -> None:
         """Wait for the collective, if it is not done; its result may be thrown away."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
 
 class Gather:
@@ -189,8 +189,10 @@ class Gather:
         return [here[index] for index in range(len(here))]
 
 
-def issue(wanted: Iterable[tuple[Gather, Iterable[int]]]) -> None:
+def issue(wanted: Iterable[tuple[Gather, Iterable[int]]]) -> list[Bucket]:
     """Start what is missing of each gather's parameters; what goes the same way goes together.
+
+    Returns the collectives that were issued, in order.
 
     All ranks issue the same: what leaves a group out (settings, meshes, calls of `unshard()`,
     whether shards were written to) is the same on all of them, as eager FSDP2 needs it, too.
@@ -200,12 +202,15 @@ def issue(wanted: Iterable[tuple[Gather, Iterable[int]]]) -> None:
         load = gather.load(indices)
         if load is not None:
             lots.setdefault(gather.route, []).append((gather, load))
+    issued: list[Bucket] = []
     for (group, _), lot in lots.items():
         bucket = None
         if group is not None and group.size() > 1:
             bucket = Bucket([load for _, load in lot], group)
+            issued.append(bucket)
         for gather, load in lot:
             gather.sent(load, bucket)
+    return issued
 
 
 def prefetch(live: LiveGroup) -> None:
