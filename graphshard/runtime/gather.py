@@ -73,16 +73,25 @@ class Bucket:
                 _copy_out(self._buffer, flats, self._ranks)
             keys = (place[:2] for place in self._places)
             self._flats = dict(zip(keys, flats, strict=True))
-            # The backend's thread may hold the tensor a little longer: free its memory now.
-            self._buffer.untyped_storage().resize_(0)
-            self._buffer = None
+            self._free()
         return self._flats.pop((live, index))
 
     def drain(self) -> None:
-        """Wait for the collective, if it is not done; its result may be thrown away."""
+        """Wait for the collective, if it is not done."""
         if self.work is not None:
             self.work.wait()
             self.work = None
+
+    def drop(self) -> None:
+        """Wait for the collective and throw its result away."""
+        self.drain()
+        self._free()
+
+    def _free(self) -> None:
+        if self._buffer is not None:
+            # The backend's thread may hold the tensor a little longer: free its memory now.
+            self._buffer.untyped_storage().resize_(0)
+            self._buffer = None
 
 
 class Gather:
@@ -171,9 +180,9 @@ class Gather:
         return dtypes == self._dtypes and self._versions == self._live.versions()
 
     def drain(self) -> None:
-        """Wait for what is under way; its result may be thrown away."""
+        """Wait for what is under way and throw it away."""
         for bucket in self._under_way.values():
-            bucket.drain()
+            bucket.drop()
 
     def _here(self) -> dict[int, Tensor]:
         if self._flats is None:
