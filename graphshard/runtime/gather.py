@@ -154,9 +154,9 @@ class Gather:
         """Parameters `indices`, gathered, each of its unsharded size."""
         here, fsdp = self._here(), self._live.fsdp
         for index in indices:
-            bucket = self._under_way.pop(index, None)
-            if bucket is not None:
-                here[index] = bucket.take(self._live, index)
+            if index in self._under_way:
+                here[index] = self._under_way[index].take(self._live, index)
+                del self._under_way[index]
         return {i: _unsharded(here[i], fsdp.params[i], fsdp.world_size) for i in indices}
 
     def release(self, *, keep: bool) -> None:
