@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan, Reshard
 from graphshard.planner.problem import Problem
 from graphshard.pricing import Freedom
 from graphshard.recompute import Unit, tag
-from graphshard.runtime.agree import Ballot, check_call, settle
+from graphshard.runtime.agree import Ballot, check_call, lead_costs, settle
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, find, lookup
 from graphshard.runtime.run import Body, guarded
@@ -105,12 +107,15 @@ class GraphCompiler:
             return default_partition(clone, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
 
         forward, backward = split(())
-        placed, baseline = self._placed(groups, num_fwd_outputs, forward, backward), None
-        if repeated := choose_recompute(placed, order):
-            baseline = pose(placed, order)
-            forward, backward = split(repeated)
-            placed = self._placed(groups, num_fwd_outputs, forward, backward)
-        self._schedule(placed, order, baseline)
+        placed = self._placed(groups, num_fwd_outputs, forward, backward)
+        repeated = choose_recompute(placed, order)
+        if not repeated:
+            self._schedule(placed, order)
+            return forward, backward
+        baseline = pose(placed, order)
+        forward, backward = split(repeated)
+        placed = self._placed(groups, num_fwd_outputs, forward, backward)
+        self._schedule(placed, order, baseline, tuple(groups[u.group].fqn for u in repeated))
         return forward, backward
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -160,10 +165,20 @@ class GraphCompiler:
         )
         return place(program)
 
-    def _schedule(self, placed: Program, order: Order, baseline: Problem | None = None) -> None:
-        """Plan, and put the program in the plan's order."""
+    def _schedule(
+        self,
+        placed: Program,
+        order: Order,
+        baseline: Problem | None = None,
+        recompute: tuple[str, ...] = (),
+    ) -> None:
+        """Plan, and put the program in the plan's order.
+
+        baseline: the problem as it was before the forward of the groups `recompute` was repeated.
+        """
         problem = pose(placed, order)
         plan = plan_with_costs(placed, problem, order.freedom.reshard, baseline)
+        plan = replace(plan, recompute=recompute)
         if self.ballots:
             plan = settle(self.ballots, plan)
         spare = copied(placed)
@@ -196,9 +211,11 @@ class GraphCompiler:
             record.plans[self.name] = compiled
 
     def _order(self) -> Order:
-        """What the planner needs."""
+        """What the planner needs. Costs are those of the lowest rank, so that all plan alike."""
         groups = [live.fsdp for live in self.groups]
         machine = machine_for(self._options.machine, groups[0].device)
+        if self.ballots:
+            machine = pickle.loads(bytes.fromhex(lead_costs(self.ballots, _text(machine))))
         return Order(settings_of(groups), machine, freedom_of(self._options))
 
     @property
@@ -287,6 +304,10 @@ def freedom_of(options: Options) -> Freedom:
     if budget is not None:
         return Freedom(budget, reshard=Reshard.OPEN, recompute=True, regroup=True)
     return Freedom(most_ahead=1)
+
+
+def _text(machine: Machine) -> str:
+    return pickle.dumps(machine).hex()
 
 
 def machine_for(given: str | None, device: torch.device) -> Machine:

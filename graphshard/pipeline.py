@@ -95,7 +95,8 @@ def choose_recompute(program: Program, order: Order) -> tuple[Unit, ...]:
     if not found:
         return ()
     problem = price(program, outlines, order.settings, order.machine, order.freedom)
-    return tuple(found[index] for index in plan_step(problem).recompute)
+    chosen = plan_with_costs(program, problem, order.freedom.reshard).recompute
+    return tuple(unit for unit in found if program.groups[unit.group].fqn in chosen)
 
 
 def plan_without_costs(program: Program) -> Plan:
@@ -119,7 +120,8 @@ def plan_with_costs(
     if plan is None:
         planned = plan_step(problem, baseline)
         plan = _plan_of(program.with_groups(groups), planned.schedules)
-        plan = replace(plan, estimate=planned.estimate)
+        names = tuple(problem.recompute[index].name for index in planned.recompute)
+        plan = replace(plan, estimate=planned.estimate, recompute=names)
         plan_cache.save(key, plan)
     return plan
 

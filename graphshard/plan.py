@@ -155,7 +155,8 @@ class Estimate:
 class Plan:
     """Groups and schedules of one captured graph; `backward` is None under no_grad.
 
-    estimate: None for a plan that was made without the cost model.
+    estimate: None for a plan that was made without the cost model. recompute: FQNs of the groups
+    whose forward is computed again in backward, because the planner chose so.
     """
 
     name: str
@@ -164,6 +165,7 @@ class Plan:
     forward: Schedule
     backward: Schedule | None
     estimate: Estimate | None = None
+    recompute: tuple[str, ...] = ()
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -356,4 +358,5 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
         forward=_schedule_from_dict(data["forward"]),
         backward=None if backward is None else _schedule_from_dict(backward),
         estimate=None if data.get("estimate") is None else Estimate(**data["estimate"]),
+        recompute=tuple(data.get("recompute", ())),
     )

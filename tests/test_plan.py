@@ -1,6 +1,7 @@
 """The plan as a value: its file format, residency and gathered bytes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from plans import group, plan, two_layers
@@ -128,3 +129,20 @@ def test_an_empty_plan():
     empty = plan([], "")
     assert empty.residency() == ()
     assert empty.gathered_peak_bytes() == 0
+
+
+def test_a_merged_gather_counts_all_its_groups_from_issue_to_wait():
+    merged = plan(
+        [group(0, "a", 100), group(1, "b", 60)],
+        "issue 0+1, compute 1, wait 0+1, compute 1, release 0, release 1",
+    )
+    assert gathered_bytes_by_step(merged) == [160, 160, 320, 160, 160, 60]
+    assert merged.summary()["all_gathers"] == 1
+
+
+def test_a_split_gather_counts_what_was_issued():
+    params = tuple(group(0, "a", size).params[0] for size in (100, 60))
+    both = replace(group(0, "a", 160), params=params)
+    split = plan([both], "issue 0:0, wait 0:0, issue 0:1, wait 0:1, compute 1, release 0")
+    assert gathered_bytes_by_step(split) == [100, 200, 160, 220, 160, 160]
+    assert split.summary()["all_gathers"] == 2

@@ -137,6 +137,22 @@ def _settle(ballot: Ballot, plan: Plan, *, may_adopt: bool) -> Plan:
     return plan
 
 
+def lead_costs(ballots: Iterable[Ballot], own: str) -> str:
+    """The costs of the lowest rank, for this rank to plan with; `own` if there are several meshes.
+
+    Raises DivergedRanks (GS703, GS704, GS707) if that rank does not plan.
+    """
+    found = list(ballots)
+    if len(found) != 1:
+        return own
+    ballot = found[0]
+    lead, keys = ballot.ranks[0], {ballot.ranks[0]: "costs"}
+    if ballot.rank == lead:
+        ballot.store.set("costs", own)
+    look = partial(_look, ballot, keys, {})
+    return _collect(ballot, keys, "plan", ballot.limit_s, look)[lead]
+
+
 def refuse(ballots: Iterable[Ballot], graph: str, reason: str, *, waits: bool) -> bool:
     """Say that this rank cannot compile. True if that holds for all ranks (asked only if `waits`).
 
@@ -218,7 +234,7 @@ def _look(ballot: Ballot, keys: Mapping[int, str], seen: dict[int, tuple[bytes, 
     if it is in the model and traces nothing more. seen: where each was, and since when."""
     now = time.monotonic()
     for rank in ballot.others:
-        if ballot.store.check([keys[rank]]):
+        if rank not in keys or ballot.store.check([keys[rank]]):
             continue
         if ballot.store.check([f"left/{rank}"]):
             reason = ballot.store.get(f"left/{rank}").decode()

@@ -75,16 +75,25 @@ class Bucket:
                 _copy_out(self._buffer, flats, self._ranks)
             keys = (place[:2] for place in self._places)
             self._flats = dict(zip(keys, flats, strict=True))
-            # The backend's thread may hold the tensor a little longer: free its memory now.
-            self._buffer.untyped_storage().resize_(0)
-            self._buffer = None
+            self._free()
         return self._flats.pop((live, index))
 
     def drain(self) -> None:
-        """Wait for the collective, if it is not done; its result may be thrown away."""
+        """Wait for the collective, if it is not done."""
         if self.work is not None:
             finish(self.work, self._live)
             self.work = None
+
+    def drop(self) -> None:
+        """Wait for the collective and throw its result away."""
+        self.drain()
+        self._free()
+
+    def _free(self) -> None:
+        if self._buffer is not None:
+            # The backend's thread may hold the tensor a little longer: free its memory now.
+            self._buffer.untyped_storage().resize_(0)
+            self._buffer = None
 
 
 class Gather:
@@ -147,9 +156,9 @@ class Gather:
         """Parameters `indices`, gathered, each of its unsharded size."""
         here, fsdp = self._here(), self._live.fsdp
         for index in indices:
-            bucket = self._under_way.pop(index, None)
-            if bucket is not None:
-                here[index] = bucket.take(self._live, index)
+            if index in self._under_way:
+                here[index] = self._under_way[index].take(self._live, index)
+                del self._under_way[index]
         return {i: _unsharded(here[i], fsdp.params[i], fsdp.world_size) for i in indices}
 
     def release(self, *, keep: bool) -> None:
@@ -173,9 +182,9 @@ class Gather:
         return dtypes == self._dtypes and self._versions == self._live.versions()
 
     def drain(self) -> None:
-        """Wait for what is under way; its result may be thrown away."""
+        """Wait for what is under way and throw it away."""
         for bucket in self._under_way.values():
-            bucket.drain()
+            bucket.drop()
 
     def _here(self) -> dict[int, Tensor]:
         if self._flats is None:
@@ -194,6 +203,8 @@ class Gather:
 def issue(wanted: Iterable[tuple[Gather, Iterable[int]]]) -> list[Bucket]:
     """Start what is missing of each gather's parameters; what goes the same way goes together.
 
+    Returns the collectives that were issued, in order.
+
     All ranks issue the same: what leaves a group out (settings, meshes, calls of `unshard()`,
     whether shards were written to) is the same on all of them, as eager FSDP2 needs it, too.
     """
@@ -202,15 +213,15 @@ def issue(wanted: Iterable[tuple[Gather, Iterable[int]]]) -> list[Bucket]:
         load = gather.load(indices)
         if load is not None:
             lots.setdefault(gather.route, []).append((gather, load))
-    buckets = []
+    issued: list[Bucket] = []
     for (group, _), lot in lots.items():
         bucket = None
         if group is not None and group.size() > 1:
             bucket = Bucket([load for _, load in lot], group)
-            buckets.append(bucket)
+            issued.append(bucket)
         for gather, load in lot:
             gather.sent(load, bucket)
-    return buckets
+    return issued
 
 
 def prefetch(live: LiveGroup) -> None:
