@@ -21,11 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from bench import emulator, profile
 from bench.memory import resident_bytes, step_peaks
 from bench.models import CONFIGS, Config, make_batch, make_model
-from bench.modes import MODES, Planner, Trainer, make_trainer
-from graphshard.capture.ports import records_under
-from graphshard.plan import Estimate
-
-WARM_UP_STEPS = 3  # the first one compiles and makes the optimizer's state
+from bench.modes import MODES, WARM_UP_STEPS, Planner, Trainer, estimate_of, make_trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +166,6 @@ def measure(training: Training, num_steps: int) -> Rate:
         predicted_us=0.0 if estimate is None else estimate.step_time_us,
         predicted_peak_bytes=0 if estimate is None else estimate.peak_bytes,
     )
-
-
-def estimate_of(trainer: Trainer) -> Estimate | None:
-    """What the planner said of its plan."""
-    records = records_under(trainer.model)
-    plans = [compiled.plan for record in records for compiled in record.plans.values()]
-    return plans[0].estimate if plans else None
 
 
 def main() -> None:

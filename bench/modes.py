@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from bench.models import WithLoss
+from graphshard.capture.ports import records_under
+from graphshard.plan import Estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ MODES = (
 )
 LOWEST, HIGHEST = "fsdp2_tuned", "fsdp2_tuned_keep"  # between their peaks lie the budgets
 NO_LIMIT_BYTES = 10**12
+PLANNED = MODES[-1]
+WARM_UP_STEPS = 3  # the first one compiles and makes the optimizer's state
 PREFETCHED = 2  # groups that tuned FSDP2 gathers ahead
 
 
@@ -154,3 +158,10 @@ def tune(model: Any, reductions: AsyncReduceScatter) -> None:
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + PREFETCHED])
         block.set_modules_to_backward_prefetch(blocks[max(0, i - PREFETCHED) : i][::-1])
         block.set_custom_reduce_scatter(reductions)
+
+
+def estimate_of(trainer: Trainer) -> Estimate | None:
+    """What the planner said of its plan."""
+    records = records_under(trainer.model)
+    plans = [compiled.plan for record in records for compiled in record.plans.values()]
+    return plans[0].estimate if plans else None

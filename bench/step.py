@@ -160,7 +160,8 @@ def main() -> int:
         if any(mode.budget is not None for mode in args.modes):
             say("calibrating compute")
             request = replace(request, compute=str(Path(folder) / "compute.json"))
-            python("-m", "bench.profile", request.compute)
+            said = python("-m", "bench.profile", request.compute, args.config, str(args.ranks))
+            say(said.strip())
         try:
             rows = measure(args, request)
         except LossesDiffer as error:
