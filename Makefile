@@ -1,4 +1,4 @@
-# make demo | test | check | clean. Needs python3 (3.11 or newer), make and a C++ compiler; the
+# make demo | test | check | bench | clean. Needs python3 (3.11 or newer), make and a C++ compiler; the
 # rest is installed into .venv, at the versions of constraints.txt.
 
 PYTHON ?= python3
@@ -9,11 +9,12 @@ BIN  := $(VENV)/bin
 DONE := $(VENV)/.installed
 PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help demo test check contract clean
+.PHONY: help demo test check bench contract clean
 help:
 	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
 	@echo "make test    run the test suite"
 	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make bench   time a training step on an emulated network, graphshard against FSDP2"
 	@echo "make contract write docs/fsdp2-contract.md from the results of its tests"
 	@echo "make clean   remove .venv and everything that make writes"
 
@@ -44,6 +45,10 @@ $(DONE): pyproject.toml constraints.txt
 	$(PIP) torch setuptools
 	$(PIP) --no-build-isolation -e '.[cli,dev]'
 	@touch $@
+
+bench: $(DONE)
+	$(BIN)/python bench/step.py --config XS --gbit 1.4 --launches 2 --steps 4 \
+		--modes fsdp2_tuned,fsdp2_tuned_keep,planned_low,planned_middle,planned
 
 contract: $(DONE)
 	GRAPHSHARD_WRITE_CONTRACT=1 $(BIN)/python -m pytest tests/dist/test_contract.py

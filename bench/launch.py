@@ -9,19 +9,19 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench import emulator
+from bench import emulator, profile
 from bench.memory import resident_bytes, step_peaks
 from bench.models import CONFIGS, Config, make_batch, make_model
-from bench.modes import MODES, Trainer, make_trainer
-
-WARM_UP_STEPS = 3  # the first one compiles and makes the optimizer's state
+from bench.modes import MODES, WARM_UP_STEPS, Planner, Trainer, estimate_of, make_trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Request:
     alpha_us: float
     num_steps: int
     poison: bool = False
+    budget_bytes: int | None = None  # for a mode that is planned
+    compute: str = ""  # path of what `bench.profile` measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +49,31 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """`losses` of all steps, in order; `rates` has one list of steps for each of `gbits`."""
+class Rate:
+    """One training at one rate of the link.
 
-    losses: list[float]
-    rates: list[list[StepTimes]]
-    num_params: int
+    predicted_*: of the plan, without the optimizer; 0 if it was made without costs.
+    """
+
+    steps: list[StepTimes]
     resident_bytes: int
     gathered_peak_bytes: int
     step_peak_bytes: int
+    predicted_us: float = 0.0
+    predicted_peak_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.resident_bytes + self.step_peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`rates` has one entry for each of `gbits`; `losses` are of all their steps, in order."""
+
+    losses: list[float]
+    rates: list[Rate]
+    num_params: int
 
 
 @dataclass(slots=True)
@@ -92,8 +110,6 @@ class Training:
 
 def run(request: Request) -> Measured:
     torch.set_num_threads(1)  # the clock is one thread's
-    mode = next(m for m in MODES if m.name == request.mode)
-    config = CONFIGS[request.config]
     network = emulator.join(
         request.num_ranks,
         gbit=request.gbits[0],
@@ -101,27 +117,54 @@ def run(request: Request) -> Measured:
         poison=request.poison,
     )
     mesh = init_device_mesh("cpu", (request.num_ranks,))
-    model = make_model(config, request.num_ranks)
-    num_params = sum(p.numel() for p in model.parameters())
-    training = Training(make_trainer(mode, model, mesh), network, config, [])
-    for _ in range(WARM_UP_STEPS):
-        training.advance()
-    gc.collect()
-    gc.freeze()  # what importing left behind is not searched in each collection
-    rates = []
+    losses: list[float] = []
+    rates: list[Rate] = []
     for gbit in request.gbits:
         emulator.set_rate(network, gbit=gbit, alpha_us=request.alpha_us)
-        training.advance()
-        rates.append([training.measure() for _ in range(request.num_steps)])
-    resident = resident_bytes(training.trainer.optimizer)
+        torch._dynamo.reset()
+        training = start(request, gbit, network, mesh)
+        rates.append(measure(training, request.num_steps))
+        losses += training.losses
+    num_params = sum(p.numel() for p in training.trainer.model.parameters())
+    return Measured(losses, rates, num_params)
+
+
+def start(request: Request, gbit: float, network: Any, mesh: DeviceMesh) -> Training:
+    """A new training, warm."""
+    mode = next(m for m in MODES if m.name == request.mode)
+    config = CONFIGS[request.config]
+    with tempfile.TemporaryDirectory() as folder:
+        planner = None
+        if request.budget_bytes is not None:
+            path = profile.write(
+                Path(folder),
+                Path(request.compute),
+                num_ranks=request.num_ranks,
+                gbit=gbit,
+                alpha_us=request.alpha_us,
+            )
+            planner = Planner(request.budget_bytes, path)
+        trainer = make_trainer(mode, make_model(config, request.num_ranks), mesh, planner)
+        training = Training(trainer, network, config, [])
+        for _ in range(WARM_UP_STEPS):
+            training.advance()
+    return training
+
+
+def measure(training: Training, num_steps: int) -> Rate:
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # what importing and compiling left behind is not searched in each collection
+    steps = [training.measure() for _ in range(num_steps)]
     peaks = step_peaks(training.advance)
-    return Measured(
-        losses=training.losses,
-        rates=rates,
-        num_params=num_params,
-        resident_bytes=resident,
+    estimate = estimate_of(training.trainer)
+    return Rate(
+        steps=steps,
+        resident_bytes=resident_bytes(training.trainer.optimizer),
         gathered_peak_bytes=peaks.gathered_bytes,
         step_peak_bytes=peaks.allocated_bytes,
+        predicted_us=0.0 if estimate is None else estimate.step_time_us,
+        predicted_peak_bytes=0 if estimate is None else estimate.peak_bytes,
     )
 
 

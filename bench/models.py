@@ -88,13 +88,24 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-def make_model(config: Config, num_ranks: int, seed: int = 0) -> Llama:
+class WithLoss(nn.Module):
+    """The loss belongs to what is measured and planned, so it belongs to the model."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+
+
+def make_model(config: Config, num_ranks: int, seed: int = 0) -> WithLoss:
     """The model as all `num_ranks` emulated ranks hold it: each one's shard equals rank 0's.
 
     So a gathered parameter has, before the first optimizer step, the values that it has here.
     """
     torch.manual_seed(seed)
-    model = Llama(config)
+    model = WithLoss(Llama(config))
     with torch.no_grad():
         for param in model.parameters():
             shard_len = -(-len(param) // num_ranks)

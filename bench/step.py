@@ -5,8 +5,8 @@
 One process stands for rank 0 of N; network and clock are emulated (bench/emulator), so a busy
 machine disturbs little. Each launch of a mode is a fresh process; the modes take turns. One table
 on stdout, progress on stderr. Exit status 1 if the losses of two modes differ by a bit: every
-sharded mode must have those of FSDP2's default, and one process that of the first step (later
-ones differ, because the emulated ranks all hold rank 0's shards).
+sharded mode must have those of FSDP2, and one process that of the first step (later ones differ,
+because the emulated ranks all hold rank 0's shards).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,17 +27,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common names
 
 from bench import emulator, machine, table  # noqa: E402
-from bench.launch import Measured, Request, StepTimes  # noqa: E402
+from bench.launch import Measured, Rate, Request, StepTimes  # noqa: E402
 from bench.models import CONFIGS  # noqa: E402
-from bench.modes import MODES, REFERENCE, Mode  # noqa: E402
+from bench.modes import HIGHEST, LOWEST, MODES, Mode, budget_bytes  # noqa: E402
 
 
 class LossesDiffer(Exception):
     """Two modes trained differently, so that their times say nothing."""
 
 
-def launch(request: Request) -> Measured:
-    """Run one launch in a process of its own. Raises RuntimeError with its output if it fails."""
+def python(*args: str) -> str:
+    """Run Python in its own process: its stdout. Raises RuntimeError with stderr if it fails."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -44,33 +45,58 @@ def launch(request: Request) -> Measured:
         "KINETO_LOG_LEVEL": "99",  # the profiler's own notes on stderr
     }
     done = subprocess.run(
-        [sys.executable, "-m", "bench.launch", json.dumps(asdict(request))],
+        [sys.executable, *args],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
-        raise RuntimeError(f"launch of {request.mode} failed:\n{done.stderr}")
-    data = json.loads(done.stdout.splitlines()[-1])
-    data["rates"] = [[StepTimes(**times) for times in steps] for steps in data["rates"]]
-    return Measured(**data)
+        raise RuntimeError(f"{' '.join(args)} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def launch(request: Request) -> Measured:
+    """One launch. Raises RuntimeError if it fails."""
+    data = json.loads(python("-m", "bench.launch", json.dumps(asdict(request))).splitlines()[-1])
+    rates = [
+        Rate(**{**rate, "steps": [StepTimes(**times) for times in rate["steps"]]})
+        for rate in data["rates"]
+    ]
+    return Measured(**{**data, "rates": rates})
 
 
 def check_losses(measured: dict[str, Measured], modes: Sequence[Mode]) -> None:
     """Raises LossesDiffer, naming the modes and the first step that differs."""
-    if REFERENCE not in measured:
+    sharded = [mode.name for mode in modes if mode.sharded]
+    if not sharded:
         return
-    expected = measured[REFERENCE].losses
+    reference = sharded[0]
+    expected = measured[reference].losses
     for mode in modes:
         losses = measured[mode.name].losses
         count = len(expected) if mode.sharded else 1
         for step, (ours, theirs) in enumerate(zip(losses[:count], expected[:count], strict=True)):
             if not ours == theirs:  # NaN differs from everything
                 raise LossesDiffer(
-                    f"step {step}: {mode.name} has loss {ours!r}, {REFERENCE} {theirs!r}"
+                    f"step {step}: {mode.name} has loss {ours!r}, {reference} {theirs!r}"
                 )
 
 
+def budgets(modes: Sequence[Mode], request: Request) -> dict[str, int | None]:
+    """Of each mode, from the peaks of tuned FSDP2 that one short launch of each shows."""
+    if all(mode.budget is None for mode in modes):
+        return dict.fromkeys((mode.name for mode in modes), None)
+    peaks = []
+    for name in (LOWEST, HIGHEST):
+        short = replace(request, mode=name, gbits=request.gbits[:1], num_steps=1)
+        peaks.append(launch(short).rates[0].peak_bytes)
+        say(f"peak of {name}: {peaks[-1]:,} bytes")
+    return {mode.name: budget_bytes(mode, *peaks) for mode in modes}
+
+
 def run_rounds(
-    modes: Sequence[Mode], request: Request, num_launches: int
+    modes: Sequence[Mode],
+    request: Request,
+    num_launches: int,
+    limits: Mapping[str, int | None],
 ) -> Iterator[dict[str, Measured]]:
     """Each round launches every mode once; each begins with another one."""
     total = num_launches * len(modes)
@@ -79,11 +105,13 @@ def run_rounds(
         measured: dict[str, Measured] = {}
         for mode in (*modes[first:], *modes[:first]):
             began = time.monotonic()
-            measured[mode.name] = launch(replace(request, mode=mode.name))
+            measured[mode.name] = launch(
+                replace(request, mode=mode.name, budget_bytes=limits[mode.name])
+            )
             count = index * len(modes) + len(measured)
             steps = ", ".join(
-                f"{table.step_median(measured[mode.name], i, 'step_us') / 1e3:.1f} ms"
-                for i in range(len(request.gbits))
+                f"{table.step_median(rate, 'step_us') / 1e3:.1f} ms"
+                for rate in measured[mode.name].rates
             )
             say(f"[{count:>3}/{total}] {mode.name}: {steps} ({time.monotonic() - began:.0f} s)")
         check_losses(measured, modes)
@@ -128,35 +156,50 @@ def main() -> int:
     args = arguments()
     request = Request("", args.config, args.ranks, args.gbit, args.alpha_us, args.steps)
     emulator.load_extension()  # compiled once, here
+    with tempfile.TemporaryDirectory() as folder:
+        if any(mode.budget is not None for mode in args.modes):
+            say("calibrating compute")
+            request = replace(request, compute=str(Path(folder) / "compute.json"))
+            said = python("-m", "bench.profile", request.compute, args.config, str(args.ranks))
+            say(said.strip())
+        try:
+            rows = measure(args, request)
+        except LossesDiffer as error:
+            say(f"error: {error}")
+            return 1
+    print(
+        f"config {args.config}: {CONFIGS[args.config].seq_len} tokens, {args.ranks} ranks "
+        f"(emulated), {args.alpha_us:g} us a collective, {args.launches} launches of each mode, "
+        "virtual clock\n"
+    )
+    print(table.render(rows))
+    return 0
+
+
+def measure(args: argparse.Namespace, request: Request) -> list[table.Row]:
+    """All rounds. The file is written after each: an interrupted run leaves what it has."""
     result: dict[str, object] = {
         "command": " ".join(("python bench/step.py", *sys.argv[1:])),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine.describe(ROOT),
         "setting": {**asdict(request), "model": asdict(CONFIGS[args.config])},
+        "compute": json.loads(Path(request.compute).read_text()) if request.compute else None,
     }
+    limits = budgets(args.modes, request)
     rounds: list[dict[str, Measured]] = []
     rows: list[table.Row] = []
     load_averages = [os.getloadavg()]
-    try:
-        for measured in run_rounds(args.modes, request, args.launches):
-            rounds.append(measured)
-            load_averages.append(os.getloadavg())
-            rows = table.make_rows(args.modes, args.gbit, rounds)
-            result["load_averages"] = load_averages
-            result["rows"] = [asdict(row) for row in rows]
-            result["launches"] = [{name: asdict(m) for name, m in r.items()} for r in rounds]
-            if args.json:  # after each round, so that an interrupted run leaves what it has
-                write(args.json, result)
-    except LossesDiffer as error:
-        say(f"error: {error}")
-        return 1
-    print(
-        f"config {args.config}: {next(iter(rounds[0].values())).num_params:,} parameters, "
-        f"{CONFIGS[args.config].seq_len} tokens, {args.ranks} ranks (emulated), "
-        f"{args.alpha_us:g} us a collective, {len(rounds)} launches of each mode, virtual clock\n"
-    )
-    print(table.render(rows))
-    return 0
+    for measured in run_rounds(args.modes, request, args.launches, limits):
+        rounds.append(measured)
+        load_averages.append(os.getloadavg())
+        rows = table.make_rows(args.modes, args.gbit, rounds, limits)
+        result["budget_bytes"] = limits
+        result["load_averages"] = load_averages
+        result["rows"] = [asdict(row) for row in rows]
+        result["launches"] = [{name: asdict(m) for name, m in r.items()} for r in rounds]
+        if args.json:
+            write(args.json, result)
+    return rows
 
 
 if __name__ == "__main__":

@@ -17,10 +17,17 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import emulator, memory, table  # noqa: E402
-from bench.launch import Measured, Request, StepTimes  # noqa: E402
-from bench.modes import MODES  # noqa: E402
+from bench import emulator, memory, profile, table  # noqa: E402
+from bench.launch import Measured, Rate, Request, StepTimes  # noqa: E402
+from bench.modes import MODES, NO_LIMIT_BYTES, PLANNED, budget_bytes  # noqa: E402
 from bench.step import LossesDiffer, check_losses, launch  # noqa: E402
+from graphshard.cost.comm import Collective, Group  # noqa: E402
+from graphshard.cost.curve import Fit, line  # noqa: E402
+from graphshard.cost.machine import collective_us  # noqa: E402
+from graphshard.cost.presets import preset  # noqa: E402
+from graphshard.cost.profile import Origin, Profile, calibrated  # noqa: E402
+
+ORIGIN = Origin("cpu", "", 1, 1, 1, "", "", "", "")
 
 RANKS = 4
 ALPHA_US = 300.0
@@ -209,14 +216,15 @@ def test_poison_shows_a_missing_wait(network, lane):
 
 @pytest.mark.slow
 def test_all_modes_train_the_same(extension):
-    measured = {m.name: launch(replace(REQUEST, mode=m.name)) for m in MODES}
-    check_losses(measured, MODES)
-    eager, ours = measured["fsdp2"], measured["graphshard"]
-    moved = [step.link_bytes for step in (*eager.rates[0], *ours.rates[0])]
+    modes = [mode for mode in MODES if mode.budget is None]
+    measured = {m.name: launch(replace(REQUEST, mode=m.name)) for m in modes}
+    check_losses(measured, modes)
+    eager, ours = (measured[name].rates[0] for name in ("fsdp2", "graphshard"))
+    moved = [step.link_bytes for step in (*eager.steps, *ours.steps)]
     assert len(set(moved)) == 1
     assert moved[0] > 0
     assert 0 < ours.gathered_peak_bytes <= eager.gathered_peak_bytes
-    assert measured["single"].rates[0][0].exposed_us == 0
+    assert measured["single"].rates[0].steps[0].exposed_us == 0
 
 
 @pytest.mark.slow
@@ -242,7 +250,11 @@ def test_a_mode_that_misses_a_wait_has_no_loss(extension):
 
 
 def measured_with(losses):
-    return Measured(losses, [[StepTimes(1.0, 0.0, 0.0, 0, 0)]], 0, 0, 0, 0)
+    return Measured(losses, [rate_with(1.0, 0)], 0)
+
+
+def rate_with(step_us, peak_bytes):
+    return Rate([StepTimes(step_us, 0.0, 0.0, 0, 0)], 0, 0, peak_bytes)
 
 
 def test_other_losses_are_an_error():
@@ -266,6 +278,41 @@ def test_the_interval_is_that_of_the_sign_test(count, low, high, coverage):
     assert interval.median == (count + 1) / 2
     assert (interval.low, interval.high) == (low, high)
     assert interval.coverage == pytest.approx(coverage)
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "speedup"),
+    [(None, "fsdp2_tuned", 2.0), (150, "fsdp2_tuned", 2.0), (200, "fsdp2_tuned_keep", 1.5)],
+)
+def test_the_baseline_is_the_best_that_fits_the_memory(limit, best, speedup):
+    times = {"fsdp2_tuned": (4.0, 100), "fsdp2_tuned_keep": (3.0, 200), "planned": (2.0, 90)}
+    modes = [mode for mode in MODES if mode.name in times]
+    measured = {name: Measured([], [rate_with(*two)], 0) for name, two in times.items()}
+    limits = dict.fromkeys(times) | {"planned": limit}
+    rows = table.make_rows(modes, (1.0,), [measured], limits)
+    (ours,) = (row for row in rows if row.mode == "planned")
+    assert (ours.against, ours.speedup.median) == (best, speedup)
+    assert all(row.speedup is None for row in rows if row is not ours)
+
+
+def test_budgets_lie_between_the_two_peaks():
+    found = {mode.name: budget_bytes(mode, 100, 200) for mode in MODES}
+    assert (found["planned_low"], found["planned_middle"]) == (100, 150)
+    assert found[PLANNED.name] == NO_LIMIT_BYTES
+    assert found["graphshard"] is None
+
+
+def test_the_profile_has_the_emulators_arithmetic(network, lane):
+    empty = Profile(ORIGIN, (), (), (), Fit(line(1.0, 1.0), ()))
+    told = profile.with_network(empty, num_ranks=RANKS, gbit=1.0, alpha_us=ALPHA_US)
+    machine = calibrated(preset("cpu"), Profile.from_json(told.to_json()))
+    ranks = Group(RANKS, RANKS, "lane 0")
+    for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE):
+        network.clear()
+        collectives(lane)[kind]().wait()
+        (sent,) = network.timeline()
+        took_us = collective_us(machine, kind, ranks, 4 * NUMEL)
+        assert took_us == pytest.approx(sent.end_us - sent.start_us)
 
 
 def test_peaks_follow_addresses():

@@ -1,0 +1,107 @@
+"""What the planner is told of the emulated machine: a profile as `graphshard calibrate` writes.
+
+    python -m bench.profile OUT.json CONFIG RANKS
+
+measures this machine's compute, on the emulated network's own clock (CPU time of one thread): the
+kernels of `graphshard calibrate` first, then the step of a model on a network that takes no time.
+Kernels in a step are slower than alone, so all rates move by the ratio of its time to the
+prediction, as `observed_compute` does it. The network needs no measurement: `with_network` adds the
+emulator's exact curves.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench import emulator
+from bench.models import CONFIGS, Config, make_batch, make_model
+from bench.modes import (
+    NO_LIMIT_BYTES,
+    PLANNED,
+    WARM_UP_STEPS,
+    Planner,
+    estimate_of,
+    make_trainer,
+)
+from graphshard.cost.calibrate import calibrate
+from graphshard.cost.comm import Collective, Group
+from graphshard.cost.curve import Fit, Sample, curve_us, line, scaled
+from graphshard.cost.profile import CommFit, Profile, read_profile
+
+AMOUNTS = (1e4, 1e6)  # bytes; two samples are what a profile needs of a line
+FREE_GBIT = 1e6
+STEPS = 5
+
+
+def with_network(profile: Profile, *, num_ranks: int, gbit: float, alpha_us: float) -> Profile:
+    curve = line(alpha_us, gbit * emulator.BYTES_PER_US_OF_ONE_GBIT)
+    samples = tuple(Sample(amount, float(curve_us(curve, amount))) for amount in AMOUNTS)
+    group = Group(num_ranks, num_ranks, emulator.BACKEND)
+    comm = tuple(CommFit(kind, group, Fit(curve, samples)) for kind in Collective)
+    return replace(profile, comm=comm)
+
+
+def write(folder: Path, compute: Path, *, num_ranks: int, gbit: float, alpha_us: float) -> Path:
+    """A profile of one rate of the link, with the compute that was measured into `compute`."""
+    profile = with_network(read_profile(compute), num_ranks=num_ranks, gbit=gbit, alpha_us=alpha_us)
+    path = folder / f"{gbit:g}_gbit.json"
+    path.write_text(profile.to_json())
+    return path
+
+
+def moved(profile: Profile, ratio: float) -> Profile:
+    """All compute takes `ratio` times as long. The samples stay as they were measured."""
+
+    def slower(fit: Fit) -> Fit:
+        return replace(fit, curve=scaled(fit.curve, ratio, 1 / ratio))
+
+    return replace(
+        profile,
+        arithmetic=tuple((dtype, slower(fit)) for dtype, fit in profile.arithmetic),
+        attention=tuple((dtype, slower(fit)) for dtype, fit in profile.attention),
+        memory=slower(profile.memory),
+    )
+
+
+def compute_ratio(profile: Profile, config: Config, num_ranks: int, network: Any) -> float:
+    """Measured over predicted time of forward and backward where collectives take no time."""
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    free = with_network(profile, num_ranks=num_ranks, gbit=FREE_GBIT, alpha_us=0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "free.json"
+        path.write_text(free.to_json())
+        planner = Planner(NO_LIMIT_BYTES, path)
+        trainer = make_trainer(PLANNED, make_model(config, num_ranks), mesh, planner)
+        times_us = []
+        for step in range(WARM_UP_STEPS + STEPS):
+            tokens, targets = make_batch(config, step)
+            began_us = network.now_us()
+            trainer.model(tokens, targets).backward()
+            times_us.append(network.now_us() - began_us)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+    estimate = estimate_of(trainer)
+    assert estimate is not None
+    return median(times_us[WARM_UP_STEPS:]) / estimate.step_time_us
+
+
+def main() -> None:
+    path, config, num_ranks = Path(sys.argv[1]), CONFIGS[sys.argv[2]], int(sys.argv[3])
+    torch.set_num_threads(1)
+    network = emulator.join(num_ranks, gbit=FREE_GBIT, alpha_us=0.0)
+    alone = calibrate({}, torch.device("cpu"), command=f"python -m bench.profile {sys.argv[1:]}")
+    ratio = compute_ratio(alone, config, num_ranks, network)
+    print(f"compute in a step takes {ratio:.3f} times what its kernels take alone")
+    path.write_text(moved(alone, ratio).to_json())
+
+
+if __name__ == "__main__":
+    main()
