@@ -10,6 +10,7 @@ import torch
 
 from graphshard import plan_cache
 from graphshard.cost.machine import Machine
+from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.ir import (
     Program,
@@ -31,6 +32,9 @@ from graphshard.recompute import Unit
 from graphshard.verify import verify
 
 logger = logging.getLogger(__name__)
+
+# Compute is predicted to about a tenth, so a small gain that costs compute is no gain for sure.
+WORTHWHILE = 0.05
 
 Pass = Callable[[Program], Program]
 
@@ -84,19 +88,35 @@ def pose(program: Program, order: Order) -> Problem:
 
 
 def choose_recompute(program: Program, order: Order) -> tuple[Unit, ...]:
-    """What backward should compute again, so that a budget is kept or gathers are saved.
+    """What backward should compute again: what the budget needs, or what gains WORTHWHILE.
 
     Raises InfeasibleBudget if no choice fits the order's budget.
     """
     if not order.freedom.recompute:
         return ()
-    outlines = _outlines(program)
+    outlines, reshard = _outlines(program), order.freedom.reshard
     found = recompute_units(program, outlines, order.machine)
     if not found:
         return ()
     problem = price(program, outlines, order.settings, order.machine, order.freedom)
-    chosen = plan_with_costs(program, problem, order.freedom.reshard).recompute
-    return tuple(unit for unit in found if program.groups[unit.group].fqn in chosen)
+    chosen = plan_with_costs(program, problem, reshard)
+    without = _or_none(program, replace(problem, recompute=()), reshard)
+    if without is not None and _step_us(chosen) > (1 - WORTHWHILE) * _step_us(without):
+        return ()
+    return tuple(unit for unit in found if program.groups[unit.group].fqn in chosen.recompute)
+
+
+def _or_none(program: Program, problem: Problem, reshard: Reshard) -> Plan | None:
+    """The plan, or None if nothing fits the budget."""
+    try:
+        return plan_with_costs(program, problem, reshard)
+    except InfeasibleBudget:
+        return None
+
+
+def _step_us(plan: Plan) -> float:
+    assert plan.estimate is not None
+    return plan.estimate.step_time_us
 
 
 def plan_without_costs(program: Program) -> Plan:
