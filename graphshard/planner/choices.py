@@ -30,7 +30,8 @@ class Cuts:
 class Choices:
     """kept: groups gathered from forward to backward. across: also between micro-steps.
 
-    recompute: indices of Problem.recompute that are taken. All tuples in rising order.
+    recompute: indices of Problem.recompute that are taken. delays: (first group of a reduction,
+    regions that it waits for after its gradients are ready). All tuples in rising order.
     """
 
     kept: tuple[int, ...] = ()
@@ -39,6 +40,7 @@ class Choices:
     forward: Cuts = Cuts()
     backward: Cuts = Cuts()
     reduce: Cuts = Cuts()
+    delays: tuple[tuple[int, int], ...] = ()
 
     def cuts_in(self, direction: Direction) -> Cuts:
         return self.forward if direction is Direction.FORWARD else self.backward

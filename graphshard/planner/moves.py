@@ -19,14 +19,18 @@ from graphshard.planner.choices import (
     Cuts,
     first_use,
     gather_buckets,
+    ready_after,
     reduce_buckets,
 )
 from graphshard.planner.fsdp2 import has_lists
 from graphshard.planner.problem import Group, Problem, gather_of
 
+# Regions by which a reduction may be held back.
+DELAYS = (1, 2, 3, 5, 8)
+
 
 class What(StrEnum):
-    """What a move changes; the last three are the cuts of a stream."""
+    """What a move changes: a field of `Choices`."""
 
     KEPT = "kept"
     ACROSS = "across"
@@ -34,21 +38,31 @@ class What(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCE = "reduce"
+    DELAY = "delays"
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Flip `item`: a group, or an option of recomputation. `split`: its splits, not its joins."""
+    """Flip `item`: a group, or an option of recomputation.
+
+    split: the group's split, not its join. slots: the delay of its reduction, in regions.
+    """
 
     what: What
     item: int
     split: bool = False
+    slots: int = 0
 
 
 def apply(problem: Problem, choices: Choices, move: Move) -> Choices:
     """`choices` with `move` flipped. What is kept between micro-steps is kept from forward too."""
     if move.what is What.RECOMPUTE:
         return replace(choices, recompute=_toggled(choices.recompute, move.item))
+    if move.what is What.DELAY:
+        delays = dict(choices.delays)
+        if delays.pop(move.item, 0) != move.slots:
+            delays[move.item] = move.slots
+        return replace(choices, delays=tuple(sorted(delays.items())))
     if move.what is What.KEPT:
         across = tuple(n for n in choices.across if n != move.item)
         return replace(choices, kept=_toggled(choices.kept, move.item), across=across)
@@ -90,6 +104,7 @@ def moves(problem: Problem) -> list[Move]:
         found += _joins(problem, what)
         found += _splits(problem, what)
     found += [Move(What.ACROSS, g.id) for g in _carried(problem)]
+    found += _delays(problem)
     return found
 
 
@@ -157,6 +172,16 @@ def _splits(problem: Problem, what: What) -> list[Move]:
     many = [g for g in problem.groups if len(g.parts) > 1 and g.world_size > 1]
     many.sort(key=lambda g: (-g.gathered_bytes, g.id))
     return [Move(what, g.id, split=True) for g in many]
+
+
+def _delays(problem: Problem) -> list[Move]:
+    """Reductions that let others go first."""
+    found = []
+    for bucket in reduce_buckets(problem, Choices()):
+        longest = len(problem.backward) - 1 - ready_after(problem, bucket)
+        slots = (n for n in DELAYS if n <= longest)
+        found += [Move(What.DELAY, bucket.groups[0], slots=n) for n in slots]
+    return found
 
 
 def _may_regroup(problem: Problem, what: What) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from graphshard.plan import Direction
-from graphshard.planner.choices import Choices, Cuts
+from graphshard.planner.choices import Choices
 from graphshard.planner.events import given_gradients, start_claims, total_bytes, turns
 from graphshard.planner.fill import UNLIMITED, Policy, fill
 from graphshard.planner.fsdp2 import has_lists, listed_positions, with_buffers
@@ -85,8 +85,8 @@ def candidate(bench: Bench, choices: Choices) -> Candidate | None:
 
 def _scored(bench: Bench, choices: Choices, direction: Direction) -> Scored | None:
     forward = direction is Direction.FORWARD
-    cuts: tuple[Cuts, ...] = (choices.forward,) if forward else (choices.backward, choices.reduce)
-    key = (direction, choices.kept, choices.across, choices.recompute, *cuts)
+    own = (choices.forward,) if forward else (choices.backward, choices.reduce, choices.delays)
+    key = (direction, choices.kept, choices.across, choices.recompute, own)
     if key not in bench.scores:
         bench.scores[key] = place(bench, choices, direction)
     return bench.scores[key]
@@ -167,5 +167,5 @@ def all_policies(problem: Problem, direction: Direction) -> tuple[Policy, ...]:
         return (Policy(),)
     lanes = {g.lane_in(direction) for g in problem.groups}
     shared = any(g.reduce_lane in lanes for g in problem.groups)
-    ahead = AHEAD if shared else AHEAD[:1]
+    ahead = AHEAD if shared else AHEAD[:2]
     return tuple(Policy(*values) for values in product(ahead, BUFFERS, ROOM))

@@ -140,12 +140,13 @@ def _releases(
 
 
 def _reductions(problem: Problem, choices: Choices, turn: Turn, stride: int) -> tuple[Job, ...]:
+    delays, last = dict(choices.delays), len(problem.backward)
     jobs = []
     for bucket in reduce_buckets(problem, choices):
         issue, wait = reduce_events(problem, bucket, turn)
-        at = (ready_after(problem, bucket) + 1) * stride + REDUCE_ISSUE
-        jobs.append(Job(bucket, issue, wait, at, wait.free_bytes))
-    return tuple(jobs)
+        slot = min(last, ready_after(problem, bucket) + 1 + delays.get(bucket.groups[0], 0))
+        jobs.append(Job(bucket, issue, wait, slot * stride + REDUCE_ISSUE, wait.free_bytes))
+    return tuple(sorted(jobs, key=lambda job: job.at))
 
 
 def assemble(stage: Stage, placement: Placement) -> list[Event]:
