@@ -52,9 +52,9 @@ def fill(stage: Stage, profile: Profile, budget_bytes: int, policy: Policy) -> P
             at = next_gather_position(stage, previous)
             gathers.extend([at] * (count - len(gathers)))
         previous = position
-    waits = _latest_waits(stage, profile, view, most, budget_bytes)
-    reductions = map(Reduced, view.order, view.issues, waits)
-    return Placement(tuple(gathers), tuple(reductions))
+    sums = profile.gathers
+    flying = [sums[n] - sums[waited] for n, waited in zip(most, view.waited, strict=True)]
+    return Placement(tuple(gathers), latest_waits(stage, view, flying, budget_bytes))
 
 
 def _most_gathers(profile: Profile, view: View, budget_bytes: int, policy: Policy) -> list[int]:
@@ -71,18 +71,21 @@ def _most_gathers(profile: Profile, view: View, budget_bytes: int, policy: Polic
     return most[::-1]
 
 
-def _latest_waits(
-    stage: Stage, profile: Profile, view: View, most: Sequence[int], budget_bytes: int
-) -> list[int]:
-    """Each reduction is waited for right before the event that needs its memory."""
+def latest_waits(
+    stage: Stage, view: View, flying: Sequence[int], budget_bytes: int
+) -> tuple[Reduced, ...]:
+    """Each reduction is waited for right before the event that needs its memory.
+
+    flying: bytes of other gathers in flight at each event of `view`.
+    """
     waits: list[int] = []
-    rows = zip(view.positions, view.needs, view.waited, view.issued, most, strict=True)
-    for position, needs, waited, issued, count in rows:
-        room = budget_bytes - needs - (profile.gathers[count] - profile.gathers[waited])
+    rows = zip(view.positions, view.needs, view.issued, flying, strict=True)
+    for position, needs, issued, others in rows:
+        room = budget_bytes - needs - others
         while len(waits) < issued and view.reductions[issued] - view.reductions[len(waits)] > room:
             waits.append(wait_before(stage, view.issues[len(waits)], position))
     waits.extend([stage.end] * (len(view.order) - len(waits)))
-    return waits
+    return tuple(map(Reduced, view.order, view.issues, waits))
 
 
 def wait_before(stage: Stage, issue: int, position: int) -> int:

@@ -151,6 +151,11 @@ def _reductions(problem: Problem, choices: Choices, turn: Turn, stride: int) -> 
 
 def assemble(stage: Stage, placement: Placement) -> list[Event]:
     """The events of `stage` in the order that `placement` gives them."""
+    return [event for _, event in placed(stage, placement)]
+
+
+def placed(stage: Stage, placement: Placement) -> list[tuple[int, Event]]:
+    """All events with their positions, in order."""
     gathers = zip(placement.gathers, (j.issue for j in stage.gathers), strict=True)
     reductions = (
         entry
@@ -162,7 +167,7 @@ def assemble(stage: Stage, placement: Placement) -> list[Event]:
     )
     entries = [*stage.fixed, *gathers, *reductions]
     entries.sort(key=itemgetter(0))
-    return [event for _, event in entries]
+    return entries
 
 
 def next_gather_position(stage: Stage, position: int) -> int:
@@ -176,6 +181,13 @@ def next_gather_position(stage: Stage, position: int) -> int:
     if phase <= GATHER_WAIT:
         return slot * stage.stride + GATHER_WAIT + 1
     return position + 1 + phase % 2
+
+
+def gather_positions(stage: Stage) -> list[int]:
+    """Every position where a gather may be issued, in order."""
+    phases = (GATHER_EARLY, GATHER_NEXT, *range(GATHER_WAIT + 1, stage.stride - 1, 2))
+    slots = range(0, stage.num_regions * stage.stride + 1, stage.stride)
+    return [slot + phase for slot in slots for phase in phases]
 
 
 def position_before(stage: Stage, wait: int) -> int:
