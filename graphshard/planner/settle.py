@@ -30,7 +30,7 @@ ROUNDS = 4
 def settled(bench: Bench, choices: Choices, direction: Direction, scored: Scored) -> Scored:
     """`scored`, just in time: not slower, and not above the budget unless it was before."""
     problem = bench.problem
-    stages = [stage_of(problem, choices, direction, turn) for turn, _ in turns(problem)]
+    stages = [stage_of(bench.kit, choices, direction, turn) for turn, _ in turns(problem)]
     starts = start_bytes(bench, choices, direction)
     limit = max(bench.budget_bytes, scored.peak_bytes)
     for _ in range(ROUNDS):
@@ -100,10 +100,11 @@ def _later_waits(
         ready[reduced.issue].append(reduced.job)
     profile = profile_of(stages, starts)
     view = view_of(replace(profile, ready=ready), UNLIMITED**2)
-    steps = [0] * (len(view.positions) + 1)
+    positions = [row[0] for row in view.rows]
+    steps = [0] * (len(positions) + 1)
     sizes = zip(profile.gathers, profile.gathers[1:], strict=False)
     for issue, job, (low, high) in zip(placement.gathers, stages[0].gathers, sizes, strict=True):
-        steps[bisect_right(view.positions, issue)] += high - low
-        steps[bisect_left(view.positions, job.at)] -= high - low
+        steps[bisect_right(positions, issue)] += high - low
+        steps[bisect_left(positions, job.at)] -= high - low
     flying = list(accumulate(steps[:-1]))
     return replace(placement, reductions=latest_waits(stages[0], view, flying, limit))
