@@ -9,11 +9,12 @@ BIN  := $(VENV)/bin
 DONE := $(VENV)/.installed
 PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help demo test check clean
+.PHONY: help demo test check contract clean
 help:
 	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
 	@echo "make test    run the test suite"
 	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make contract write docs/fsdp2-contract.md from the results of its tests"
 	@echo "make clean   remove .venv and everything that make writes"
 
 demo: $(DONE)
@@ -43,6 +44,9 @@ $(DONE): pyproject.toml constraints.txt
 	$(PIP) torch setuptools
 	$(PIP) --no-build-isolation -e '.[cli,dev]'
 	@touch $@
+
+contract: $(DONE)
+	GRAPHSHARD_WRITE_CONTRACT=1 $(BIN)/python -m pytest tests/dist/test_contract.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \

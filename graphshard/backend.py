@@ -11,6 +11,7 @@ from torch import fx
 
 from graphshard import dynamo, fallback, report
 from graphshard.compiler import GraphCompiler, without_groups
+from graphshard.errors import InfeasibleBudget
 from graphshard.options import Options, parse_options
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ def graphshard(
     whatever stood in the way of compiling.
     """
     settings = parse_options(options, mode)
-    compiler = GraphCompiler(gm, name=_graph_name())
+    compiler = GraphCompiler(gm, _graph_name(), settings)
     if not compiler.groups:
         return without_groups(gm, example_inputs)
     fallback.warn_near_recompile_limit()
@@ -48,8 +49,8 @@ def graphshard(
 
 
 def _give_up(compiler: GraphCompiler, error: Exception, settings: Options) -> None:
-    if settings.fallback == "error":
-        raise error
+    if settings.fallback == "error" or isinstance(error, InfeasibleBudget):
+        raise error  # a budget is a hard limit: FSDP2 would not keep it either
     for record in compiler.records:
         for live in compiler.groups:
             record.leave_eager(live.fqn, fallback.describe(error))

@@ -1,7 +1,7 @@
-"""The command line: `graphshard view PLAN` and `graphshard show PLAN`. Never imports torch.
+"""The command line: `graphshard view PLAN`, `graphshard show PLAN` and `graphshard calibrate`.
 
-Results go to stdout, errors to stderr as one line. Exit status: 0 ok, 2 wrong usage or a file
-that cannot be read or written.
+Only calibrate imports torch, when it runs. Results go to stdout, errors to stderr as one line. Exit
+status: 0 ok, 2 wrong usage or a file that cannot be read or written.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from graphshard.errors import CostError
 from graphshard.plan import Plan
 
 EXIT_OK = 0
 EXIT_USAGE = 2
+
+
+BYTES_PER_UNIT = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 class _BadFile(Exception):
@@ -27,10 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status (argparse itself exits for --help and usage)."""
     args = _parser().parse_args(argv)
     try:
-        plan = _read_plan(args.plan)
-        print_result = _view if args.verb == "view" else _show
-        print_result(plan, args)
-    except _BadFile as error:
+        if args.verb == "calibrate":
+            _calibrate(args)
+        else:
+            print_result = _view if args.verb == "view" else _show
+            print_result(_read_plan(args.plan), args)
+    except (_BadFile, CostError) as error:
         # A message of several lines would not be one line of a log.
         print(f"graphshard: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE
@@ -39,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="graphshard", description="Look at the plans of models compiled with graphshard."
+        prog="graphshard",
+        description="Look at the plans of models compiled with graphshard, measure what runs them.",
     )
     parser.add_argument("--version", action="version", version=f"graphshard {_version()}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
@@ -50,8 +59,47 @@ def _parser() -> argparse.ArgumentParser:
     show = verbs.add_parser("show", help="print a plan's summary")
     for verb in (view, show):
         verb.add_argument("plan", metavar="PLAN", type=Path, help="written by Plan.to_json()")
+    calibrate = _add_calibrate(verbs)
+    for verb in (view, show, calibrate):
         verb.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
+
+
+def _add_calibrate(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> argparse.ArgumentParser:
+    calibrate = verbs.add_parser(
+        "calibrate",
+        help="measure collectives and compute of this machine, under torchrun",
+        description="Run under torchrun, on the ranks and network that are to be measured: "
+        "torchrun --no-python --nproc-per-node N graphshard calibrate -o machine.json",
+    )
+    calibrate.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="write the profile there, as JSON"
+    )
+    calibrate.add_argument(
+        "--sizes",
+        metavar="LIST",
+        type=_sizes,
+        help="sizes of the collectives, such as 64KiB,1MiB,16MiB (default: 4KiB to 64MiB, on a "
+        "GPU to 1GiB)",
+    )
+    calibrate.add_argument(
+        "--repetitions", metavar="N", type=int, default=25, help="of each size (default: 25)"
+    )
+    return calibrate
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """ "64KiB,1MiB" in bytes."""
+    return tuple(_size(word) for word in text.split(","))
+
+
+def _size(word: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*(|KiB|MiB|GiB)", word.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a size such as 4096, 64KiB or 1MiB")
+    return int(match[1]) * BYTES_PER_UNIT[match[2].upper()]
 
 
 def _version() -> str:
@@ -97,6 +145,26 @@ def _show(plan: Plan, args: argparse.Namespace) -> None:
         print(json.dumps(plan.summary(), indent=1))
     else:
         _print_text(summary_lines(plan))
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    """Every rank measures; rank 0 writes and prints."""
+    from graphshard.cost.calibrate import calibrate_job
+    from graphshard.view.costs import profile_lines
+
+    command = shlex.join(["graphshard", *sys.argv[1:]])
+    profile = calibrate_job(args.sizes, args.repetitions, command)
+    if os.environ["RANK"] != "0":
+        return
+    if args.output is not None:
+        try:
+            args.output.write_text(profile.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise _BadFile(f"cannot write {args.output}: {error.strerror or error}") from error
+    if args.json:
+        sys.stdout.write(profile.to_json())
+    else:
+        _print_text(profile_lines(profile))
 
 
 def _print_text(text: str) -> None:

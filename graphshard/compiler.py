@@ -4,37 +4,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
+from torch._functorch._aot_autograd.descriptors import (
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    TangentAOTInput,
+)
 from torch._functorch.partitioners import default_partition
 from torch._ops import HigherOrderOperator
 
 from graphshard.capture.ports import CompiledPlan, Record, port_of
+from graphshard.cost.machine import Machine
+from graphshard.cost.presets import preset, preset_for
+from graphshard.cost.profile import calibrated, read_profile
 from graphshard.dynamo import input_example
-from graphshard.emit import code_of, emit, with_run_input
+from graphshard.emit import check_inputs, code_of, emit, with_run_input
 from graphshard.errors import CaptureError
+from graphshard.feedback import Feedback
 from graphshard.fsdp2 import modules_of
-from graphshard.ir import Program, output_node, set_anchor_group
-from graphshard.pipeline import run_captured, schedule
+from graphshard.fsdp2.settings import settings_of
+from graphshard.ir import Program, copied, copy_of, output_node, set_anchor_group
+from graphshard.measured import Measured
+from graphshard.options import Options
+from graphshard.pipeline import (
+    Order,
+    apply,
+    choose_recompute,
+    place,
+    plan_with_costs,
+    plan_without_costs,
+    pose,
+    run_captured,
+)
 from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan
+from graphshard.planner.problem import Problem
+from graphshard.recompute import Unit, tag
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, find
+from graphshard.runtime.run import Body, guarded
 
 
 class GraphCompiler:
     """One Dynamo graph on its way to compiled code. `groups` are the live groups it uses."""
 
-    def __init__(self, gm: fx.GraphModule, name: str) -> None:
+    def __init__(self, gm: fx.GraphModule, name: str, options: Options) -> None:
         self.name = name
+        self._options = options
         self.plan: Plan | None = None
         self._gm = gm
         self._program: Program | None = None
         self._calls: Calls | None = None
+        self._bodies: dict[Direction, Body] = {}
+        self._feedback: Feedback | None = None
         self.groups, self._anchors = _find_groups(gm)
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -68,10 +96,22 @@ class GraphCompiler:
         program = Program(self.name, infos, num_fwd_outputs, joint=joint)
         program = run_captured(program)
         self._calls = Calls(_tangent_positions(joint, num_fwd_outputs), tuple(self._anchors))
-        forward, backward = default_partition(
-            joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
-        )
-        self._schedule(program.groups, num_fwd_outputs, forward, backward)
+        groups, order = program.groups, self._order()
+
+        def split(repeated: Sequence[Unit]) -> tuple[fx.GraphModule, fx.GraphModule]:
+            clone = copy_of(joint)
+            tag(clone.graph, repeated)
+            return default_partition(clone, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+
+        forward, backward = split(())
+        placed, baseline = self._placed(groups, num_fwd_outputs, forward, backward), None
+        if order is not None and order.budget_bytes is not None:
+            repeated = choose_recompute(placed, order)
+            if repeated:
+                baseline = pose(placed, order)
+                forward, backward = split(repeated)
+                placed = self._placed(groups, num_fwd_outputs, forward, backward)
+        self._schedule(placed, order, baseline)
         return forward, backward
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -79,26 +119,39 @@ class GraphCompiler:
         infos = tuple(_describe(i, live) for i, live in enumerate(self.groups))
         outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
         program = run_captured(Program(self.name, infos, outputs, forward=gm))
-        self._schedule(program.groups, outputs, gm, None)
+        self._schedule(self._placed(program.groups, outputs, gm, None), self._order())
         return self._emit_forward(gm, inputs)
 
     def _emit_forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         assert self._program is not None
-        return emit(self._program, Direction.FORWARD, gm, None)
+        assert self._program.forward is not None
+        return self._body(Direction.FORWARD, self._program.forward, gm, None)
 
     def _emit_backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         assert self._program is not None
-        return emit(self._program, Direction.BACKWARD, gm, self._calls)
+        assert self._program.backward is not None
+        return self._body(Direction.BACKWARD, self._program.backward, gm, self._calls)
+
+    def _body(
+        self,
+        direction: Direction,
+        module: fx.GraphModule,
+        given: fx.GraphModule,
+        calls: Calls | None,
+    ) -> Callable[..., Any]:
+        check_inputs(module, given)
+        body = self._bodies[direction] = Body(emit(module))
+        return guarded(body, direction, self.groups[0].fsdp.device, calls)
 
     # -- parts -----------------------------------------------------------------------------
 
-    def _schedule(
+    def _placed(
         self,
         groups: tuple[GroupInfo, ...],
         outputs: int,
         forward: fx.GraphModule,
         backward: fx.GraphModule | None,
-    ) -> None:
+    ) -> Program:
         program = Program(
             self.name,
             groups,
@@ -106,12 +159,54 @@ class GraphCompiler:
             forward=with_run_input(forward),
             backward=None if backward is None else with_run_input(backward),
         )
-        self._program, self.plan = schedule(program)
-        compiled = CompiledPlan(
-            self.plan, code_of(self._program.forward), code_of(self._program.backward)
-        )
+        return place(program)
+
+    def _schedule(
+        self, placed: Program, order: Order | None, baseline: Problem | None = None
+    ) -> None:
+        """Plan, and put the program in the plan's order."""
+        if order is None:
+            plan = plan_without_costs(placed)
+            self._adopt(apply(placed, plan), plan)
+            return
+        problem = pose(placed, order)
+        plan = plan_with_costs(placed, problem, baseline)
+        spare = copied(placed)
+        program = apply(placed, plan)
+        self._adopt(program, plan, problem)
+        if program.backward is not None and self._options.replan_after is not None:
+            self._feedback = Feedback(
+                placed=lambda: copied(spare),
+                problem=problem,
+                program=program,
+                plan=plan,
+                bodies=self._bodies,
+                groups=self.groups,
+                after=self._options.replan_after,
+                adopt=self._adopt,
+            )
+
+    def _adopt(
+        self,
+        program: Program,
+        plan: Plan,
+        problem: Problem | None = None,
+        measured: Measured | None = None,
+    ) -> None:
+        self._program, self.plan = program, plan
+        code = code_of(program.forward), code_of(program.backward)
+        compiled = CompiledPlan(plan, *code, problem, measured)
         for record in self.records:
             record.plans[self.name] = compiled
+
+    def _order(self) -> Order | None:
+        """What the planner needs, if the user asked for a budget."""
+        budget = self._options.memory_budget_bytes
+        if budget is None:
+            return None
+        groups = [live.fsdp for live in self.groups]
+        machine = machine_for(self._options.machine, groups[0].device)
+        return Order(settings_of(groups), machine, budget)
 
     @property
     def records(self) -> list[Record]:
@@ -130,7 +225,11 @@ class GraphCompiler:
         if calls is None:
             return compiled
 
+        feedback = self._feedback
+
         def call(*args: Any) -> Any:
+            if feedback is not None:
+                feedback.before_forward()
             outputs = compiled(*args)
             calls.begin(args, outputs)
             return outputs
@@ -157,6 +256,15 @@ def _boxed(gm: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def machine_for(given: str | None, device: torch.device) -> Machine:
+    """The machine that costs are taken from: a preset, a calibrated profile, or the device's."""
+    if given is not None and not Path(given).suffix:
+        return preset(given)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    machine = preset_for(name)
+    return machine if given is None else calibrated(machine, read_profile(Path(given)))
 
 
 def _find_groups(gm: fx.GraphModule) -> tuple[list[LiveGroup], dict[int, int]]:
@@ -198,12 +306,20 @@ def _tangent_positions(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[int
     Raises CaptureError if AOTAutograd describes a tangent of which no output is known.
     """
     output = output_node(joint.graph)
-    described = list(output.meta.get("desc", ()))[:num_fwd_outputs]
+    flat = output.meta.get("desc", ())[:num_fwd_outputs]
+    described = list(dict.fromkeys(map(_whole, flat)))
     positions = []
     for node in joint.graph.find_nodes(op="placeholder"):
-        tangent = node.meta.get("desc")
+        tangent = _whole(node.meta.get("desc"))
         if isinstance(tangent, TangentAOTInput):
             if tangent.output not in described:
                 raise CaptureError("GS203", f"no output belongs to {node.name}: {tangent}")
             positions.append(described.index(tangent.output))
     return tuple(positions)
+
+
+def _whole(described: Any) -> Any:
+    """The input or output of which `described` may be a part (a DTensor's local tensor, say)."""
+    while isinstance(described, (SubclassGetAttrAOTInput, SubclassGetAttrAOTOutput)):
+        described = described.base
+    return described

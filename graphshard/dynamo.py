@@ -20,6 +20,7 @@ import torch
 import torch._dynamo
 from torch import fx, nn
 from torch._dynamo import eval_frame, external_utils
+from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import (
@@ -166,6 +167,7 @@ def _patch_entry(enter: Callable[..., Callable[..., Any]]) -> None:
         if is_disabled():
             return fn  # as torch.compile(fn, disable=True) does
         settings = _settings(self.callback)
+        self.callback = _Unsplit(self.callback._torchdynamo_orig_backend, self.callback.hooks)
         is_module = isinstance(fn, nn.Module) or isinstance(
             getattr(fn, "__self__", None), nn.Module
         )
@@ -174,6 +176,20 @@ def _patch_entry(enter: Callable[..., Callable[..., Any]]) -> None:
         return compiled if isinstance(fn, nn.Module) else enter(compiled, settings)
 
     context.__call__ = call  # type: ignore[method-assign]
+
+
+class _Unsplit(CatchErrorsWrapper):
+    """Compiles a frame whole inside DistributedDataParallel too.
+
+    By default Dynamo splits such a graph by DDP's buckets, and each part would be a graph of its
+    own that knows nothing of the others' groups.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        splits = torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
+        whole = torch._dynamo.config.patch(optimize_ddp=False)
+        with whole if splits else contextlib.nullcontext():
+            return super().__call__(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from graphshard.errors import CaptureError
-from graphshard.ir import Program
-from graphshard.plan import Direction
-from graphshard.runtime.calls import Calls
-from graphshard.runtime.run import guarded
+from graphshard.ir import copy_of, output_node, step_of
+from graphshard.plan import Step, StepKind
 
 
 def with_run_input(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of `module` whose first input is the run object; the original stays as it is."""
-    clone = fx.GraphModule(module, copy.deepcopy(module.graph))
+    clone = copy_of(module)
     first = next(iter(clone.graph.nodes))
     with clone.graph.inserting_before(first):
         clone.graph.placeholder("run")
@@ -26,29 +24,69 @@ def with_run_input(module: fx.GraphModule) -> fx.GraphModule:
     return clone
 
 
-def emit(
-    program: Program, direction: Direction, given: fx.GraphModule, calls: Calls | None
-) -> Callable[..., Any]:
-    """The boxed callable of one direction. `calls` is for backward only.
+def check_inputs(module: fx.GraphModule, given: fx.GraphModule) -> None:
+    """given: the graph for which AOTAutograd wants code now; its inputs have to be `module`'s.
 
-    given: the graph for which AOTAutograd wants code now; its inputs have to be those of the
-    program. Raises CaptureError otherwise.
+    Raises CaptureError otherwise.
     """
-    module = program.forward if direction is Direction.FORWARD else program.backward
-    assert module is not None
     wanted, have = _input_names(given), _input_names(module)[1:]
     if wanted != have:
-        raise CaptureError("GS202", f"AOTAutograd changed the {direction} inputs: {wanted} {have}")
+        raise CaptureError("GS202", f"AOTAutograd changed the inputs: {wanted} {have}")
+
+
+def emit(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The boxed callable of one direction."""
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
-    call = guarded(module.forward, direction, calls)
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return module.forward
 
 
 def code_of(module: fx.GraphModule | None) -> str:
     """The Python of one direction, readable, with group names."""
     return "" if module is None else str(module.code)
+
+
+def with_marks(
+    module: fx.GraphModule, cuts: frozenset[int]
+) -> tuple[fx.GraphModule, tuple[Step, ...]]:
+    """A copy that calls `run.mark(i)` before stretch i and at its end, and the stretches.
+
+    A stretch is a communication step, or compute up to the next one or the next of `cuts`.
+    """
+    clone = copy_of(module)
+    run = next(iter(clone.graph.nodes))
+    stretches = list(_stretches(clone.graph, cuts))
+    for index, (node, _) in enumerate([*stretches, (output_node(clone.graph), None)]):
+        with clone.graph.inserting_before(node):
+            clone.graph.call_method("mark", (run, index))
+    clone.recompile()
+    return clone, tuple(step for _, step in stretches)
+
+
+def _stretches(graph: fx.Graph, cuts: frozenset[int]) -> Iterator[tuple[fx.Node, Step]]:
+    """First node of each stretch, with what it stands for."""
+    first: fx.Node | None = None
+    step = Step(StepKind.COMPUTE)
+    op = 0
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        found = step_of(node)
+        if found is None:
+            ahead = Step(StepKind.COMPUTE, start=op, stop=op + 1)
+            goes_on = step.kind is StepKind.COMPUTE and op not in cuts
+            op += 1
+        else:
+            ahead = Step(found.kind, found.group)
+            goes_on = (step.kind, step.group) == (found.kind, found.group)
+        if first is not None and goes_on:
+            step = replace(step, stop=ahead.stop)
+            continue
+        if first is not None:
+            yield first, step
+        first, step = node, ahead
+    if first is not None:
+        yield first, step
 
 
 def _input_names(module: fx.GraphModule) -> list[str]:

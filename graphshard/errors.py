@@ -5,6 +5,7 @@ GraphshardError
 |-- CaptureError         the graph cannot be taken apart
 |   `-- UnsupportedModel a documented limit: runs through FSDP2 instead
 |-- VerifyError          a pass broke a rule: graphshard's own bug
+|-- CostError            (also ValueError)   a preset, a profile or a calibration cannot be used
 |-- RuntimeStateError    a collective or a buffer was used out of order
 `-- PlanError            (also ValueError)   what is to be planned contradicts itself
     `-- InfeasibleBudget no schedule fits the memory budget
@@ -41,6 +42,10 @@ class UnsupportedModel(CaptureError):
 
 class VerifyError(GraphshardError):
     """A rule of `graphshard.verify` does not hold after a pass."""
+
+
+class CostError(GraphshardError, ValueError):
+    """A preset, a cost profile or the setting of a calibration cannot be used."""
 
 
 class RuntimeStateError(GraphshardError):

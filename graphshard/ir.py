@@ -51,13 +51,32 @@ class Program:
         return replace(self, groups=groups)
 
 
+def copied(program: Program) -> Program:
+    """A program with graphs of its own; passes change graphs in place."""
+    return replace(
+        program,
+        forward=None if program.forward is None else copy_of(program.forward),
+        backward=None if program.backward is None else copy_of(program.backward),
+    )
+
+
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    """A module with a graph of its own. `copy.deepcopy` would copy the calling convention too."""
+    graph = fx.Graph()
+    found: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
+    results, output = found
+    graph.output(results).meta.update(output.meta)
+    return fx.GraphModule(module, graph)
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An `unshard` or `reduce_grad` node, read."""
+    """An `unshard` or `reduce_grad` node, read. `layout` is that of a gradient."""
 
     node: fx.Node
     group: int
     index: int
+    layout: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +121,7 @@ def unshard_marks(graph: fx.Graph) -> list[Mark]:
 
 def reduce_marks(graph: fx.Graph) -> list[Mark]:
     """All `reduce_grad` marks in graph order."""
-    return [_mark(n, n.args[1], n.args[2]) for n in graph.nodes if is_reduce(n)]
+    return [_mark(n, n.args[1], *n.args[2:]) for n in graph.nodes if is_reduce(n)]
 
 
 def is_unshard(node: fx.Node) -> bool:
@@ -118,9 +137,9 @@ def anchor_of(mark: Mark) -> fx.Node:
     return _origin(mark.node.args[0 if is_unshard(mark.node) else 1])
 
 
-def _mark(node: fx.Node, anchor: Any, index: Any) -> Mark:
+def _mark(node: fx.Node, anchor: Any, index: Any, layout: Any = -1) -> Mark:
     group = anchor_group(_origin(anchor))
-    return Mark(node, -1 if group is None else group, int(index))
+    return Mark(node, -1 if group is None else group, int(index), int(layout))
 
 
 def _origin(anchor: Any) -> fx.Node:
@@ -212,6 +231,11 @@ def steps(graph: fx.Graph, kind: StepKind) -> Iterator[tuple[fx.Node, CommStep]]
 
 def output_node(graph: fx.Graph) -> fx.Node:
     return graph.find_nodes(op="output")[0]  # type: ignore[no-any-return]
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """An input of backward that is (part of) the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def window(graph: fx.Graph, node: fx.Node, radius: int = 5) -> str:

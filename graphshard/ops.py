@@ -1,9 +1,10 @@
 """The two mark ops that capture leaves in a graph. They carry meaning, never run.
 
 `unshard(anchor, size, dtype, device, index)` stands for "parameter `index` of the anchor's
-group, gathered": a fresh tensor of `size` and `dtype`. `reduce_grad(grad, anchor, index)` is its
-derivative: it stands for "this gradient is to be reduced", and returns a scalar token which
-becomes the anchor's gradient, so that nothing drops the reduction as dead code.
+group, gathered": a fresh tensor of `size` and `dtype`. `reduce_grad(grad, anchor, index, layout)`
+is its derivative: it stands for "this gradient is to be reduced", and returns a scalar token which
+becomes the anchor's gradient, so that nothing drops the reduction as dead code. `layout` is -1, or
+says which DTensor `grad` is the local part of (see `graphshard.fsdp2.layouts`).
 
 The anchor is a scalar CPU tensor whose value is the number of its group (see
 `graphshard.runtime.registry`). It is a graph input, not a constant, so that identical blocks
@@ -23,7 +24,7 @@ _LIBRARY = torch.library.Library("graphshard", "DEF")
 _LIBRARY.define(
     "unshard(Tensor anchor, SymInt[] size, ScalarType dtype, Device device, int index) -> Tensor"
 )
-_LIBRARY.define("reduce_grad(Tensor grad, Tensor anchor, int index) -> Tensor")
+_LIBRARY.define("reduce_grad(Tensor grad, Tensor anchor, int index, int layout=-1) -> Tensor")
 
 _NEVER_RUNS = (
     "a {} mark was executed: the graph that holds it was not compiled by graphshard; "
@@ -37,7 +38,7 @@ def _unshard_fake(
     return torch.empty(size, dtype=dtype, device=device)
 
 
-def _reduce_grad_fake(grad: Tensor, anchor: Tensor, index: int) -> Tensor:
+def _reduce_grad_fake(grad: Tensor, anchor: Tensor, index: int, layout: int = -1) -> Tensor:
     return anchor.new_empty(())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,11 +21,19 @@ class Options:
     compute: "aten" runs the captured ATen ops as they are (bitwise equal to eager FSDP2).
     fallback: "warn" runs what cannot be captured through FSDP2, "error" raises instead.
     dump_dir: folder for the emitted Python and the plan of each graph, or None.
+    memory_budget_bytes: hard limit on the predicted peak of a rank; the planner then decides with
+    the cost model. None: each gather one group ahead, as FSDP2 keeps and reshards.
+    machine: what costs are taken from: a preset's name or the path of a calibrated profile; None:
+    the preset of the device.
+    replan_after: forwards after which the plan is made again from measured times; None: never.
     """
 
     compute: str = "aten"
     fallback: str = "warn"
     dump_dir: Path | None = None
+    memory_budget_bytes: int | None = None
+    machine: str | None = None
+    replan_after: int | None = None
 
 
 def parse_options(options: Mapping[str, object] | None, mode: str | None = None) -> Options:
@@ -36,7 +45,7 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
     if mode not in (None, "default"):
         raise OptionsError("GS101", f"mode={mode!r} is not supported; leave it out")
     given, default = dict(options or {}), Options()
-    known = [f.name for f in fields(Options)]
+    known = [f.name.removesuffix("_bytes") for f in fields(Options)]
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -48,11 +57,39 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
     dump_dir = given.get("dump_dir", os.environ.get("GRAPHSHARD_DUMP_DIR") or None)
     if dump_dir is not None and not isinstance(dump_dir, str | Path):
         raise OptionsError("GS103", f"option dump_dir={dump_dir!r} is not a path")
+    machine = given.get("machine")
+    if machine is not None and not isinstance(machine, str | Path):
+        raise OptionsError("GS103", f"option machine={machine!r} is no preset and no path")
     return Options(
+        memory_budget_bytes=_parse_bytes("memory_budget", given.get("memory_budget")),
+        machine=None if machine is None else str(machine),
+        replan_after=_parse_count("replan_after", given.get("replan_after"), least=2),
         compute=str(given.get("compute", default.compute)),
         fallback=str(given.get("fallback", default.fallback)),
         dump_dir=Path(dump_dir) if dump_dir else None,
     )
+
+
+def _parse_count(key: str, value: object, least: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionsError("GS103", f"option {key}={value!r}; give a number from {least} on")
+    return value
+
+
+_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _parse_bytes(key: str, value: object) -> int | None:
+    """A number of bytes: an int, or text such as "70GiB" or "512 MB"."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)?\s*", str(value), re.IGNORECASE)
+    if isinstance(value, bool) or not isinstance(value, int | str) or found is None:
+        hint = "give a number of bytes or text such as '70GiB'"
+        raise OptionsError("GS103", f"option {key}={value!r} is no size; {hint}")
+    return round(float(found[1]) * _UNITS[(found[2] or "B").upper()])
 
 
 def is_disabled() -> bool:

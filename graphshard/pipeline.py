@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from graphshard.cost.machine import Machine
+from graphshard.fsdp2.settings import GroupSettings
 from graphshard.ir import (
     Program,
     aliases,
@@ -19,6 +22,10 @@ from graphshard.passes.apply_plan import apply_plan
 from graphshard.plan import Direction, Plan, Schedule, StepKind
 from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.outline import GroupUse, Outline, Ready
+from graphshard.planner.plan_step import plan_step
+from graphshard.planner.problem import Problem
+from graphshard.pricing import price, recompute_units
+from graphshard.recompute import Unit
 from graphshard.verify import verify
 
 logger = logging.getLogger(__name__)
@@ -40,30 +47,101 @@ def run_captured(program: Program) -> Program:
     return run_passes(program, CAPTURED)
 
 
-def schedule(program: Program) -> tuple[Program, Plan]:
-    """Naive placement, a plan, and the program in the plan's order."""
-    program = run_passes(program, PLACEMENT)
-    plan = _plan(program)
-    program = apply_plan(program, plan)
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a plan with the cost model needs to know: settings of the groups, machine, budget.
+
+    budget_bytes: None for the peak of FSDP2's own schedule.
+    """
+
+    settings: tuple[GroupSettings, ...]
+    machine: Machine
+    budget_bytes: int | None = None
+
+
+def schedule(program: Program, order: Order | None = None) -> tuple[Program, Plan]:
+    """A captured program in the order of its plan, and that plan.
+
+    Without an order each gather is issued one group ahead. Raises InfeasibleBudget if no schedule
+    fits the order's budget.
+    """
+    placed = place(program)
+    if order is None:
+        plan = plan_without_costs(placed)
+    else:
+        plan = plan_with_costs(placed, pose(placed, order))
+    return apply(placed, plan), plan
+
+
+def place(program: Program) -> Program:
+    """Naive placement: every communication step stands where it is needed."""
+    return run_passes(program, PLACEMENT)
+
+
+def pose(program: Program, order: Order) -> Problem:
+    """The problem that a placed program poses, as it was partitioned."""
+    return price(program, _outlines(program), order.settings, order.machine, order.budget_bytes)
+
+
+def choose_recompute(program: Program, order: Order) -> tuple[Unit, ...]:
+    """What backward should compute again, so that a budget is kept or gathers are saved.
+
+    Raises InfeasibleBudget if no choice fits the order's budget.
+    """
+    outlines = _outlines(program)
+    found = recompute_units(program, outlines, order.machine)
+    if not found:
+        return ()
+    problem = price(
+        program, outlines, order.settings, order.machine, order.budget_bytes, recompute=True
+    )
+    return tuple(found[index] for index in plan_step(problem).recompute)
+
+
+def plan_without_costs(program: Program) -> Plan:
+    """Each gather of a placed program one group ahead."""
+    return _plan_of(program, [one_ahead(o) for o in _outlines(program).values()])
+
+
+def plan_with_costs(program: Program, problem: Problem, baseline: Problem | None = None) -> Plan:
+    """The best plan that the planner finds. Raises InfeasibleBudget if none fits the budget.
+
+    baseline: the problem without recomputation, if `program` has some: what FSDP2 would run.
+    """
+    planned = plan_step(problem, baseline)
+    plan = _plan_of(program, planned.schedules)
+    groups = tuple(
+        replace(info, keep_is_planned=group.reshard is None)
+        for info, group in zip(plan.groups, problem.groups, strict=True)
+    )
+    return replace(plan, groups=groups, estimate=planned.estimate)
+
+
+def apply(program: Program, plan: Plan) -> Program:
+    """A placed program in the plan's order."""
+    program = apply_plan(program.with_groups(plan.groups), plan)
     verify(program, after=apply_plan.__name__)
-    return program, plan
+    return program
 
 
-def _plan(program: Program) -> Plan:
-    schedules: dict[Direction, Schedule] = {}
-    for direction, module in (
-        (Direction.FORWARD, program.forward),
-        (Direction.BACKWARD, program.backward),
-    ):
-        if module is not None:
-            schedules[direction] = one_ahead(outline(program, module.graph, direction))
+def _plan_of(program: Program, schedules: Sequence[Schedule]) -> Plan:
+    forward, *backward = schedules
     return Plan(
         name=program.name,
         torch_version=torch.__version__.split("+")[0],
         groups=program.groups,
-        forward=schedules[Direction.FORWARD],
-        backward=schedules.get(Direction.BACKWARD),
+        forward=forward,
+        backward=backward[0] if backward else None,
     )
+
+
+def _outlines(program: Program) -> dict[Direction, Outline]:
+    modules = {Direction.FORWARD: program.forward, Direction.BACKWARD: program.backward}
+    return {
+        direction: outline(program, module.graph, direction)
+        for direction, module in modules.items()
+        if module is not None
+    }
 
 
 def outline(program: Program, graph: torch.fx.Graph, direction: Direction) -> Outline:
@@ -85,8 +163,9 @@ def outline(program: Program, graph: torch.fx.Graph, direction: Direction) -> Ou
         ends = before[last] if step.group in released else None
         uses.append(GroupUse(step.group, before[order[wait]], ends))
     reductions = tuple(
-        Ready(step.group, before[order[issue]] - 1)
+        Ready(step.group, before[order[issue]] - 1, min(before[order[g]] for g in grads))
         for issue, step in steps(graph, StepKind.REDUCE_ISSUE)
+        if (grads := issue.all_input_nodes[1:])
     )
     return Outline(direction, len(compute), tuple(uses), reductions, _kept(program))
 

@@ -54,7 +54,10 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """One `fully_shard` group. `gathered_bytes` counts FSDP2's padding of uneven shards."""
+    """One `fully_shard` group. `gathered_bytes` counts FSDP2's padding of uneven shards.
+
+    keep_is_planned: the plan says whether it stays gathered until backward, not FSDP2.
+    """
 
     id: int
     fqn: str
@@ -62,6 +65,7 @@ class GroupInfo:
     world_size: int
     reshard_after_forward: bool
     gathered_bytes: int
+    keep_is_planned: bool = False
 
     @property
     def trainable(self) -> bool:
@@ -120,14 +124,32 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the cost model says of one step of the plan, and of FSDP2's own schedule.
+
+    Both are of the same graph; peaks are of one rank, everything counted.
+    """
+
+    step_time_us: float
+    peak_bytes: int
+    budget_bytes: int
+    fsdp2_step_time_us: float
+    fsdp2_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Groups and schedules of one captured graph; `backward` is None under no_grad."""
+    """Groups and schedules of one captured graph; `backward` is None under no_grad.
+
+    estimate: None for a plan that was made without the cost model.
+    """
 
     name: str
     torch_version: str
     groups: tuple[GroupInfo, ...]
     forward: Schedule
     backward: Schedule | None
+    estimate: Estimate | None = None
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -152,7 +174,15 @@ class Plan:
             "reduce_scatters": sum(s.num_reduce_scatters for s in self.schedules),
             "collectives": sum(s.num_all_gathers + s.num_reduce_scatters for s in self.schedules),
             "gathered_peak_bytes": self.gathered_peak_bytes(),
+            **self._estimated(),
         }
+
+    def _estimated(self) -> dict[str, Any]:
+        if self.estimate is None:
+            return {}
+        found = asdict(self.estimate)
+        own = {k.removeprefix("fsdp2_"): found.pop(k) for k in list(found) if "fsdp2_" in k}
+        return {**found, "fsdp2": own}
 
     def to_json(self, *, indent: int | None = 1) -> str:
         data = {"schema": SCHEMA_VERSION, **asdict(self)}
@@ -276,4 +306,5 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
         groups=groups,
         forward=_schedule_from_dict(data["forward"]),
         backward=None if backward is None else _schedule_from_dict(backward),
+        estimate=None if data.get("estimate") is None else Estimate(**data["estimate"]),
     )

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 def plans(model: nn.Module) -> list[Plan]:
     """The plans that are compiled for `model` (wrapped by torch.compile or not), oldest first."""
-    return [compiled.plan for record in records_under(model) for compiled in _compiled(record)]
+    return [compiled.plan for compiled in _compiled(records_under(model))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Report:
 def explain(model: nn.Module) -> Report:
     """A short report about `model`; `str()` of it is for people, `.code` is the emitted Python."""
     records = records_under(model)
-    compiled = [c for record in records for c in _compiled(record)]
+    compiled = _compiled(records)
     groups = [live for record in records for live in record.groups]
     return Report(
         plans=tuple(c.plan.summary() for c in compiled),
@@ -106,5 +106,7 @@ def _dump(compiled: CompiledPlan, options: Options, rank: int) -> None:
     stem.with_suffix(".backward.py").write_text(compiled.backward_code)
 
 
-def _compiled(record: Record) -> list[CompiledPlan]:
-    return list(record.plans.values())
+def _compiled(records: list[Record]) -> list[CompiledPlan]:
+    """Each plan once, also if several roots share its graph."""
+    found = {id(c): c for record in records for c in record.plans.values()}
+    return list(found.values())

@@ -12,11 +12,12 @@ from graphshard.passes.fold_casts import fold_casts
 from graphshard.passes.insert_gathers import insert_gathers
 from graphshard.passes.insert_reductions import insert_reductions
 from graphshard.passes.insert_releases import insert_releases
+from graphshard.passes.pin_meshes import pin_meshes
 from graphshard.passes.sink_views import sink_views
 from graphshard.passes.sum_gradients import sum_gradients
 from graphshard.passes.tag_recompute import tag_recompute
 
 # On the graph as captured: the joint graph, or the forward graph under no_grad.
-CAPTURED = (drop_duplicates, sum_gradients, fold_casts, tag_recompute)
+CAPTURED = (pin_meshes, drop_duplicates, sum_gradients, fold_casts, tag_recompute)
 # On the forward and the backward graph.
 PLACEMENT = (sink_views, insert_gathers, insert_releases, insert_reductions)

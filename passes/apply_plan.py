@@ -5,7 +5,7 @@ from collections import defaultdict
 from torch import fx
 
 from graphshard.errors import VerifyError
-from graphshard.ir import Program, compute_nodes, output_node, step_of
+from graphshard.ir import Program, compute_nodes, output_node, step_of, steps
 from graphshard.plan import Direction, Plan, Schedule, StepKind
 
 
@@ -13,7 +13,8 @@ def apply_plan(program: Program, plan: Plan) -> Program:
     """Reorder the nodes of each direction to the plan's steps.
 
     Before: naive placement. After: graph order is schedule order; the order of the compute ops
-    is unchanged. Raises VerifyError if the plan does not fit the program.
+    is unchanged; releases of forward know what the plan decided to keep. Raises VerifyError if
+    the plan does not fit the program.
     """
     directions = {Direction.FORWARD: program.forward, Direction.BACKWARD: program.backward}
     wanted = [d for d, module in directions.items() if module is not None]
@@ -23,8 +24,17 @@ def apply_plan(program: Program, plan: Plan) -> Program:
         module = directions[schedule.direction]
         assert module is not None
         _reorder(module.graph, schedule)
+        _keep(module.graph, program, schedule)
         module.recompile()
     return program
+
+
+def _keep(graph: fx.Graph, program: Program, schedule: Schedule) -> None:
+    """Hand the plan's decisions to the releases of forward."""
+    kept = {s.group for s in schedule.of_kind(StepKind.RELEASE) if s.kept}
+    for node, step in steps(graph, StepKind.RELEASE):
+        if node.target == "release_for_backward" and program.groups[step.group].keep_is_planned:
+            node.kwargs = {"keep": step.group in kept}
 
 
 def _reorder(graph: fx.Graph, schedule: Schedule) -> None:

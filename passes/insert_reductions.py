@@ -1,5 +1,7 @@
 """`reduce_grad` marks become one reduce-scatter per group."""
 
+from typing import Any
+
 from torch import fx
 
 from graphshard.ir import (
@@ -8,6 +10,7 @@ from graphshard.ir import (
     Program,
     anchor_of,
     identifier,
+    is_tangent,
     output_node,
     positions,
     reduce_marks,
@@ -53,15 +56,19 @@ def _insert(
     set_step(group, CommStep(StepKind.REDUCE_ISSUE, info.id, "open"))
     group._rename(f"group_{identifier(info.fqn)}")
     grads, indices = [m.node.args[0] for m in marks], tuple(m.index for m in marks)
-    tangents = (tuple(masks[m.node] for m in marks),) if masks else ()
-    issue = graph.call_method("issue_reduce", (group, grads, indices, *tangents))
+    details: dict[str, Any] = {}
+    if masks:
+        details["tangents"] = tuple(masks[m.node] for m in marks)
+    if any(m.layout >= 0 for m in marks):
+        details["layouts"] = tuple(m.layout for m in marks)
+    issue = graph.call_method("issue_reduce", (group, grads, indices), details)
     issue._rename(f"reduce_{identifier(info.fqn)}")
     return set_step(issue, CommStep(StepKind.REDUCE_ISSUE, info.id))
 
 
 def _tangent_masks(graph: fx.Graph, marks: list[Mark]) -> dict[fx.Node, int]:
     """For each mark the bit set of the tangents it depends on; empty with one tangent only."""
-    tangents = [n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)]
+    tangents = [n for n in graph.nodes if is_tangent(n)]
     if len(tangents) < 2:
         return {}
     reach = {tangent: 1 << bit for bit, tangent in enumerate(tangents)}

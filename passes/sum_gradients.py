@@ -2,6 +2,7 @@
 
 import torch
 
+from graphshard.errors import CaptureError
 from graphshard.ir import Mark, Program, reduce_marks
 
 
@@ -11,14 +12,18 @@ def sum_gradients(program: Program) -> Program:
     Before: one `reduce_grad` per `unshard` that capture made. After: one per (group, parameter),
     at the place of the last, on the sum in order of arrival, which is the order in which
     autograd adds them up in eager FSDP2 (one AccumulateGrad per parameter). The other tokens are
-    replaced by the last one. No-op when each module runs once.
+    replaced by the last one. No-op when each module runs once. Raises CaptureError when the
+    gradients are DTensors that differ in their placements.
     """
     for module in program.graphs:
         by_param: dict[tuple[int, int], list[Mark]] = {}
         for mark in reduce_marks(module.graph):
             by_param.setdefault((mark.group, mark.index), []).append(mark)
-        for marks in by_param.values():
+        for (group, index), marks in by_param.items():
             *earlier, last = marks
+            if len({m.layout for m in marks}) > 1:
+                fqn = program.groups[group].params[index].fqn
+                raise CaptureError("GS204", f"gradients of {fqn} are DTensors of several layouts")
             total = marks[0].node.args[0]
             with module.graph.inserting_before(last.node):
                 for mark in marks[1:]:

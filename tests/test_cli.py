@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from plans import two_layers
 
+from graphshard import cli
 from graphshard.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -108,6 +109,7 @@ def test_help_and_version_exit_0(argv, capsys):
 def test_no_command_imports_torch(file, tmp_path):
     code = f"""
 import sys
+from graphshard import cli
 from graphshard.cli import main
 assert main(["show", {str(file)!r}]) == 0
 assert main(["view", {str(file)!r}, "-o", {str(tmp_path / "x.html")!r}]) == 0
@@ -129,3 +131,19 @@ def test_exit_status_of_the_process(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("graphshard: error: cannot read")
+
+
+def test_calibrate_runs_under_torchrun_only(capsys, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert "GS504: start it with torchrun" in fails(capsys, "calibrate")
+
+
+@pytest.mark.parametrize("sizes", ["", "64KB", "1.5MiB", "-4096", "4096,,8192"])
+def test_sizes_that_are_none(sizes, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["calibrate", f"--sizes={sizes}"])
+    assert "is not a size such as" in capsys.readouterr().err
+
+
+def test_sizes_in_bytes():
+    assert cli._sizes("4096, 64KiB,1mib") == (4096, 65536, 2**20)

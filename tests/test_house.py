@@ -88,7 +88,18 @@ def test_passes_are_not_importable_under_their_folders_name():
     assert "import graphshard.passes, not the top-level folder" in done.stderr
 
 
-LIGHT = ("graphshard", "graphshard.plan", "graphshard.planner.one_ahead", "graphshard.view.html")
+LIGHT = (
+    "graphshard",
+    "graphshard.cli",
+    "graphshard.cost.memory",
+    "graphshard.cost.presets",
+    "graphshard.cost.profile",
+    "graphshard.cost.symbolic",
+    "graphshard.plan",
+    "graphshard.planner.one_ahead",
+    "graphshard.view.costs",
+    "graphshard.view.html",
+)
 
 
 @pytest.mark.parametrize("module", LIGHT)
@@ -139,5 +150,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     passes = {f"graphshard/passes/{p.name}" for p in PASSES}
     assets = {f"graphshard/view/assets/{p.name}" for p in ASSETS.iterdir()}
     assert assets
-    expected = modules | passes | assets | {"graphshard/py.typed"}
+    data = {"graphshard/py.typed", "graphshard/cost/presets.toml"}
+    expected = modules | passes | assets | data
     assert {n for n in names if ".dist-info/" not in n} == expected

@@ -7,6 +7,8 @@ import pytest
 from graphshard.errors import GraphshardError, OptionsError
 from graphshard.options import Options, is_disabled, parse_options
 
+KEYS = "compute, fallback, dump_dir, memory_budget, machine"
+
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"
 
 
@@ -39,7 +41,7 @@ def test_options_go_over_the_environment_over_the_default(monkeypatch):
     ("options", "code", "message"),
     [
         ({"fallbak": "warn"}, "GS102", "unknown option 'fallbak'; did you mean 'fallback'?"),
-        ({"zzz": 1}, "GS102", "unknown option 'zzz'; known keys: compute, fallback, dump_dir"),
+        ({"zzz": 1}, "GS102", f"unknown option 'zzz'; known keys: {KEYS}"),
         ({"compute": "fast"}, "GS103", "option compute='fast'; choose one of ('aten',)"),
         ({"fallback": True}, "GS103", "option fallback=True; choose one of ('warn', 'error')"),
         ({"fallback": None}, "GS103", "option fallback=None; choose one of ('warn', 'error')"),
@@ -83,3 +85,16 @@ def test_the_kill_switch(monkeypatch, value, disabled):
 
 def test_graphshard_is_on_by_default():
     assert is_disabled() is False
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [(1000, 1000), ("70GiB", 70 * 2**30), ("1.5 MB", 1_500_000), ("12", 12)]
+)
+def test_a_memory_budget_is_a_number_of_bytes(given, size):
+    assert parse_options({"memory_budget": given}).memory_budget_bytes == size
+
+
+@pytest.mark.parametrize("given", ["lots", "70 TiB", -1, 1.5, True])
+def test_a_bad_memory_budget_is_refused(given):
+    with pytest.raises(ValueError, match=r"GS103: option memory_budget=.* is no size"):
+        parse_options({"memory_budget": given})

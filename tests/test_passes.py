@@ -9,14 +9,17 @@ from graphs import META, Sketch, aten, group, layers, program, text
 from plans import plan
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.errors import VerifyError
-from graphshard.ir import output_node, step_of, steps
+from graphshard.emit import with_run_input
+from graphshard.errors import CaptureError, VerifyError
+from graphshard.ir import Program, output_node, step_of, steps
+from graphshard.ops import REDUCE_GRAD
 from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.drop_duplicates import drop_duplicates
 from graphshard.passes.fold_casts import fold_casts
 from graphshard.passes.insert_gathers import insert_gathers
 from graphshard.passes.insert_reductions import insert_reductions
 from graphshard.passes.insert_releases import insert_releases
+from graphshard.passes.pin_meshes import pin_meshes
 from graphshard.passes.sink_views import sink_views
 from graphshard.passes.sum_gradients import sum_gradients
 from graphshard.passes.tag_recompute import tag_recompute
@@ -495,16 +498,54 @@ return (saved, None, None)""",
 
 def test_one_tangent_needs_no_masks():
     made = run(backward_of((0, 0, [0]), (0, 1, [0])), insert_reductions)
-    assert len(issues(made)[0].args) == 3
+    assert not issues(made)[0].kwargs
 
 
 def test_masks_name_the_tangents_that_reach_a_gradient():
     arrivals = (1, 0, [1]), (1, 1, []), (0, 1, [0, 1]), (0, 0, [0])
     made = run(backward_of(*arrivals, tangents=2), insert_reductions)
-    assert {str(node.args[0]): node.args[3] for node in issues(made)} == {
+    assert {str(node.args[0]): node.kwargs["tangents"] for node in issues(made)} == {
         "group_layers_0": (0b01, 0b11),
         "group_layers_1": (0b10, -1),  # a constant exists whatever is missing
     }
+
+
+def with_layout(*layouts):
+    """A joint graph with one gradient of group 0, parameter 0, per layout."""
+    graph = Sketch()
+    anchor, tangent = graph.anchor(0), graph.input("tangents_1")
+    tokens = [
+        graph.op(REDUCE_GRAD, graph.relus(tangent, 1), anchor, 0, layout) for layout in layouts
+    ]
+    token = tokens[0] if len(tokens) == 1 else graph.op(aten.add.Tensor, *tokens)
+    return graph.done(token)
+
+
+def test_layouts_of_gradients_reach_the_runtime():
+    backward = with_run_input(with_layout(3))
+    made = Program("g", (group(0),), 0, backward=backward)
+    (issue,) = issues(insert_reductions(made))
+    assert issue.kwargs == {"layouts": (3,)}
+
+
+def test_gradients_of_several_layouts_are_not_summed():
+    with pytest.raises(CaptureError, match=r"GS204.*layers.0.weight are DTensors of several"):
+        sum_gradients(Program("g", (group(0),), 0, joint=with_layout(1, 2)))
+
+
+def test_a_mesh_of_a_tangent_is_no_forward_output():
+    class Fake:
+        real_obj = "the mesh"
+
+    graph = Sketch()
+    x, tangent = graph.input("x"), graph.input("tangents_1")
+    mesh = graph.placeholder("tangents_2")
+    mesh.meta["val"] = Fake()
+    made = Program("g", (), 2, joint=graph.done(graph.relus(x, 1), mesh, tangent))
+    made = pin_meshes(made)
+    _, pinned, gradient = output_node(made.joint.graph).args[0]
+    assert (pinned.op, gradient) == ("get_attr", tangent)
+    assert made.joint.mesh_of_tangents_2 == "the mesh"
 
 
 def issues(made):

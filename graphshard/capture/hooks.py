@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors
 
+from graphshard.capture.dtensors import unshard_dtensor
 from graphshard.capture.ports import Port
+from graphshard.fsdp2.layouts import PLAIN
 from graphshard.ops import UNSHARD
 
 
@@ -30,7 +32,11 @@ def enter_group(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         for item in port.params:
             param = item.param.sharded
             anchor = port.anchor if param.requires_grad else port.frozen_anchor
-            full = UNSHARD(anchor, item.size, item.dtype, port.device, item.index)
+            mark = (item.size, item.dtype, port.device, item.index)
+            if item.layout == PLAIN:
+                full = UNSHARD(anchor, *mark)
+            else:
+                full = unshard_dtensor(anchor, mark, item.layout)
             item.module._parameters[item.name] = full
             for slot in item.shared:
                 slot.module._parameters[slot.name] = full

@@ -14,8 +14,10 @@ from torch import nn
 
 from graphshard import fsdp2
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
+from graphshard.fsdp2.layouts import layout_number
+from graphshard.measured import Measured
 from graphshard.plan import Plan
-from graphshard.runtime.live import LiveGroup, register
+from graphshard.runtime.live import LiveGroup, Root, register
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +60,21 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A plan and the Python that was emitted for it."""
+    """A plan, the Python that was emitted for it, and what it was made from.
+
+    problem: the `graphshard.planner.problem.Problem`, if costs were known. measured: what the plan
+    before it was measured at.
+    """
 
     plan: Plan
     forward_code: str
     backward_code: str
+    problem: object = None
+    measured: Measured | None = None
 
 
 class PortParam:
-    """One parameter as the traced code needs it; `size` and `dtype` become guards."""
+    """One parameter as the traced code needs it; size, dtype and layout become guards."""
 
     def __init__(self, param: FsdpParam, index: int) -> None:
         self.module, self.name = param.slots[0].module, param.slots[0].name
@@ -74,6 +82,7 @@ class PortParam:
         self.size = param.size
         self.dtype = param.dtype
         self.index = index
+        self.layout = layout_number(param.unsharded_spec)
         self.param = param
 
 
@@ -146,9 +155,9 @@ def _attach(states: list[State]) -> None:
         record.ports.append(port)
         for module in fsdp2.modules_of(state):
             module.__dict__[PORT] = port
-    peers = {port.state: port.live for port in record.ports if port.live is not None}
+    root = Root({port.state: port.live for port in record.ports if port.live is not None})
     for live in record.groups:
-        live.peers = peers
+        live.root = root
 
 
 def port_of(module: nn.Module) -> Port | None:

@@ -54,23 +54,36 @@ class FsdpGroup:
 
     @property
     def world_size(self) -> int:
-        return int(self.raw.mesh_info.shard_mesh_size)
+        """Ranks over which parameters are sharded; 1 if the mesh only replicates."""
+        return int(self.raw.mesh_info.shard_mesh_size) if self._shards else 1
+
+    @property
+    def _shards(self) -> bool:
+        return isinstance(self.raw.mesh_info, _fsdp_common.FSDPMeshInfo)
 
     @property
     def device(self) -> torch.device:
         return self.raw.device  # type: ignore[no-any-return]
 
     @property
-    def gather_process_group(self) -> dist.ProcessGroup:
-        return self.raw.mesh_info.shard_process_group  # type: ignore[no-any-return]
+    def gather_process_group(self) -> dist.ProcessGroup | None:
+        """None if the mesh only replicates."""
+        return self.raw.mesh_info.shard_process_group if self._shards else None
 
     @property
-    def reduce_process_group(self) -> dist.ProcessGroup:
+    def reduce_process_group(self) -> dist.ProcessGroup | None:
+        if not self._shards:
+            return None
         return getattr(self.raw, "_reduce_scatter_process_group", None) or self.gather_process_group
 
     @property
     def reshard_after_forward(self) -> bool:
         return bool(self.raw._reshard_after_forward)
+
+    @property
+    def reshard_is_automatic(self) -> bool:
+        """The user left `reshard_after_forward` at None and never set it since."""
+        return bool(self.state._auto_reshard_after_forward)
 
     @property
     def reshard_after_backward(self) -> bool:
@@ -127,8 +140,8 @@ class FsdpGroup:
 
     @property
     def replicate_process_group(self) -> dist.ProcessGroup | None:
-        """The all-reduce group of HSDP, or None."""
-        if not isinstance(self.raw.mesh_info, _fsdp_common.HSDPMeshInfo):
+        """The all-reduce group of HSDP, or of a mesh that only replicates; else None."""
+        if not isinstance(self.raw.mesh_info, _fsdp_common.DDPMeshInfo):
             return None
         return self.raw._all_reduce_process_group  # type: ignore[no-any-return]
 
@@ -146,6 +159,25 @@ class FsdpGroup:
     def reduce_comm(self) -> Any:
         """FSDP2's ReduceScatter: its own, or one set by `set_custom_reduce_scatter`."""
         return self.raw._reduce_scatter_comm
+
+    def wait_for_optimizer(self) -> None:
+        """`set_post_optim_event`: gathers wait for the optimizer's event, once."""
+        context = self.state._state_ctx
+        event = context.post_optim_event
+        if event is not None:
+            context.post_optim_event = None
+            self.raw.device_handle.current_stream().wait_event(event)
+
+    @property
+    def reduce_input_cap(self) -> int | None:
+        """`set_reduce_scatter_max_input_buffers` (torch >= 2.13), None if left at FSDP2's 1."""
+        cap = getattr(self.state._comm_ctx, "reduce_scatter_max_input_buffers", 1)
+        return cap if cap > 1 else None
+
+    @property
+    def keeps_storage(self) -> bool:
+        """`set_keep_unsharded_storage` (torch >= 2.15): gathered memory stays in place."""
+        return any(getattr(p.raw, "keep_unsharded_storage", False) for p in self.params)
 
     def run_all_reduce_hook(self, output: Tensor) -> None:
         """`set_all_reduce_hook`, on its stream if one was given; the caller's stream waits."""
@@ -189,6 +221,11 @@ class FsdpGroup:
         return flats
 
     @property
+    def was_gathered(self) -> bool:
+        """FSDP2 itself has gathered the group at least once."""
+        return any(hasattr(p.raw, "_unsharded_param") for p in self.params)
+
+    @property
     def is_sharded(self) -> bool:
         return bool(self.raw.is_sharded)
 
@@ -208,15 +245,13 @@ def _unsupported(group: FsdpGroup) -> Iterator[str]:
     mesh = raw.mesh_info
     if len(fsdp_groups(group.state)) > 1:
         yield "its parameters use several meshes (ShardPlacementResult)"
-    if not isinstance(mesh, _fsdp_common.FSDPMeshInfo):
-        yield "its mesh replicates only"
-    if isinstance(raw.offload_policy, CPUOffloadPolicy):
-        yield "it uses CPUOffloadPolicy"
+    if isinstance(raw.offload_policy, CPUOffloadPolicy) and raw.device.type != "cpu":
+        yield f"CPUOffloadPolicy moves its parameters between the host and {raw.device.type}"
+    if type(raw._all_gather_comm).__name__ == "SymmMemAllGather":
+        yield "its buffers are symmetric memory (set_symm_mem_for_comm)"
     for param in group.params:
         if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
             yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"
-        if param.raw.is_dtensor:
-            yield f"{param.fqn} is a DTensor before sharding (tensor parallel)"
         if hasattr(param.raw._sharded_local_tensor, "fsdp_pre_all_gather"):
             yield f"{param.fqn} is a tensor subclass with all-gather extensions"
         for slot in param.slots:

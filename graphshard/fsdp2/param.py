@@ -73,18 +73,6 @@ class FsdpParam:
             return local.data_ptr(), 0, 0
         return local.data_ptr(), param._version, local._version
 
-    def take_eager_grad(self) -> Tensor | None:
-        """The unsharded gradient that eager micro-steps left without reducing; cleared here."""
-        grad = getattr(self.raw, "unsharded_accumulated_grad", None)
-        if grad is not None:
-            self.raw.unsharded_accumulated_grad = None
-            return grad  # type: ignore[no-any-return]
-        param = getattr(self.raw, "_unsharded_param", None)
-        if param is None or param.grad is None:
-            return None
-        grad, param.grad = param.grad, None
-        return grad  # type: ignore[no-any-return]
-
     def add_sharded_grad(self, local: Tensor) -> None:
         """Set or add to `.grad` and run the post-accumulate-grad hooks, as FSDP2 does.
 
@@ -97,6 +85,11 @@ class FsdpParam:
             param.grad._local_tensor += local
         for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(param)
+
+    @property
+    def reduce_item_bytes(self) -> int:
+        """Bytes of one element of the gradient on the wire."""
+        return (self.raw.reduce_dtype or self.dtype).itemsize
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
@@ -113,10 +106,27 @@ class FsdpParam:
         return grad if dtype is None else grad.to(dtype)
 
     def as_autograd_gives(self, grad: Tensor) -> Tensor:
-        """`grad` as a leaf of this torch would receive it: 2.15 narrows it at once."""
+        """`grad` as a leaf of this torch would receive it.
+
+        2.15 narrows it at once, and widens at once what tensor parallel may have to reduce.
+        """
         dtype = getattr(self.raw, "unsharded_grad_dtype", None)
-        narrow = dtype is not None and dtype.itemsize < grad.dtype.itemsize
-        return grad.to(dtype) if narrow else grad
+        if dtype is None:
+            return grad
+        narrow = dtype.itemsize < grad.dtype.itemsize
+        return grad.to(dtype) if narrow or self.raw.may_reduce_grad_outside_dp else grad
+
+    @property
+    def unsharded_spec(self) -> Any:
+        """Mesh, placements and global shape of an unsharded DTensor; None for a plain tensor."""
+        if hasattr(self.raw, "_unsharded_dtensor_spec"):  # torch >= 2.13
+            return self.raw._unsharded_dtensor_spec
+        return self.raw._tp_spec if self.raw.is_dtensor else None
+
+    def local_gradient(self, grad: Tensor) -> Tensor:
+        """What FSDP2 reduces: for a DTensor its local part, after it is reduced on the rest of
+        the mesh."""
+        return self.raw._get_grad_inner_tensor(grad)  # type: ignore[no-any-return]
 
     @property
     def local_size(self) -> tuple[int, ...]:

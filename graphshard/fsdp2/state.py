@@ -105,6 +105,7 @@ def _reset_group(raw: Any) -> None:
     if pending is not None and isinstance(pending.all_gather_work, dist.Work):
         pending.all_gather_work.wait()
     raw._all_gather_result = None
+    raw._partial_reduce_output = None
     raw._post_forward_indices.clear()
     raw._training_state = TrainingState.IDLE
     raw._to_sharded()

@@ -87,3 +87,14 @@ def listed_positions(problem: Problem, stage: Stage) -> tuple[int, ...]:
         for place in places:
             issued.setdefault(place, position + 1)
     return tuple(issued[place] for place in range(len(stage.gathers)))
+
+
+def cpu_placement(problem: Problem, stage: Stage) -> Placement:
+    """FSDP2's positions on a CPU, where it waits for each collective at once.
+
+    Gathers that the user's lists name are asynchronous (`_set_unshard_async_op`).
+    """
+    gathers = tuple(position_before(stage, job.at) for job in stage.gathers)
+    if has_lists(problem, stage.direction):
+        gathers = listed_positions(problem, stage)
+    return Placement(gathers, with_buffers(stage, 0))

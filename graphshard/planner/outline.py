@@ -21,10 +21,14 @@ class GroupUse:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The gradients of `group` are complete after compute op `after` (-1: before the first)."""
+    """The gradients of `group` are complete after compute op `after` (-1: before the first).
+
+    The first of them comes with compute op `first`.
+    """
 
     group: int
     after: int
+    first: int = -1
 
 
 @dataclass(frozen=True, slots=True)

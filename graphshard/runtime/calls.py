@@ -69,7 +69,7 @@ class Calls:
         return mask
 
     def _arrive(self, call: PendingCall, gradients: tuple[Tensor | None, ...]) -> None:
-        call.task = torch._C._current_graph_task_id()
+        call.task = current_task()
         if len(self._positions) > 1:
             self._mask = sum(
                 1 << bit
@@ -87,8 +87,13 @@ def more_calls_ahead(live: LiveGroup) -> bool:
     """Another call of this group has its backward in the engine run that is running now."""
     if len(live.calls) < 2:
         return False
-    task = torch._C._current_graph_task_id()
+    task = current_task()
     return any(call.is_ahead(task) for call in live.calls)
+
+
+def current_task() -> int:
+    """The number of the engine run that this code is a part of, or -1."""
+    return int(torch._C._current_graph_task_id())
 
 
 def will_execute(node: Any) -> bool:

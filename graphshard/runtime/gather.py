@@ -26,12 +26,21 @@ class Gather:
     are views of them.
     """
 
-    __slots__ = ("_bucket", "_dtypes", "_flats", "_live", "_versions", "_widths", "_work")
+    __slots__ = (
+        "_bucket",
+        "_dtypes",
+        "_flats",
+        "_live",
+        "_ranks",
+        "_versions",
+        "_widths",
+        "work",
+    )
 
     def __init__(self, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
         self._live = live
         self._dtypes = dtypes
-        self._work: dist.Work | None = None
+        self.work: dist.Work | None = None
         self._bucket: Tensor | None = None
         self._versions = live.versions()
         taken = live.fsdp.take_unsharded()
@@ -48,17 +57,18 @@ class Gather:
 
     def _issue(self, held: Held | None) -> None:
         fsdp = self._live.fsdp
+        fsdp.wait_for_optimizer()
         if held is not None:
             parts, group = held.flats, held.part_of
         else:
             parts, group = self._live.shards(), fsdp.gather_process_group
-        assert group is not None
-        if group.size() == 1:
-            self._flats = cast(parts, self._dtypes, copy=True)
+        if group is None or group.size() == 1:
+            self._flats = self._memory([p.numel() for p in parts])
+            torch._foreach_copy_(self._flats, parts)
             return
-        self._widths = [p.numel() for p in parts]
+        self._widths, self._ranks = [p.numel() for p in parts], group.size()
         self._bucket, own = _bucket(parts, self._dtypes, group, fsdp.gather_comm)
-        self._work = all_gather(self._bucket, own, group, fsdp.gather_comm)
+        self.work = all_gather(self._bucket, own, group, fsdp.gather_comm)
         self._live.counters.all_gathers += 1
 
     def wait(self) -> list[Tensor]:
@@ -68,7 +78,8 @@ class Gather:
                 raise RuntimeStateError("GS403", f"{self._live.fqn} was used after its release")
             with record_function(f"graphshard::all_gather_wait {self._live.fqn}"):
                 self.drain()
-                self._flats = _copy_out(self._bucket, self._widths, self._dtypes)
+                self._flats = self._memory([w * self._ranks for w in self._widths])
+                _copy_out(self._bucket, self._flats, self._ranks)
             # The backend's thread may hold the tensor a little longer: free its memory now.
             self._bucket.untyped_storage().resize_(0)
             self._bucket = None
@@ -81,6 +92,8 @@ class Gather:
         flats, self._flats = self._taken(), None
         live = self._live
         live.held = Held(flats, self._dtypes, self._versions) if keep else None
+        if live.fsdp.keeps_storage:
+            live.storage = list(flats)
         if not keep:
             free(flats)
 
@@ -100,11 +113,22 @@ class Gather:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
         return self._flats
 
+    def _memory(self, numels: list[int]) -> list[Tensor]:
+        """Where the parameters go: new memory, or that of the last time if FSDP2 keeps it."""
+        kept, self._live.storage = self._live.storage, None
+        if kept is not None and [(k.numel(), k.dtype) for k in kept] == list(
+            zip(numels, self._dtypes, strict=True)
+        ):
+            return kept
+        device = self._live.fsdp.device
+        pairs = zip(numels, self._dtypes, strict=True)
+        return [torch.empty(n, dtype=d, device=device) for n, d in pairs]
+
     def drain(self) -> None:
         """Wait for the collective, if any; its result may be thrown away."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
 
 def prefetch(live: LiveGroup) -> None:
@@ -138,10 +162,8 @@ def free(flats: list[Tensor]) -> None:
     flats.clear()
 
 
-def cast(
-    parts: list[Tensor], dtypes: tuple[torch.dtype, ...], *, copy: bool = False
-) -> list[Tensor]:
-    return [p.to(d, copy=copy) for p, d in zip(parts, dtypes, strict=True)]
+def cast(parts: list[Tensor], dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
+    return [p.to(d) for p, d in zip(parts, dtypes, strict=True)]
 
 
 def _bucket(
@@ -163,26 +185,13 @@ def _bucket(
     return bucket, own
 
 
-def _copy_out(bucket: Tensor, widths: list[int], dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
-    """From rank-major (the wire) to parameter-major (what compute sees).
-
-    widths: elements that one rank contributes to each parameter.
-    """
-    world = (
-        bucket.numel()
-        * bucket.itemsize
-        // sum(w * d.itemsize for w, d in zip(widths, dtypes, strict=True))
-    )
-    flats = [
-        torch.empty(world * width, dtype=dtype, device=bucket.device)
-        for width, dtype in zip(widths, dtypes, strict=True)
-    ]
-    out = [f.view(world, -1) for f in flats]
+def _copy_out(bucket: Tensor, flats: list[Tensor], ranks: int) -> None:
+    """From rank-major (the wire) to parameter-major (what compute sees)."""
+    out = [f.view(ranks, -1) for f in flats]
     if bucket.dtype == torch.uint8:
         out = [o.view(torch.uint8) for o in out]
     columns = [o.shape[1] for o in out]
-    torch.split_with_sizes_copy(bucket.view(world, -1), columns, dim=1, out=out)
-    return flats
+    torch.split_with_sizes_copy(bucket.view(ranks, -1), columns, dim=1, out=out)
 
 
 def _unsharded(flat: Tensor, param: FsdpParam, world: int) -> Tensor:

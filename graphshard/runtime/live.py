@@ -45,15 +45,23 @@ class Counters:
 
 
 @dataclass(eq=False)
+class Root:
+    """The groups of one FSDP root. finishing: the engine run after which they are finished."""
+
+    groups: dict[State, LiveGroup]
+    finishing: int = -1
+
+
+@dataclass(eq=False)
 class LiveGroup:
     """One group at run time. Everything a user can change is read from `fsdp` when it is used.
 
     held: gathered parameters that outlive forward or backward.
-    unreduced: gradients of micro-steps without gradient sync, by parameter index.
     arrived: gradients of this backward, while another call of the group is still ahead of it.
-    partial: reduce-scattered gradients that wait for HSDP's all-reduce, flat.
+    storage: memory of the last gather, for the next one (`set_keep_unsharded_storage`).
     dtypes: what was gathered last. prefetched: a gather (`graphshard.runtime.gather.Gather`) that
-    `set_modules_to_*_prefetch` asked for and nobody has used yet. peers: the groups of the root.
+    `set_modules_to_*_prefetch` asked for and nobody has used yet. reduced_in: the last
+    engine run (autograd graph task) in which this group's gradients came.
     calls: forward calls whose backward has not run (`graphshard.runtime.calls.PendingCall`).
     """
 
@@ -65,14 +73,19 @@ class LiveGroup:
     accumulate_node: object
     orig_dtypes: tuple[torch.dtype, ...]
     held: Held | None = None
-    unreduced: dict[int, Tensor] = field(default_factory=dict)
     arrived: dict[int, Tensor] = field(default_factory=dict)
-    partial: Tensor | None = None
     calls: list[Any] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    storage: list[Tensor] | None = None
     dtypes: tuple[torch.dtype, ...] = ()
     prefetched: Any = None
-    peers: dict[State, LiveGroup] = field(default_factory=dict)
+    root: Root | None = None
+    reduced_in: int = -1
+
+    @property
+    def was_gathered(self) -> bool:
+        """Some forward used the group, here or in FSDP2."""
+        return self.counters.forwards > 0 or self.fsdp.was_gathered
 
     def shards(self) -> list[Tensor]:
         """This rank's padded data of every parameter, in registration order.
@@ -103,7 +116,7 @@ class LiveGroup:
     def drop(self) -> None:
         """Forget what an interrupted step left."""
         self.held = None
-        self.partial = None
+        self.storage = None
         if self.prefetched is not None:
             self.prefetched.drain()
             self.prefetched = None

@@ -14,20 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from graphshard.fsdp2 import FsdpParam, ReducePolicy
+from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
+from graphshard.fsdp2.layouts import copy_of
 from graphshard.runtime.live import LiveGroup
 
 
 class Reduction:
     """One reduce-scatter, from issue until the sharded gradients are assigned."""
 
-    __slots__ = ("_input", "_live", "_output", "_params", "_policy", "_work")
+    __slots__ = ("_input", "_live", "_output", "_params", "_policy", "work")
 
     def __init__(self, live: LiveGroup, grads: dict[int, Tensor]) -> None:
         """grads: parameter index -> unsharded gradient; may be empty (nothing to reduce)."""
         self._live = live
         self._params = [live.fsdp.params[i] for i in grads]
-        self._work: dist.Work | None = None
+        self.work: dist.Work | None = None
+        self._input: Tensor | None = None
         if not grads:
             return
         with record_function(f"graphshard::reduce_scatter {live.fqn}"):
@@ -37,17 +39,18 @@ class Reduction:
         fsdp = self._live.fsdp
         world = fsdp.world_size
         self._policy = fsdp.reduce_policy(self._params, grads)
-        self._input = _pack(grads, self._params, world, self._policy, fsdp.reduce_comm)
+        packed = _pack(grads, self._params, world, self._policy, fsdp.reduce_comm)
         if world == 1:
             factor = fsdp.single_rank_divide_factor
-            self._output = self._input if factor is None else self._input / factor
+            self._output = packed if factor is None else packed / factor
             return
         self._output = fsdp.reduce_comm.allocate(
-            (self._input.numel() // world,), dtype=self._input.dtype, device=self._input.device
+            (packed.numel() // world,), dtype=packed.dtype, device=packed.device
         )
-        self._work = reduce_scatter(
+        self._input = packed
+        self.work = reduce_scatter(
             self._output,
-            self._input,
+            packed,
             self._policy,
             fsdp.reduce_process_group,
             fsdp.reduce_comm,
@@ -62,7 +65,7 @@ class Reduction:
             self.drain()
             if self._all_reduce():
                 self._assign()
-        del self._input, self._output  # the run remembers this object until it ends
+        del self._output  # the run remembers this object until it ends
 
     def _all_reduce(self) -> bool:
         """HSDP's second reduction. False if it is put off to a later micro-step."""
@@ -70,11 +73,11 @@ class Reduction:
         group = live.fsdp.replicate_process_group
         if group is None:
             return True
-        if live.partial is not None:
-            output.add_(live.partial)
-            live.partial = None
+        partial = gradients.take_partial(live.fsdp, self._params, output.dtype)
+        if partial is not None:
+            output.add_(partial)
         if not live.fsdp.all_reduces:
-            live.partial = output
+            gradients.leave_partial(live.fsdp, output)
             return False
         dist.all_reduce(output, group=group, op=self._policy.all_reduce_op)
         live.counters.all_reduces += 1
@@ -94,15 +97,24 @@ class Reduction:
             param.add_sharded_grad(grad)
             offset += math.prod(param.padded_shard_size)
 
+    @property
+    def holds_input(self) -> bool:
+        return self._input is not None
+
     def drain(self) -> None:
-        """Wait for the collective, if any; its result may be thrown away."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Wait for the collective, if any, and free its input; the result may be thrown away."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        self._input = None
 
 
 def reduce_scatter(
-    output: Tensor, packed: Tensor, policy: ReducePolicy, group: dist.ProcessGroup, comm: Any
+    output: Tensor,
+    packed: Tensor,
+    policy: ReducePolicy,
+    group: dist.ProcessGroup | None,
+    comm: Any,
 ) -> dist.Work | None:
     """Asynchronous reduce-scatter of `packed` (rank-major) into `output` by FSDP2's `comm`."""
     work = comm(
@@ -137,29 +149,34 @@ def merge(first: dict[int, Tensor], second: dict[int, Tensor]) -> dict[int, Tens
     return dict(sorted(total.items()))
 
 
-def merge_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Add to `grads` what earlier micro-steps left unreduced, eager ones included.
+def merge_unreduced(fsdp: FsdpGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Add to `grads` what earlier micro-steps left unreduced, compiled or eager.
 
-    Returns all gradients by parameter index in registration order; clears what it takes.
+    Returns all (local) gradients by parameter index in packing order; clears what it takes.
     """
     merged: dict[int, Tensor] = {}
-    for index in live.fsdp.reduce_order():
-        param = live.fsdp.params[index]
-        parts = [live.unreduced.pop(index, None), param.take_eager_grad(), grads.get(index)]
-        present = [p for p in parts if p is not None]
-        if present:
-            total = present[0]
-            for part in present[1:]:
-                total = total + part
-            merged[index] = total
-        elif live.fsdp.reduces_unused and param.sharded.requires_grad:
-            merged[index] = torch.zeros(param.size, dtype=param.dtype, device=live.fsdp.device)
+    for index in fsdp.reduce_order():
+        param = fsdp.params[index]
+        before, grad = gradients.take_unreduced(param), grads.get(index)
+        if before is not None:
+            grad = before if grad is None else before + grad
+        if grad is not None:
+            merged[index] = param.local_gradient(grad)
+        elif gradients.waits_for_all_reduce(fsdp, param) or (
+            fsdp.reduces_unused and param.sharded.requires_grad
+        ):
+            merged[index] = torch.zeros(param.size, dtype=param.dtype, device=fsdp.device)
+    if fsdp.reduces_unused:
+        gradients.mark_gathered(fsdp)
+    gradients.nothing_unreduced(fsdp)
     return merged
 
 
 def keep_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> None:
-    """`set_requires_gradient_sync(False)`: hold unsharded gradients in FSDP2's dtype for them."""
-    for index, grad in merge_unreduced(live, grads).items():
-        held = live.fsdp.params[index].as_accumulated(grad)
+    """`set_requires_gradient_sync(False)`: leave unsharded gradients with FSDP2."""
+    for index, grad in grads.items():
+        param = live.fsdp.params[index]
+        before = gradients.take_unreduced(param)
+        held = param.as_accumulated(grad if before is None else before + grad)
         # A gradient may share memory with another tensor of the graph (an expanded sum).
-        live.unreduced[index] = held.clone() if held is grads.get(index) else held
+        gradients.leave_unreduced(live.fsdp, param, copy_of(held) if held is grad else held)

@@ -63,7 +63,7 @@ def watch_gathered() -> Iterator[Storages]:
 
     with (
         patched(gather, "_bucket", watching),
-        patched(gather, "_copy_out", watching),
+        patched(gather.Gather, "_memory", watching),
         patched(gather, "cast", watching),
     ):
         yield seen

@@ -1,0 +1,190 @@
+"""How long a collective takes.
+
+In: the kind of collective, its group and its size, and the machine's network. Out: microseconds
+from the moment the last rank arrives. `size_bytes` is always that of the whole: what an all-gather
+yields, what a reduce-scatter takes in on each rank, what an all-reduce or broadcast moves.
+
+The model is NCCL's own (src/graph/tuning.cc): a constant, a latency for each of the ring's steps,
+and the ring's bytes over the bus bandwidth. What was measured on a group replaces it there, and
+elsewhere sets its level: the formula then only says how time changes with the group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from graphshard.cost.algebra import Quantity, ceil_div, if_one, is_number, least
+from graphshard.cost.curve import Curve, Trust, curve_us, line, scaled
+
+
+class Collective(StrEnum):
+    """The collectives that FSDP2 issues."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    BROADCAST = "broadcast"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of a process group, `ranks_per_node` of them (or fewer) on each node.
+
+    name: of the mesh dimension or process group, by which measurements are found. All ranks of a
+    group on one node, `Group(8, 8)`, is the intra-node case; one on each, `Group(8, 1)`, the
+    inter-node case.
+    """
+
+    ranks: Quantity
+    ranks_per_node: Quantity
+    name: str = ""
+
+    @property
+    def nodes(self) -> Quantity:
+        return ceil_div(self.ranks, self.ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One way in which a library runs a ring. `rate` is its share of the bus bandwidth."""
+
+    base_us: Quantity
+    intra_hop_us: Quantity
+    inter_hop_us: Quantity
+    rate: Quantity
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Links of one rank: `intra` inside the node, `inter` its share of the node's adapters.
+
+    protocols: the fastest one runs. traffic: bytes that a kind really moves over the ring's bytes,
+    where a library does not use a ring (1 where a kind is missing).
+    """
+
+    intra_bytes_per_us: Quantity
+    inter_bytes_per_us: Quantity
+    protocols: tuple[Protocol, ...]
+    traffic: tuple[tuple[Collective, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A curve over the ring's bytes that was fitted to one kind on one group."""
+
+    kind: Collective
+    group: Group
+    curve: Curve
+    trust: Trust = Trust.CALIBRATED
+
+
+def wire_bytes(kind: Collective, ranks: Quantity, size_bytes: Quantity) -> Quantity:
+    """Bytes that each rank sends in a ring of `ranks`.
+
+    (N-1)/N of the size for an all-gather or reduce-scatter, twice that for an all-reduce, all of
+    it for a broadcast (nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth").
+    """
+    if kind is Collective.BROADCAST:
+        return if_one(ranks, 0, size_bytes)
+    return _rounds(kind) * (ranks - 1) * size_bytes / ranks
+
+
+def ring_steps(kind: Collective, group: Group) -> tuple[Quantity, Quantity]:
+    """Steps of the ring inside nodes and between nodes, one after the other.
+
+    N-1 in all, of which (nodes-1) between nodes; twice for an all-reduce (NCCL, tuning.cc,
+    `nsteps` and `nInterSteps`). A broadcast's last rank is N-1 steps away.
+    """
+    inter = group.nodes - 1
+    return _rounds(kind) * (group.ranks - 1 - inter), _rounds(kind) * inter
+
+
+def bus_bytes_per_us(network: Network, group: Group) -> Quantity:
+    """Bus bandwidth of the group's rings.
+
+    Inside a node it is the rank's link. Between nodes the group uses the adapters of all its
+    ranks on a node, and its rings still pass the links inside (NCCL, src/graph: one ring per
+    adapter).
+    """
+    per_node = least(group.ranks, group.ranks_per_node)
+    between = least(network.intra_bytes_per_us, network.inter_bytes_per_us * per_node)
+    return if_one(group.nodes, network.intra_bytes_per_us, between)
+
+
+def ring_us(
+    network: Network, protocol: Protocol, kind: Collective, group: Group, size_bytes: Quantity
+) -> Quantity:
+    """base + steps inside * hop + steps between * hop + moved bytes / (bus bandwidth * rate)."""
+    curve = line(_alpha_us(protocol, kind, group), bus_bytes_per_us(network, group) * protocol.rate)
+    return curve_us(curve, _moved(network, kind, group, size_bytes))
+
+
+def network_us(network: Network, kind: Collective, group: Group, size_bytes: Quantity) -> Quantity:
+    """The fastest protocol's time; nothing for a group of one rank.
+
+    NCCL likewise runs the protocol that its model finds fastest for the size.
+    """
+    times = [ring_us(network, p, kind, group, size_bytes) for p in network.protocols]
+    return if_one(group.ranks, 0, times[0] if len(times) == 1 else least(*times))
+
+
+def measured_us(
+    network: Network, measured: Measured, group: Group, size_bytes: Quantity
+) -> Quantity:
+    """A measured curve's time, carried over to `group`."""
+    curve = bulk_curve(network, measured, measured.kind, group)
+    wire = wire_bytes(measured.kind, group.ranks, size_bytes)
+    return if_one(group.ranks, 0, curve_us(curve, wire))
+
+
+def bulk_curve(
+    network: Network, measured: Measured | None, kind: Collective, group: Group
+) -> Curve:
+    """Time of large messages over the ring's bytes: the measured curve carried over to `group`.
+
+    Its constant changes as the network formula's, its rates as the bus bandwidth; on the measured
+    group itself nothing changes. Without a measurement it is the formula's own line.
+    """
+    bulk = network.protocols[-1]  # the protocol of large messages, which gets the whole bandwidth
+    alpha_us, rate = _alpha_us(bulk, kind, group), bus_bytes_per_us(network, group)
+    if measured is None:
+        return line(alpha_us, rate * bulk.rate / dict(network.traffic).get(kind, 1))
+    origin = measured.group
+    base = alpha_us / _alpha_us(bulk, kind, origin)
+    return scaled(measured.curve, base, rate / bus_bytes_per_us(network, origin))
+
+
+def nearest(measured: tuple[Measured, ...], kind: Collective, group: Group) -> Measured | None:
+    """The measurement of `kind` to use for `group`, or None.
+
+    One with the group's name if there is any, else one on a group of the same sort (inside a
+    node, one rank a node, both) and nearest in size. Symbolic groups are found by name only.
+    """
+    named = [m for m in measured if m.kind is kind and group.name and m.group.name == group.name]
+    if not is_number(group.ranks, group.ranks_per_node):
+        return named[0] if named else None
+    alike = named or [m for m in measured if m.kind is kind and _sort(m.group) == _sort(group)]
+    return min(alike, key=lambda m: _distance(m.group, group), default=None)
+
+
+def _sort(group: Group) -> tuple[bool, bool]:
+    return group.nodes > 1, min(group.ranks, group.ranks_per_node) > 1
+
+
+def _distance(first: Group, second: Group) -> float:
+    return abs(math.log(first.ranks / second.ranks))
+
+
+def _rounds(kind: Collective) -> int:
+    return 2 if kind is Collective.ALL_REDUCE else 1
+
+
+def _alpha_us(protocol: Protocol, kind: Collective, group: Group) -> Quantity:
+    intra, inter = ring_steps(kind, group)
+    return protocol.base_us + intra * protocol.intra_hop_us + inter * protocol.inter_hop_us
+
+
+def _moved(network: Network, kind: Collective, group: Group, size_bytes: Quantity) -> Quantity:
+    return dict(network.traffic).get(kind, 1) * wire_bytes(kind, group.ranks, size_bytes)

@@ -1,0 +1,181 @@
+"""What each op of a captured graph does: flops, bytes, dtype.
+
+In: an FX graph of ATen ops with fake-tensor values in `node.meta["val"]`. Out: one `Work` for each
+compute node, in compute order. Flops are those of torch.utils.flop_counter (a multiply-add counts
+as two). Nothing here raises for an op that it does not know: such an op counts its bytes.
+
+Sizes that are symbols count with their hints, or stay symbols if `symbols` names them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from graphshard.cost.algebra import Quantity, least
+from graphshard.cost.roofline import FREE, Work
+from graphshard.cost.sizes import Sizes, dtype_name
+from graphshard.ir import compute_nodes, is_reduce, is_unshard, is_view
+
+aten = torch.ops.aten
+
+# They take memory or give it another shape, and touch none.
+_NO_TRAFFIC = (aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty)
+# They read as much of their first argument as they yield.
+_LOOKUPS = (aten.embedding, aten.index, aten.index_select, aten.gather)
+# torch's registry lacks the CPU's attention; it does what these do.
+_SAME_FLOPS = (
+    (
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention,
+    ),
+    (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        aten._scaled_dot_product_flash_attention_backward,
+    ),
+)
+_OWN_NAMESPACES = ("aten", "prims")
+
+
+def graph_work(
+    graph: fx.Graph,
+    *,
+    symbols: Mapping[str, Any] | None = None,
+    fused_regions: Collection[int] | None = None,
+) -> tuple[Work, ...]:
+    """The work of `graphshard.ir.compute_nodes(graph)`, in that order.
+
+    symbols: sympy expressions for the graph's size symbols by name, such as {"s77": LENGTH};
+    without it every size is a number.
+    fused_regions: None if ops run one by one. Else the starts of the regions that a compiler fuses:
+    the result of a pointwise op stays out of memory if only pointwise ops and reductions of the
+    same region read it.
+    """
+    nodes = compute_nodes(graph)
+    inside = {} if fused_regions is None else _never_stored(nodes, fused_regions)
+    sizes = Sizes(symbols)
+    return tuple(_work(node, inside, sizes) for node in nodes)
+
+
+def total_work(works: Sequence[Work], start: int, stop: int) -> tuple[Quantity, Quantity, int]:
+    """Flops, bytes and number of unknown ops of the compute ops [start, stop)."""
+    part = works[start:stop]
+    return sum(w.flops for w in part), sum(w.bytes for w in part), sum(not w.known for w in part)
+
+
+def _work(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> Work:
+    try:
+        if _is_free(node):
+            return FREE
+        flops, known = _flops(node, sizes)
+        return Work(
+            flops, _bytes(node, inside, sizes), _dtype(node), int(node not in inside), known
+        )
+    except Exception:  # a custom op's value or a formula may be anything; costs must not stop a run
+        return replace(FREE, launches=1, known=False)
+
+
+def _is_free(node: fx.Node) -> bool:
+    if is_view(node) or is_unshard(node) or is_reduce(node) or node.target is operator.getitem:
+        return True
+    # Arithmetic on sizes.
+    touches = [node, *node.all_input_nodes]
+    return _packet(node) in _NO_TRAFFIC or not any(map(_has_tensor, touches))
+
+
+def _flops(node: fx.Node, sizes: Sizes) -> tuple[Quantity, bool]:
+    """Flops, and whether they are known. Pointwise ops and reductions are bound by memory: 0."""
+    packet = _packet(node)
+    formula = flop_registry.get(dict(_SAME_FLOPS).get(packet, packet))
+    if formula is None:
+        return 0, getattr(node.target, "namespace", None) in _OWN_NAMESPACES
+    # Most formulas take shapes; those that torch registers with `get_raw` look into tensors.
+    wants_shapes = hasattr(formula, "__wrapped__")
+    read = sizes.shape if wants_shapes else _same
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: read(n.meta["val"]))
+    flops = sizes.quantity(formula(*args, **kwargs, out_val=read(node.meta["val"])))
+    return flops, True
+
+
+def _bytes(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> Quantity:
+    """Bytes read and written: each input once, each output once."""
+    written = 0 if node in inside else sum(sizes.bytes(t) for t in _tensors(node))
+    read = [
+        sum(sizes.bytes(t) for t in _tensors(source))
+        for source in node.all_input_nodes
+        if _origin(source) not in inside
+    ]
+    if _packet(node) in _LOOKUPS and read:
+        read[0] = least(read[0], sum(sizes.bytes(t) for t in _tensors(node)))
+    return sum(read) + written
+
+
+def _dtype(node: fx.Node) -> str:
+    """The dtype that arithmetic runs in: that of the first floating-point input."""
+    tensors = [t for source in node.all_input_nodes for t in _tensors(source)] or [*_tensors(node)]
+    tensor = next((t for t in tensors if t.dtype.is_floating_point), tensors[0])
+    return dtype_name(tensor.dtype, tensor.device)
+
+
+def _never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
+    """Results of pointwise ops that only fusible ops of the same region read."""
+    region_of: dict[fx.Node, int] = {}
+    for index, node in enumerate(nodes):
+        previous = region_of[nodes[index - 1]] if index else 0
+        region_of[node] = previous + (index in starts)
+    tag = torch.Tag
+
+    def fusible(reader: fx.Node, region: int) -> bool:
+        return region_of.get(reader) == region and _has_tag(reader, tag.pointwise, tag.reduction)
+
+    return {
+        node: None
+        for node in nodes
+        if _has_tag(node, tag.pointwise)
+        and all(fusible(reader, region_of[node]) for reader in _readers(node))
+    }
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads the node's memory, through views."""
+    for user in node.users:
+        if is_view(user) and user.args[0] is node:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` is a view of."""
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _has_tag(node: fx.Node, *tags: torch.Tag) -> bool:
+    return any(t in getattr(node.target, "tags", ()) for t in tags)
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _has_tensor(node: fx.Node) -> bool:
+    return next(_tensors(node), None) is not None
+
+
+def _tensors(node: fx.Node) -> Iterator[Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else (value,)
+    return (v for v in values if isinstance(v, Tensor))
+
+
+def _same(value: Any) -> Any:
+    return value

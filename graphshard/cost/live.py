@@ -1,0 +1,172 @@
+"""How many bytes of tensors are alive while each op of a captured graph runs.
+
+In: an FX graph with fake-tensor values. Out: one `Live` per compute node, in compute order. A
+tensor's memory lives from the op that makes it to the last reader of any view of it; what the
+graph returns lives to the end. Gathered parameters belong to their group's gather and are not
+counted here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphshard.cost.sizes import Sizes
+from graphshard.ir import compute_nodes, is_reduce, is_unshard, is_view, step_of
+from graphshard.plan import StepKind
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Bytes alive during one op, its own results included.
+
+    inputs: of the graph; in backward these are the saved activations. made: by the graph's ops:
+    activations in forward, temporaries in backward, as FSDPMemTracker names them. grads: those of
+    `made` that are gradients on their way to a reduction, counted apart.
+    """
+
+    inputs: int
+    made: int
+    grads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory that several inputs of a graph may show; `name` tells two of them apart."""
+
+    name: str
+    size_bytes: int
+
+
+def saved_memory(forward: fx.Graph) -> dict[str, Memory]:
+    """What the outputs of `forward` show, by name: backward's inputs have the same names."""
+    outputs: Any = forward.find_nodes(op="output")[0].args[0]
+    nodes = [n for n in outputs if isinstance(n, fx.Node)]
+    return {n.name: Memory(owner(n).name, tensor_bytes(owner(n))) for n in nodes}
+
+
+def live_bytes(
+    graph: fx.Graph, *, frees_inputs: bool, inputs: Mapping[str, Memory] = MappingProxyType({})
+) -> tuple[Live, ...]:
+    """Bytes alive during each of `graphshard.ir.compute_nodes(graph)`.
+
+    frees_inputs: an input's memory ends with its last reader (a boxed backward); else the caller
+    holds it to the end. inputs: what inputs show, where several may show the same memory. Sizes
+    that are symbols count with their hints.
+    """
+    count = len(compute_nodes(graph))
+    # One running sum per kind of memory: what is added at birth is taken away after the last use.
+    changes = {kind: [0] * (count + 1) for kind in ("inputs", "made", "grads")}
+    for block in _blocks(graph, count, inputs):
+        if block.kind == "inputs" and not frees_inputs:
+            block.last = count - 1
+        if block.last >= block.born:
+            changes[block.kind][block.born] += block.size_bytes
+            changes[block.kind][block.last + 1] -= block.size_bytes
+    alive = dict.fromkeys(changes, 0)
+    found = []
+    for index in range(count):
+        alive = {kind: alive[kind] + changes[kind][index] for kind in alive}
+        found.append(Live(**alive))
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class _Block:
+    """One piece of memory, alive during the compute ops `born` to `last`."""
+
+    kind: str
+    size_bytes: int
+    born: int
+    last: int
+
+
+def _blocks(graph: fx.Graph, count: int, inputs: Mapping[str, Memory]) -> list[_Block]:
+    place = {node: i for i, node in enumerate(compute_nodes(graph))}
+    blocks: dict[fx.Node, _Block] = {}
+    shown: dict[str, _Block] = {}
+    clock = 0  # compute ops before the current node
+    for node in graph.nodes:
+        # A communication step stands between two ops; the first one still has the memory.
+        now = count - 1 if node.op == "output" else place.get(node, clock - 1)
+        for source in node.all_input_nodes:
+            if (block := blocks.get(owner(source))) is not None:
+                block.last = max(block.last, now)
+        for gradient in _reduced(node):
+            if (block := blocks.get(owner(gradient))) is not None and block.kind == "made":
+                block.kind = "grads"
+        if owner(node) is node and (node.op == "placeholder" or node in place):
+            kind = "inputs" if node.op == "placeholder" else "made"
+            born = place.get(_producer(node), 0)
+            size = sum(_size_bytes(t, kind) for t in _tensors(node))
+            block = _Block(kind, size, born, now)
+            if node.op == "placeholder" and (memory := inputs.get(node.name)) is not None:
+                block = shown.setdefault(memory.name, replace(block, size_bytes=memory.size_bytes))
+            blocks[node] = block
+        clock += node in place
+    return list({id(block): block for block in blocks.values()}.values())
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node that made the memory which `node` shows.
+
+    Each result of an op with several has memory of its own; it belongs to the `getitem`.
+    """
+    while _shares(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _shares(node: fx.Node) -> bool:
+    """The node's memory is that of its first argument."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])
+    return is_view(node) or _writes(node) or node.target is torch.ops.aten._unsafe_view.default
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def _writes(node: fx.Node) -> bool:
+    """An in-place op: its result is its first argument."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None
+
+
+def _reduced(node: fx.Node) -> Sequence[fx.Node]:
+    """The gradients that a mark or an issue of a reduction reads."""
+    if is_reduce(node):
+        return node.all_input_nodes[:1]
+    step = step_of(node)
+    issues = step is not None and step.kind is StepKind.REDUCE_ISSUE
+    return node.all_input_nodes if issues else ()
+
+
+def tensor_bytes(node: fx.Node) -> int:
+    """Of what a node makes, its whole storage."""
+    return sum(_size_bytes(value, "made") for value in _tensors(node))
+
+
+def _tensors(node: fx.Node) -> Iterator[Tensor]:
+    marks = is_unshard(node) or is_reduce(node)
+    if not marks and isinstance(value := node.meta.get("val"), Tensor):
+        yield value
+
+
+def _size_bytes(value: Tensor, kind: str) -> int:
+    """What the graph makes takes its whole storage. Saved tensors may be views of one storage, so
+    of those only the elements count."""
+    if kind == "made" and value.layout == torch.strided:
+        return int(Sizes().quantity(value.untyped_storage().nbytes()))
+    return int(Sizes().bytes(value))

@@ -1,0 +1,96 @@
+"""A machine: one rank's processor, its network, and what was measured on it.
+
+`collective_us` and the functions of `graphshard.cost.roofline` are what a planner calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from graphshard.cost.algebra import Quantity, most
+from graphshard.cost.comm import (
+    Collective,
+    Group,
+    Measured,
+    Network,
+    bulk_curve,
+    measured_us,
+    nearest,
+    network_us,
+)
+from graphshard.cost.curve import Trust, scaled
+from graphshard.cost.roofline import Processor
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Everything that turns bytes and flops into time. `measured` wins over `network`."""
+
+    name: str
+    processor: Processor
+    network: Network
+    measured: tuple[Measured, ...] = ()
+
+
+def collective_us(
+    machine: Machine, kind: Collective, group: Group, size_bytes: Quantity
+) -> Quantity:
+    """Microseconds of one collective of `size_bytes` (of the whole, see `graphshard.cost.comm`)."""
+    found = nearest(machine.measured, kind, group)
+    if found is None:
+        return network_us(machine.network, kind, group, size_bytes)
+    return measured_us(machine.network, found, group, size_bytes)
+
+
+def collective_trust(machine: Machine, kind: Collective, group: Group) -> Trust:
+    """Where the numbers behind `collective_us` come from."""
+    found = nearest(machine.measured, kind, group)
+    return Trust.PRESET if found is None else found.trust
+
+
+def launch_us(machine: Machine, kind: Collective, group: Group, size_bytes: Quantity) -> Quantity:
+    """What two collectives of `size_bytes` take longer than one of twice the size, never below 0.
+
+    In the alpha-beta model this is alpha: what merging saves and splitting costs.
+    """
+    one = collective_us(machine, kind, group, size_bytes)
+    return most(2 * one - collective_us(machine, kind, group, 2 * size_bytes), 0)
+
+
+def observed_collective(
+    machine: Machine, kind: Collective, group: Group, samples: Sequence[tuple[float, float]]
+) -> Machine:
+    """The machine after `kind` was seen on `group` in this job: (size_bytes, microseconds) pairs.
+
+    A few sizes do not carry a fit, so the curve keeps its shape and moves by the median ratio of
+    measured to predicted time. Nothing changes without samples.
+    """
+    ratios = [us / collective_us(machine, kind, group, size) for size, us in samples]
+    if not ratios:
+        return machine
+    ratio = median(ratios)
+    found = nearest(machine.measured, kind, group)
+    curve = bulk_curve(machine.network, found, kind, group)
+    seen = Measured(kind, group, scaled(curve, ratio, 1 / ratio), Trust.MEASURED)
+    others = (m for m in machine.measured if (m.kind, m.group) != (kind, group))
+    return replace(machine, measured=(seen, *others))
+
+
+def observed_compute(machine: Machine, ratios: Sequence[float]) -> Machine:
+    """The machine after regions of this job took `ratios` times their predicted time.
+
+    For regions that were not measured themselves, as after a change of the plan; those that were
+    have their own time. Every rate moves by the median ratio.
+    """
+    if not ratios:
+        return machine
+    ratio, processor = median(ratios), machine.processor
+    arithmetic = tuple(
+        replace(a, curve=scaled(a.curve, ratio, 1 / ratio), trust=Trust.MEASURED)
+        for a in processor.arithmetic
+    )
+    memory = scaled(processor.memory, ratio, 1 / ratio)
+    moved = replace(processor, arithmetic=arithmetic, memory=memory, memory_trust=Trust.MEASURED)
+    return replace(machine, processor=moved)

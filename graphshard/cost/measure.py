@@ -1,0 +1,148 @@
+"""Times single collectives and kernels on the ranks and the device of the running job.
+
+Out come microseconds: of a collective the same on every rank of its group, of a kernel this
+rank's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from graphshard.cost.comm import Collective
+
+# The shape of common language models: heads of 64 or 128.
+ATTENTION_HEADS = 8
+ATTENTION_DIM = 64
+WARMUPS = 2
+MIN_REPETITIONS = 3
+# A size that takes long is repeated less, a kernel that takes little is run in batches.
+BUDGET_US = 5e5
+BATCH_US = 500.0
+
+# Their names until torch 2.12, deprecated in 2.13.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def collective_time_us(
+    kind: Collective,
+    size_bytes: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    repetitions: int,
+) -> float:
+    """Median time of one collective of `size_bytes` (of the whole) on `group`.
+
+    Collective: every rank of the group calls it with the same arguments, gets the same value.
+    """
+    run = _collective(kind, size_bytes, group, device)
+    slowest_us = max(_round_us(run, kind, group, device) for _ in range(WARMUPS))
+    affordable = int(BUDGET_US / slowest_us)
+    count = max(MIN_REPETITIONS, min(repetitions, affordable))
+    return median(_round_us(run, kind, group, device) for _ in range(count))
+
+
+def matmul_time_us(size: int, dtype: torch.dtype, device: torch.device, repetitions: int) -> float:
+    """Median time of a product of two random `size` x `size` matrices."""
+    a = torch.rand(size, size, device=device).to(dtype)
+    b = torch.rand(size, size, device=device).to(dtype)
+    out = torch.empty_like(a)
+    return _kernel_us(lambda: torch.mm(a, b, out=out), device, repetitions)
+
+
+def attention_time_us(
+    length: int, dtype: torch.dtype, device: torch.device, repetitions: int
+) -> float:
+    """Median time of causal attention over `length` tokens: ATTENTION_HEADS of ATTENTION_DIM."""
+    shape = (1, ATTENTION_HEADS, length, ATTENTION_DIM)
+    q, k, v = (torch.rand(shape, device=device).to(dtype) for _ in range(3))
+
+    def run() -> object:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return _kernel_us(run, device, repetitions)
+
+
+def pointwise_time_us(size_bytes: int, device: torch.device, repetitions: int) -> float:
+    """Median time of a pointwise op that reads `size_bytes` and writes as much to new memory."""
+    source = torch.ones(max(1, size_bytes // 4), device=device)
+    return _kernel_us(lambda: source * 2.0, device, repetitions)
+
+
+def _round_us(
+    run: Callable[[], dist.Work], kind: Collective, group: dist.ProcessGroup, device: torch.device
+) -> float:
+    """One collective, without the time that a rank waits for peers that have not come yet.
+
+    Clocks of different nodes cannot be compared, durations can. Every rank measures its own; the
+    rank that came last waited for nobody, so the shortest duration is from the last start on. The
+    root of a broadcast may leave before its bytes have arrived, so it does not count.
+    """
+    dist.barrier(group)
+    own = _elapsed_us(lambda: run().wait(), device)
+    every = torch.empty(group.size(), dtype=torch.float64, device=device)
+    mine = torch.tensor([own], dtype=torch.float64, device=device)
+    _all_gather(every, mine, group=group)
+    durations = every.tolist()
+    if kind is Collective.BROADCAST and len(durations) > 1:
+        durations = durations[1:]
+    return float(min(durations))
+
+
+def _collective(
+    kind: Collective, size_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], dist.Work]:
+    ranks = group.size()
+    part = torch.zeros(max(1, size_bytes // 4 // ranks), device=device)
+    whole = torch.zeros(part.numel() * ranks, device=device)
+    match kind:
+        case Collective.ALL_GATHER:
+            return lambda: _all_gather(whole, part, group=group, async_op=True)
+        case Collective.REDUCE_SCATTER:
+            return lambda: _reduce_scatter(part, whole, group=group, async_op=True)
+        case Collective.ALL_REDUCE:
+            return lambda: dist.all_reduce(whole, group=group, async_op=True)
+        case Collective.BROADCAST:
+            root = dist.get_global_rank(group, 0)
+            return lambda: dist.broadcast(whole, root, group=group, async_op=True)
+
+
+def _kernel_us(run: Callable[[], object], device: torch.device, repetitions: int) -> float:
+    """Median over repetitions; short kernels run in batches, as they do in a step.
+
+    On one CPU thread it is that thread's own time: other programs on the machine do not count.
+    """
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time_ns if one_thread else time.perf_counter_ns
+    first_us = min(_elapsed_us(run, device, clock) for _ in range(WARMUPS))
+    batch = max(1, int(BATCH_US / max(first_us, 1.0)))
+
+    def several() -> None:
+        for _ in range(batch):
+            run()
+
+    count = max(MIN_REPETITIONS, min(repetitions, int(BUDGET_US / max(first_us * batch, 1.0))))
+    return median(_elapsed_us(several, device, clock) / batch for _ in range(count))
+
+
+def _elapsed_us(
+    run: Callable[[], object],
+    device: torch.device,
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> float:
+    """Duration of `run` by `clock` on a CPU, of what it enqueues on any other device."""
+    if device.type == "cpu":
+        start_ns = clock()
+        run()
+        return (clock() - start_ns) / 1e3
+    start, stop = (torch.Event(device=device, enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e3

@@ -1,0 +1,136 @@
+"""Closing the loop: time a few steps of a graph, agree on the times, plan again, go on.
+
+Capture and passes are not repeated: what changes is the order of the emitted code. Every rank
+does this at the same forward of the same group, so that all of them change over together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import accumulate
+
+import torch.distributed as dist
+from torch import fx
+
+from graphshard import measured as times
+from graphshard.emit import emit, with_marks
+from graphshard.fsdp2.store import exchange, ranks_of
+from graphshard.ir import Program
+from graphshard.measured import Lap, Measured
+from graphshard.pipeline import apply, plan_with_costs
+from graphshard.plan import Direction, Plan, Step, StepKind
+from graphshard.planner.observed import observed
+from graphshard.planner.problem import Problem
+from graphshard.runtime.live import LiveGroup
+from graphshard.runtime.run import Body
+
+logger = logging.getLogger(__name__)
+
+# Ranks reach the same forward together; the slowest may be compiling another length.
+TIMEOUT = timedelta(minutes=10)
+FEWEST_STEPS = 1
+
+
+@dataclass(slots=True, eq=False)
+class Feedback:
+    """One graph pair that is watched from its second step on and planned again after `after`.
+
+    placed: makes a fresh copy of the program as it was before its plan was applied. adopt: takes
+    the new program, its plan, and what that was made from.
+    """
+
+    placed: Callable[[], Program]
+    problem: Problem
+    program: Program
+    plan: Plan
+    bodies: Mapping[Direction, Body]
+    groups: list[LiveGroup]
+    after: int
+    adopt: Callable[[Program, Plan, Problem, Measured], None]
+    _stretches: dict[Direction, tuple[Step, ...]] = field(default_factory=dict)
+    _done: bool = False
+
+    def before_forward(self) -> None:
+        """Called before every forward of the graph."""
+        if self._done:
+            return
+        forwards = self.groups[0].counters.forwards
+        if forwards >= self.after:
+            self._done = True
+            self._plan_again(forwards)
+        elif forwards >= 1 and not self._stretches and len(self.bodies) == 2:
+            self._watch()
+
+    def _watch(self) -> None:
+        for direction, module in _modules(self.program).items():
+            marked, steps = with_marks(module, cuts(self.problem, direction))
+            self._stretches[direction] = steps
+            self.bodies[direction].call = emit(marked)
+            self.bodies[direction].watched = True
+
+    def _plan_again(self, forwards: int) -> None:
+        measured = self._agreed(forwards)
+        if measured is not None:
+            problem = observed(self.problem, measured)
+            placed = self.placed()
+            self.plan = plan_with_costs(placed, problem)
+            self.program = apply(placed, self.plan)
+            self.adopt(self.program, self.plan, problem, measured)
+        for direction, module in _modules(self.program).items():
+            body = self.bodies[direction]
+            body.call, body.watched = emit(module), False
+            body.watches.clear()
+
+    def _agreed(self, forwards: int) -> Measured | None:
+        """The same on all ranks; None if they ran different plans or too few steps."""
+        own = {d: [w.lap() for w in self.bodies[d].watches] for d in self._stretches}
+        plan = hashlib.sha256(self.plan.to_json().encode()).hexdigest()
+        key = f"measured/{self.groups[0].number}/{forwards}"
+        ranks = ranks_of([live.fsdp for live in self.groups])
+        said = exchange(key, f"{plan}\n{times.to_json(own)}", ranks, TIMEOUT)
+        plans, laps = zip(*(text.split("\n", 1) for text in said), strict=True)
+        if len(set(plans)) > 1:
+            logger.warning("%s: not planned again: ranks run different plans", self.plan.name)
+            return None
+        return self._combined([times.from_json(text) for text in laps])
+
+    def _combined(self, ranks: list[dict[Direction, list[Lap]]]) -> Measured | None:
+        count = min((len(laps) for own in ranks for laps in own.values()), default=0)
+        if count < FEWEST_STEPS:
+            if dist.get_rank() == 0:
+                logger.warning("%s: not planned again: no step was complete", self.plan.name)
+            return None
+        found = {
+            direction: times.combine(
+                steps,
+                [own[direction][-count:] for own in ranks],
+                lanes(self.problem, direction, steps),
+            )
+            for direction, steps in self._stretches.items()
+        }
+        return Measured(count, found[Direction.FORWARD], found.get(Direction.BACKWARD, ()))
+
+
+def cuts(problem: Problem, direction: Direction) -> frozenset[int]:
+    """The ops at which the problem's regions start."""
+    return frozenset(accumulate(r.num_ops for r in problem.regions(direction)))
+
+
+def lanes(problem: Problem, direction: Direction, steps: tuple[Step, ...]) -> dict[int, int]:
+    """Index of each issuing stretch -> its lane."""
+    found = {}
+    for index, step in enumerate(steps):
+        if step.group is not None and step.kind is StepKind.GATHER_ISSUE:
+            found[index] = problem.groups[step.group].lane_in(direction)
+        elif step.group is not None and step.kind is StepKind.REDUCE_ISSUE:
+            found[index] = problem.groups[step.group].reduce_lane
+    return found
+
+
+def _modules(program: Program) -> dict[Direction, fx.GraphModule]:
+    both = {Direction.FORWARD: program.forward, Direction.BACKWARD: program.backward}
+    return {direction: module for direction, module in both.items() if module is not None}

@@ -1,0 +1,81 @@
+"""What the planner has to know of FSDP2's settings, meshes and sizes, as plain numbers."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from graphshard.fsdp2.group import FsdpGroup
+from graphshard.fsdp2.state import is_root
+from graphshard.plan import Direction
+
+# AdamW's and Adam's two moments. The optimizer is not known when a graph is planned.
+OPTIMIZER_TENSORS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """One group when it is planned.
+
+    reshard: what the user gave as `reshard_after_forward`, None if left to FSDP2. ranks: over which
+    it is sharded, at most `ranks_per_node` of them on one node. gather_lane, reduce_lane: names of
+    process groups, the same on all ranks. reduce_item_bytes: of one element of a gradient on the
+    wire. Prefetch lists: places of groups.
+    """
+
+    reshard: bool | None
+    is_root: bool
+    ranks: int
+    ranks_per_node: int
+    gather_lane: str
+    reduce_lane: str
+    shard_bytes: int
+    optimizer_bytes: int
+    reduce_item_bytes: int
+    forward_prefetch: tuple[int, ...] = ()
+    backward_prefetch: tuple[int, ...] = ()
+
+
+def settings_of(groups: Sequence[FsdpGroup]) -> tuple[GroupSettings, ...]:
+    """Settings of the groups of one graph, in their order."""
+    places = {group.state: place for place, group in enumerate(groups)}
+    lanes: list[dist.ProcessGroup | None] = []
+
+    def lane(process_group: dist.ProcessGroup | None) -> str:
+        if process_group not in lanes:
+            lanes.append(process_group)
+        return f"lane {lanes.index(process_group)}"
+
+    def listed(group: FsdpGroup, direction: Direction) -> tuple[int, ...]:
+        return tuple(places[s] for s in group.prefetches(direction) if s in places)
+
+    return tuple(
+        GroupSettings(
+            reshard=None if group.reshard_is_automatic else group.reshard_after_forward,
+            is_root=is_root(group.state),
+            ranks=group.world_size,
+            ranks_per_node=min(group.world_size, _ranks_per_node(group.world_size)),
+            gather_lane=lane(group.gather_process_group),
+            reduce_lane=lane(group.reduce_process_group),
+            shard_bytes=_shard_bytes(group, trainable=False),
+            optimizer_bytes=OPTIMIZER_TENSORS * _shard_bytes(group, trainable=True),
+            reduce_item_bytes=max(p.reduce_item_bytes for p in group.params),
+            forward_prefetch=listed(group, Direction.FORWARD),
+            backward_prefetch=listed(group, Direction.BACKWARD),
+        )
+        for group in groups
+    )
+
+
+def _shard_bytes(group: FsdpGroup, *, trainable: bool) -> int:
+    params = (p for p in group.params if not trainable or p.sharded.requires_grad)
+    return sum(math.prod(p.padded_shard_size) * p.sharded.dtype.itemsize for p in params)
+
+
+def _ranks_per_node(ranks: int) -> int:
+    """torchrun's `LOCAL_WORLD_SIZE`; without it all ranks are taken to be on one node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

@@ -1,0 +1,146 @@
+"""A problem after it was measured: every cost that was seen takes the place of its prediction.
+
+What was not seen (the gather of a group that was still gathered, say) moves by the median ratio of
+its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from statistics import median
+
+from graphshard.measured import Measured, Stretch
+from graphshard.plan import Direction, StepKind
+from graphshard.planner.problem import Group, Part, Problem, Region, Transfer, checked, gather_of
+
+WAIT_OF = {
+    StepKind.GATHER_ISSUE: StepKind.GATHER_WAIT,
+    StepKind.REDUCE_ISSUE: StepKind.REDUCE_WAIT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Part `part` of group `group` in one collective of a direction."""
+
+    direction: Direction
+    kind: StepKind
+    group: int
+    part: int
+
+
+Seen = Mapping[Key, tuple[Transfer, Transfer]]  # predicted, measured
+
+
+def observed(problem: Problem, measured: Measured) -> Problem:
+    """`problem` with the costs of `measured`, whose regions have to be the problem's.
+
+    Raises ValueError if they are not, PlanError (GS602) if the result contradicts itself.
+    """
+    seen = {
+        key: transfers
+        for direction in problem.directions
+        for key, transfers in _seen(problem, direction, measured.of(direction))
+    }
+    groups = tuple(
+        replace(g, parts=tuple(_part(g, place, part, seen) for place, part in enumerate(g.parts)))
+        for g in problem.groups
+    )
+    forward = _regions(problem.forward, measured.forward)
+    backward = _regions(problem.backward, measured.backward)
+    lanes = tuple(
+        replace(lane, launch_us=min(lane.launch_us, *_gather_times(groups, index)))
+        for index, lane in enumerate(problem.lanes)
+    )
+    return checked(replace(problem, groups=groups, lanes=lanes, forward=forward, backward=backward))
+
+
+def _gather_times(groups: Sequence[Group], lane: int) -> list[float]:
+    """Of all gathers on `lane`; a launch is a part of each of them."""
+    mine = [g for g in groups if g.gather_lane == lane]
+    return [p.gather.us for g in mine for p in g.parts] or [float("inf")]
+
+
+def _regions(regions: Sequence[Region], stretches: Sequence[Stretch]) -> tuple[Region, ...]:
+    compute = [s for s in stretches if s.step.kind is StepKind.COMPUTE]
+    pairs = zip(regions, compute, strict=True)
+    return tuple(replace(region, us=stretch.us) for region, stretch in pairs)
+
+
+def _part(group: Group, place: int, part: Part, seen: Seen) -> Part:
+    def moved(transfer: Transfer, direction: Direction, kind: StepKind) -> Transfer:
+        key = Key(direction, kind, group.id, place)
+        return seen[key][1] if key in seen else _as_usual(transfer, kind, seen)
+
+    gradient, backward = part.gradient, Direction.BACKWARD
+    if gradient is not None:
+        reduce = moved(gradient.reduce, backward, StepKind.REDUCE_ISSUE)
+        gradient = replace(gradient, reduce=reduce)
+    return replace(
+        part,
+        gather=moved(part.gather, Direction.FORWARD, StepKind.GATHER_ISSUE),
+        regather=moved(gather_of(part, backward), backward, StepKind.GATHER_ISSUE),
+        gradient=gradient,
+    )
+
+
+def _as_usual(transfer: Transfer, kind: StepKind, seen: Seen) -> Transfer:
+    """`transfer`, off by as much as the median of its kind."""
+    alike = [
+        (astuple(before), astuple(after))
+        for key, (before, after) in seen.items()
+        if key.kind is kind
+    ]
+    factors = [
+        median([after[i] / before[i] for before, after in alike if before[i] > 0] or [1.0])
+        for i in range(3)
+    ]
+    return Transfer(*(t * f for t, f in zip(astuple(transfer), factors, strict=True)))
+
+
+def _seen(
+    problem: Problem, direction: Direction, stretches: Sequence[Stretch]
+) -> Iterator[tuple[Key, tuple[Transfer, Transfer]]]:
+    """Each part that travelled in a measured collective: predicted and measured transfer."""
+    waits = {(s.step.kind, s.step.groups, s.step.params): s.us for s in stretches}
+    for stretch in stretches:
+        step, comm_us = stretch.step, stretch.comm_us
+        if step.kind not in WAIT_OF or comm_us is None:
+            continue
+        unpack_us = waits[WAIT_OF[step.kind], step.groups, step.params]
+        rows = list(_travelling(problem, direction, stretch))
+        lane = problem.groups[rows[0][0].group].lane_in(direction)
+        comm_us += problem.lanes[lane].launch_us * (len(rows) - 1)
+        own = [predicted for _, predicted in rows]
+        columns = (
+            _shares(comm_us, [t.us for t in own]),
+            _shares(stretch.us, [t.pack_us for t in own]),
+            _shares(unpack_us, [t.unpack_us for t in own]),
+        )
+        for (key, predicted), *times in zip(rows, *columns, strict=True):
+            yield key, (predicted, Transfer(*times))
+
+
+def _travelling(
+    problem: Problem, direction: Direction, stretch: Stretch
+) -> Iterator[tuple[Key, Transfer]]:
+    """The parts in the collective that a stretch issued, with their predicted transfers."""
+    step = stretch.step
+    for number in step.groups:
+        for place, part in enumerate(problem.groups[number].parts):
+            if step.params and part.params[0] not in step.params:
+                continue
+            key = Key(direction, step.kind, number, place)
+            if step.kind is StepKind.GATHER_ISSUE:
+                yield key, gather_of(part, direction)
+            elif part.gradient is not None:
+                yield key, part.gradient.reduce
+
+
+def _shares(total: float, weights: Sequence[float]) -> list[float]:
+    """`total` in proportion to `weights`, in equal parts if they are all zero."""
+    whole = sum(weights)
+    if whole == 0:
+        return [total / len(weights)] * len(weights)
+    return [total * weight / whole for weight in weights]

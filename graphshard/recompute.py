@@ -1,0 +1,151 @@
+"""What backward could compute again instead of saving: the inside of each group's forward.
+
+In: a placed program and its costs. Out: one `Unit` per group that saves anything, with the nodes
+to tag for the partition, the bytes that this frees and the time that it costs. Random and writing
+ops are never repeated, nor what the user's own checkpointing already decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphshard.cost.live import owner, tensor_bytes
+from graphshard.ir import Program, compute_nodes, is_view, output_node
+from graphshard.planner.outline import GroupUse, Outline
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """`nodes` (names in the joint graph) are computed again.
+
+    Their memory, `saved_bytes`, is free between forward op `after` and backward op `before`;
+    backward takes `extra_us` longer.
+    """
+
+    group: int
+    nodes: tuple[str, ...]
+    after: int
+    before: int
+    saved_bytes: int
+    extra_us: float
+
+
+def units(program: Program, forward: Outline, ends_us: Sequence[float]) -> tuple[Unit, ...]:
+    """Units of a placed program that free memory. ends_us: when each forward op ends, from 0."""
+    if program.forward is None or program.backward is None:
+        return ()
+    compute = compute_nodes(program.forward.graph)
+    outputs: Any = output_node(program.forward.graph).args[0]
+    results, rest = outputs[: program.num_outputs], outputs[program.num_outputs :]
+    saved = dict.fromkeys(n for n in rest if isinstance(n, fx.Node))
+    returned = {owner(n) for n in results if isinstance(n, fx.Node)}
+    times = {node: b - a for node, (a, b) in zip(compute, pairwise(ends_us), strict=True)}
+    readers = _first_reader(program.backward.graph)
+    found = []
+    for group, first, last in _innermost(forward.uses):
+        inside = _inside(compute[first : last + 1], returned)
+        freed = [n for n in saved if n in inside and n.name in readers]
+        repeated = _ancestors(freed, inside)
+        size = sum(map(tensor_bytes, _owners(freed)))
+        size -= sum(map(tensor_bytes, _new_inputs(repeated, saved)))
+        if freed and size > 0:
+            found.append(
+                Unit(
+                    group=group,
+                    nodes=tuple(n.name for n in repeated),
+                    after=last,
+                    before=min(readers[n.name] for n in freed),
+                    saved_bytes=size,
+                    extra_us=sum(times[n] for n in repeated),
+                )
+            )
+    return tuple(found)
+
+
+def tag(joint: fx.Graph, chosen: Sequence[Unit]) -> None:
+    """Have the partition compute the chosen units again."""
+    place = {name: number for number, unit in enumerate(chosen) for name in unit.nodes}
+    for node in joint.nodes:
+        if node.name in place and "recompute" not in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = place[node.name]
+
+
+def _innermost(uses: Sequence[GroupUse]) -> Iterator[tuple[int, int, int]]:
+    """(group, first, last) of the uses in which no other group is used: no op is in two of them."""
+    spans = [(u.group, u.first, u.last) for u in uses if u.last is not None and u.last >= u.first]
+    for span in spans:
+        _, first, last = span
+        if not any(first <= o[1] <= last or first <= o[2] <= last for o in spans if o is not span):
+            yield span
+
+
+def _inside(ops: Sequence[fx.Node], returned: Collection[fx.Node]) -> dict[fx.Node, None]:
+    """Those of `ops` that only they themselves read, and that may run twice."""
+    own = set(ops)
+    return {
+        node: None
+        for node in ops
+        if _repeatable(node)
+        and owner(node) not in returned
+        and all(user in own or user.op == "output" for user in node.users)
+    }
+
+
+def _repeatable(node: fx.Node) -> bool:
+    target = node.target
+    if "recompute" in node.meta or node.op != "call_function":
+        return False
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__module__", "") == "_operator"
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _ancestors(nodes: Sequence[fx.Node], inside: Collection[fx.Node]) -> list[fx.Node]:
+    """`nodes` and everything of `inside` that they are made from, in graph order."""
+    found, queue = set(nodes), list(nodes)
+    while queue:
+        for source in queue.pop().all_input_nodes:
+            if source in inside and source not in found:
+                found.add(source)
+                queue.append(source)
+    return [n for n in inside if n in found]
+
+
+def _owners(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    return list(dict.fromkeys(map(owner, nodes)))
+
+
+def _new_inputs(repeated: Sequence[fx.Node], saved: Collection[fx.Node]) -> list[fx.Node]:
+    """What has to be saved only because `repeated` reads it. Parameters are gathered again."""
+    inner, kept = set(repeated), set(_owners(list(saved)))
+    sources = [s for n in repeated for s in n.all_input_nodes if s not in inner]
+    made = [s for s in sources if s.op == "call_function" and "val" in s.meta]
+    return [s for s in _owners(made) if s not in kept and s.op == "call_function"]
+
+
+def _first_reader(backward: fx.Graph) -> dict[str, int]:
+    """Name of each saved tensor -> the first backward op that reads more than its shape."""
+    compute = {node: index for index, node in enumerate(compute_nodes(backward))}
+    found: dict[str, int] = {}
+    for node in backward.find_nodes(op="placeholder"):
+        reading = [compute[u] for u in _all_readers(node) if u in compute]
+        if reading:
+            found[node.name] = min(reading)
+    return found
+
+
+def _all_readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Readers of `node` and of its views."""
+    for user in node.users:
+        if is_view(user):
+            yield from _all_readers(user)
+        else:
+            yield user

@@ -1,0 +1,33 @@
+"""The end of a backward: groups that took no part in it, as FSDP2's own final callback treats them.
+
+A group that this step did not use may hold gradients of an earlier micro-step without sync, or may
+have to reduce zeros because other ranks used it (`set_reduce_scatter_unused_params`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch.autograd.variable import Variable
+
+from graphshard.runtime.calls import current_task
+from graphshard.runtime.live import LiveGroup, Root
+from graphshard.runtime.reduce import Reduction, merge_unreduced
+
+
+def finish_later(live: LiveGroup) -> None:
+    """The gradients of `live` came; when this engine run ends, see to the rest of its root."""
+    task = live.reduced_in = current_task()
+    root = live.root
+    if root is not None and root.finishing != task and task >= 0:
+        root.finishing = task
+        Variable._execution_engine.queue_callback(partial(_finish, root, task))
+
+
+def _finish(root: Root, task: int) -> None:
+    for live in root.groups.values():
+        if live.reduced_in == task or not live.fsdp.reduces or not live.was_gathered:
+            continue
+        grads = merge_unreduced(live.fsdp, {})
+        if grads:
+            Reduction(live, grads).wait()

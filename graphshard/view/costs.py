@@ -1,0 +1,59 @@
+"""A cost profile as plain text: what was measured, the fit, and how far the fit is off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from graphshard.cost.comm import Group
+from graphshard.cost.curve import Curve, Fit
+from graphshard.cost.profile import Profile
+
+# Name, base, rate by size class, errors.
+ROW = "{:<38}{:>10}  {:<26}{:>8}{:>8}"
+
+
+def profile_lines(profile: Profile) -> str:
+    """One row per fit. Rates are GB/s (bus bandwidth; bytes read and written) or Gflop/s.
+
+    Rates of several size classes go from small to large. The errors are the median and the
+    largest distance of the samples from the fit.
+    """
+    origin = profile.origin
+    lines = [
+        f"{origin.device} on {origin.host}, {origin.world_size} ranks, {origin.backend}, "
+        f"{origin.threads} threads, torch {origin.torch_version}, {origin.date}",
+        "",
+        ROW.format("", "base us", "rate by size class", "median", "worst"),
+        *_rows(profile),
+    ]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _rows(profile: Profile) -> Iterator[str]:
+    for comm in profile.comm:
+        yield _row(f"{comm.kind} {_group_text(comm.group)}", comm.fit, "GB/s")
+    for dtype, fit in profile.arithmetic:
+        yield _row(f"matrix product {dtype}", fit, "Gflop/s")
+    for dtype, fit in profile.attention:
+        yield _row(f"attention {dtype}", fit, "Gflop/s")
+    yield _row("pointwise op", profile.memory, "GB/s")
+
+
+def _row(name: str, fit: Fit, unit: str) -> str:
+    rates = f"{_rates(fit.curve)} {unit}"
+    errors = (f"{fit.median_error:.0%}", f"{fit.worst_error:.0%}")
+    return ROW.format(name, f"{fit.curve.base_us:,.1f}", rates, *errors)
+
+
+def _rates(curve: Curve) -> str:
+    """A unit a nanosecond is a giga-unit a second."""
+    costs = (c.us_per_unit for c in curve.classes)
+    rates = (math.inf if cost == 0 else 1 / cost / 1e3 for cost in costs)
+    return ", ".join(f"{rate:,.3g}" if rate < 100 else f"{rate:,.0f}" for rate in rates)
+
+
+def _group_text(group: Group) -> str:
+    if group.nodes == 1:
+        return f"{group.name}, {group.ranks} ranks"
+    return f"{group.name}, {group.nodes} x {group.ranks_per_node} ranks"

@@ -1,0 +1,280 @@
+"""The emulated network's arithmetic, and that all modes of bench/step.py train the same.
+
+The first run compiles the network (about a minute).
+"""
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+from bench import emulator, memory, table  # noqa: E402
+from bench.launch import Measured, Request, StepTimes  # noqa: E402
+from bench.modes import MODES  # noqa: E402
+from bench.step import LossesDiffer, check_losses, launch  # noqa: E402
+
+RANKS = 4
+ALPHA_US = 300.0
+BYTES_PER_US = 125.0  # 1 gbit
+NUMEL = 40_000  # of a full tensor; 160,000 bytes
+RING_US = 160_000 * 3 / 4 / BYTES_PER_US
+
+REQUEST = Request("", "XXS", num_ranks=4, gbits=(1.0,), alpha_us=50.0, num_steps=2)
+
+
+@pytest.fixture(scope="module")
+def extension():
+    code = "from bench import emulator; emulator.load_extension()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)  # compilers warn
+    return emulator.load_extension()
+
+
+@pytest.fixture
+def network(extension):
+    """Compute takes no time here, but for `network.compute_us`."""
+    return emulator.make_network(gbit=1.0, alpha_us=ALPHA_US, cpu_clock=False)
+
+
+@pytest.fixture
+def lane(extension, network):
+    return extension.EmulatedBackend(0, RANKS, network)
+
+
+def gather(lane, numel=NUMEL):
+    return lane._allgather_base(torch.empty(numel), torch.ones(numel // RANKS))
+
+
+def scatter(lane, op=dist.ReduceOp.SUM):
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    output = torch.empty(NUMEL // RANKS)
+    return lane._reduce_scatter_base(output, torch.ones(NUMEL), options), output
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+def collectives(lane):
+    tensor = torch.ones(NUMEL)
+    return {
+        "all_gather": lambda: gather(lane),
+        "reduce_scatter": lambda: scatter(lane)[0],
+        "all_reduce": lambda: lane.allreduce([tensor]),
+        "broadcast": lambda: lane.broadcast([tensor]),
+        "barrier": lambda: lane.barrier(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "link_bytes"),
+    [
+        ("all_gather", 120_000),
+        ("reduce_scatter", 120_000),
+        ("all_reduce", 240_000),
+        ("broadcast", 160_000),
+        ("barrier", 0),
+    ],
+)
+def test_a_collective_takes_alpha_and_its_bytes(network, lane, kind, link_bytes):
+    collectives(lane)[kind]().wait()
+    (sent,) = network.timeline()
+    assert (sent.kind, sent.lane, sent.link_bytes) == (kind, 0, link_bytes)
+    assert sent.end_us - sent.start_us == pytest.approx(ALPHA_US + link_bytes / BYTES_PER_US)
+    assert network.now_us() == sent.waited_us == sent.end_us
+
+
+def test_compute_hides_what_it_overlaps_with(network, lane):
+    work = gather(lane)
+    network.compute_us(1000)
+    assert not work.is_completed()
+    work.wait()
+    (sent,) = network.timeline()
+    assert sent.waited_us == pytest.approx(ALPHA_US + RING_US - 1000)
+    work = gather(lane)
+    network.compute_us(5000)
+    assert work.is_completed()
+    work.wait()
+    assert network.timeline()[1].waited_us == 0
+
+
+def test_two_on_one_lane_queue(network, lane):
+    first, second = gather(lane), gather(lane)
+    second.wait()
+    first.wait()
+    one, two = network.timeline()
+    assert two.start_us == one.end_us == pytest.approx(ALPHA_US + RING_US)
+    assert two.end_us == pytest.approx(2 * (ALPHA_US + RING_US))
+    assert one.waited_us == 0
+
+
+def test_two_lanes_share_the_link(extension, network, lane):
+    other = extension.EmulatedBackend(0, RANKS, network)
+    long, short = gather(lane), gather(other, NUMEL // 4)
+    long.wait()
+    short.wait()
+    one, two = network.timeline()
+    assert [one.lane, two.lane] == [0, 1]
+    assert one.start_us == two.start_us == 0
+    # Both have the link's half until the short one is through; latencies do not use the link.
+    assert two.end_us == pytest.approx(ALPHA_US + 2 * RING_US / 4)
+    assert one.end_us == pytest.approx(ALPHA_US + RING_US + RING_US / 4)
+
+
+def test_a_lane_that_comes_later_slows_the_first_one_down(extension, network, lane):
+    other = extension.EmulatedBackend(0, RANKS, network)
+    first = gather(lane)
+    network.compute_us(RING_US / 2)  # the second one's latency ends when half of the bytes are sent
+    gather(other)
+    first.wait()
+    assert network.now_us() == pytest.approx(ALPHA_US + RING_US / 2 + RING_US)
+    assert network.in_flight() == 1
+
+
+def test_nothing_may_be_in_flight_where_a_measurement_begins(network, lane):
+    work = gather(lane)
+    with pytest.raises(RuntimeError, match="in flight"):
+        network.clear()
+    with pytest.raises(RuntimeError, match="in flight"):
+        emulator.set_rate(network, gbit=2.0, alpha_us=ALPHA_US)
+    work.wait()
+    network.clear()
+    assert network.timeline() == []
+
+
+def test_the_clock_counts_compute_and_not_sleep(extension):
+    network = emulator.make_network(gbit=1.0, alpha_us=ALPHA_US)
+    began_us = network.now_us()
+    time.sleep(0.2)
+    slept_us = network.now_us() - began_us
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    assert slept_us < 50_000 < 49_000 + network.now_us() - began_us - slept_us < 150_000
+
+
+def test_the_emulators_own_work_takes_no_time(extension):
+    network = emulator.make_network(gbit=1.0, alpha_us=0.0)
+    lane = extension.EmulatedBackend(0, RANKS, network)
+    output, part = torch.empty(20_000_000), torch.ones(5_000_000)
+    began_us, began = network.now_us(), time.thread_time()
+    lane._allgather_base(output, part)
+    assert network.now_us() - began_us < 0.2 * 1e6 * (time.thread_time() - began)
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def test_all_ranks_hold_the_same_values(lane):
+    part = torch.arange(3.0)
+    full = torch.empty(3 * RANKS)
+    lane._allgather_base(full, part).wait()
+    assert torch.equal(full, part.repeat(RANKS))
+    for op, value in ((dist.ReduceOp.SUM, 4.0), (dist.ReduceOp.AVG, 1.0)):
+        work, output = scatter(lane, op)
+        work.wait()
+        assert torch.equal(output, torch.full((NUMEL // RANKS,), value))
+    with pytest.raises(RuntimeError, match="not supported"):
+        scatter(lane, dist.ReduceOp.PRODUCT)
+
+
+def test_what_is_not_emulated_raises_instead_of_being_free(lane):
+    with pytest.raises(RuntimeError, match="does not support"):
+        lane.alltoall_base(torch.empty(4), torch.empty(4), [], [])
+
+
+def test_poison_shows_a_missing_wait(network, lane):
+    network.poison = True
+    full = torch.arange(8.0)  # rank 0's part of an all-gather is often a part of its output
+    work = lane._allgather_base(full, full[:2])
+    assert full.isnan().all()
+    work.wait()
+    assert torch.equal(full, torch.tensor([0.0, 1.0]).repeat(RANKS))
+    work, output = scatter(lane)
+    assert output.isnan().all()
+    work.wait()
+    assert torch.equal(output, torch.full_like(output, RANKS))
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_all_modes_train_the_same(extension):
+    measured = {m.name: launch(replace(REQUEST, mode=m.name)) for m in MODES}
+    check_losses(measured, MODES)
+    eager, ours = measured["fsdp2"], measured["graphshard"]
+    moved = [step.link_bytes for step in (*eager.rates[0], *ours.rates[0])]
+    assert len(set(moved)) == 1
+    assert moved[0] > 0
+    assert 0 < ours.gathered_peak_bytes <= eager.gathered_peak_bytes
+    assert measured["single"].rates[0][0].exposed_us == 0
+
+
+@pytest.mark.slow
+def test_no_mode_misses_a_wait(extension):
+    modes = [m for m in MODES if m.name in ("fsdp2", "fsdp2_tuned", "graphshard")]
+    check_losses({m.name: launch(replace(REQUEST, mode=m.name, poison=True)) for m in modes}, modes)
+
+
+FORGETFUL = """
+from bench import launch, modes
+modes.AsyncReduceScatter.wait = lambda self: self.pending.clear()
+request = launch.Request("fsdp2_tuned", "XXS", 4, (1000.0,), 0.0, 1, poison=True)
+print(launch.run(request).losses[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_mode_that_misses_a_wait_has_no_loss(extension):
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETFUL], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "nan", done.stderr
+
+
+def measured_with(losses):
+    return Measured(losses, [[StepTimes(1.0, 0.0, 0.0, 0, 0)]], 0, 0, 0, 0)
+
+
+def test_other_losses_are_an_error():
+    fsdp2, ours = (m for m in MODES if m.name in ("fsdp2", "graphshard"))
+    same = measured_with([2.0, 1.0])
+    check_losses({"fsdp2": same, "graphshard": same}, [fsdp2, ours])
+    for other in ([2.0, 1.0000001], [2.0, float("nan")]):
+        with pytest.raises(LossesDiffer, match="step 1: graphshard has loss"):
+            check_losses({"fsdp2": same, "graphshard": measured_with(other)}, [fsdp2, ours])
+
+
+# -- arithmetic of the report ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high", "coverage"),
+    [(5, 1, 5, 0.9375), (6, 1, 6, 0.96875), (20, 6, 15, 0.9586105)],
+)
+def test_the_interval_is_that_of_the_sign_test(count, low, high, coverage):
+    interval = table.sign_interval([float(v) for v in range(count, 0, -1)])
+    assert interval.median == (count + 1) / 2
+    assert (interval.low, interval.high) == (low, high)
+    assert interval.coverage == pytest.approx(coverage)
+
+
+def test_peaks_follow_addresses():
+    def change(ts, address, num_bytes):
+        return {"name": "[memory]", "ts": ts, "args": {"Addr": address, "Bytes": num_bytes}}
+
+    span = {"name": "FSDP::all_gather", "cat": "user_annotation", "ts": 10, "dur": 5}
+    events = [
+        span, change(1, 1, 100), change(11, 2, 40), change(12, 3, 40), change(20, 2, -40),
+        change(21, 9, -7), change(22, 4, 50), change(23, 1, -100),
+    ]  # fmt: skip
+    assert memory.peaks_of(events) == memory.Peaks(gathered_bytes=80, allocated_bytes=190)

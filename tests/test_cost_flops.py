@@ -1,0 +1,236 @@
+"""Flops and bytes of real captured graphs, and ops that nobody knows."""
+
+import operator
+
+import pytest
+import torch
+from graphs import Sketch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from graphshard.cost.flops import graph_work, total_work
+from graphshard.cost.roofline import FREE, Work
+from graphshard.cost.symbolic import BATCH, LENGTH, formula
+from graphshard.ir import compute_nodes
+
+aten = torch.ops.aten
+DIM, HEADS = 32, 4
+# The CPU's attention, which torch's own table lacks: what it is elsewhere.
+CPU_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        aten._scaled_dot_product_flash_attention
+    ].__wrapped__,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ].__wrapped__,
+}
+
+
+class Toy(nn.Module):
+    """Embedding, one block of attention and a feed-forward, head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(101, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self.head = nn.Linear(DIM, 101, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        parts = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        q, k, v = (p.transpose(1, 2) for p in parts)
+        x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
+            1, 2
+        ).flatten(2)
+        x = x + self.down(functional.gelu(self.up(x)))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def tokens(batch, length):
+    return torch.randint(0, 101, (batch, length))
+
+
+def captured(model, batch, dynamic=False):
+    """The forward and the backward graph of one training step."""
+    graphs = []
+
+    def keep(module, inputs):
+        graphs.append(module.graph)
+        return module
+
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
+    if dynamic:
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(batch, dim)
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(batch).backward()
+    torch._dynamo.reset()
+    return graphs
+
+
+def eager_flops(model, batch):
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+        model(batch).backward()
+    return counter.get_total_flops()
+
+
+def flops(graphs, **options):
+    return sum(total_work(graph_work(g, **options), 0, len(g.nodes))[0] for g in graphs)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")
+
+
+def test_flops_of_a_training_step_are_those_of_an_eager_one():
+    model, batch = Toy(), tokens(2, 16)
+    graphs = captured(model, batch)
+    assert len(graphs) == 2
+    assert flops(graphs) == eager_flops(model, batch) > 0
+    unknown = [total_work(graph_work(g), 0, len(g.nodes))[2] for g in graphs]
+    assert unknown == [0, 0]
+
+
+def test_flops_of_a_fake_capture():
+    model, batch = Toy(), tokens(2, 16)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        graph = make_fx(lambda t: model(t))(mode.from_tensor(batch)).graph
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+        model(batch)
+    assert flops([graph]) == counter.get_total_flops()
+
+
+def test_symbolic_sizes_count_by_hints_or_stay_symbols():
+    model, batch = Toy(), tokens(3, 24)
+    graphs = captured(model, batch, dynamic=True)
+    assert flops(graphs) == eager_flops(model, batch)
+    first = graphs[0].find_nodes(op="placeholder")
+    shape = next(
+        n.meta["val"].shape
+        for n in first
+        if isinstance(n.meta["val"], torch.Tensor) and n.meta["val"].dtype == torch.int64
+    )
+    names = [str(size.node.expr) for size in shape]
+    found = formula(flops(graphs, symbols=dict(zip(names, (BATCH, LENGTH), strict=True))))
+    assert found.free_symbols == ("B", "S")
+    for size in ((3, 24), (2, 16), (5, 40)):
+        expected = eager_flops(model, tokens(*size))
+        assert found.evaluate(B=size[0], S=size[1]) == expected
+
+
+def test_counting_leaves_no_guards_behind():
+    graphs = captured(Toy(), tokens(3, 24), dynamic=True)
+    value = next(
+        n.meta["val"] for n in graphs[0].nodes if getattr(n.meta.get("val"), "fake_mode", None)
+    )
+    guards = len(value.fake_mode.shape_env.guards)
+    flops(graphs)
+    assert len(value.fake_mode.shape_env.guards) == guards
+
+
+def sketch():
+    graph = Sketch()
+    return graph, graph.input("x", 4, 8), graph.input("w", 8, 16)
+
+
+def works(graph, *outputs, **options):
+    graph.done(*outputs)
+    found = graph_work(graph, **options)
+    assert len(found) == len(compute_nodes(graph))
+    return found
+
+
+def test_a_product_by_hand():
+    graph, x, w = sketch()
+    bytes_ = 4 * (4 * 8 + 8 * 16 + 4 * 16)
+    assert works(graph, graph.op(aten.mm.default, x, w)) == (Work(2 * 4 * 8 * 16, bytes_),)
+
+
+def test_views_items_and_empty_tensors_are_free():
+    graph, x, w = sketch()
+    turned = graph.op(aten.t.default, w)
+    parts = graph.op(aten.split.Tensor, turned, 8)
+    item = graph._with_value(
+        graph.call_function(operator.getitem, (parts, 0)), torch.empty(8, 8, device="meta")
+    )
+    empty = graph.op(aten.empty.memory_format, [4, 4], device="meta")
+    flat = graph.op(aten._unsafe_view.default, x, [32])
+    assert works(graph, item, empty, flat) == (FREE,) * 5
+
+
+def test_an_input_counts_once_and_an_expanded_one_as_stored():
+    graph, x, _ = sketch()
+    row = graph.op(aten.expand.default, graph.op(aten.select.int, x, 0, 0), [4, 8])
+    total = graph.op(aten.add.Tensor, row, row)
+    assert works(graph, total)[-1] == Work(0, 4 * 8 + 4 * 32)
+
+
+def test_a_lookup_reads_what_it_yields():
+    graph = Sketch()
+    table, index = graph.input("table", 1000, 8), graph.input("index", 4)
+    index.meta["val"] = torch.empty(4, dtype=torch.int64, device="meta")
+    found = works(graph, graph.op(aten.embedding.default, table, index))
+    assert found == (Work(0, 4 * 32 + 8 * 4 + 4 * 32),)
+
+
+def test_marks_are_free():
+    graph = Sketch()
+    anchor = graph.anchor(0)
+    weight = graph.unshard(anchor)
+    token = graph.reduce(graph.op(aten.relu.default, weight), anchor)
+    assert works(graph, token) == (FREE, Work(0, 2 * 4 * 16), FREE)
+
+
+def test_fused_results_stay_out_of_memory():
+    graph, x, w = sketch()
+    product = graph.op(aten.mm.default, x, w)
+    shifted = graph.op(aten.add.Tensor, product, 1.0)
+    active = graph.op(aten.relu.default, shifted)
+    total = graph.op(aten.sum.default, active)
+    size = 4 * 4 * 16
+    mm, *fused = works(graph, total, fused_regions=[0])
+    assert mm.launches == 1
+    assert fused == [Work(0, size, launches=0), Work(0, 0, launches=0), Work(0, 4)]
+
+
+def test_fusion_ends_where_a_region_ends():
+    graph, x, _ = sketch()
+    shifted = graph.op(aten.add.Tensor, x, 1.0)
+    active = graph.op(aten.relu.default, graph.op(aten.view.default, shifted, [32]))
+    assert [w.launches for w in works(graph, active, fused_regions=[0, 1])] == [1, 0, 1]
+
+
+@torch.library.custom_op("graphshard_test::twist", mutates_args=())
+def twist(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@twist.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_a_custom_op_counts_bytes_and_is_unknown():
+    graph, x, _ = sketch()
+    out = graph.op(torch.ops.graphshard_test.twist.default, x, name="twist")
+    found = works(graph, out)
+    assert found == (Work(0, 2 * 4 * 32, known=False),)
+    assert total_work(found, 0, 1) == (0, 256, 1)
+
+
+def test_values_that_make_no_sense_do_not_stop_anything():
+    graph, x, w = sketch()
+    product = graph.op(aten.mm.default, x, w)
+    product.meta.clear()
+    lost = graph.call_function(torch.ops.aten.relu.default, (product,))
+    found = works(graph, lost)
+    assert not found[0].known
+    assert total_work(found, 0, 2)[2] >= 1

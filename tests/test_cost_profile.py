@@ -1,0 +1,106 @@
+"""The profile file: round trip, damage, joining a preset; its text."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from graphshard.cost.comm import Collective, Group
+from graphshard.cost.curve import Curve, Fit, Sample, SizeClass, Trust, line
+from graphshard.cost.machine import collective_us
+from graphshard.cost.presets import preset
+from graphshard.cost.profile import CommFit, Origin, Profile, calibrated, read_profile
+from graphshard.cost.roofline import Work, arithmetic_of, op_us
+from graphshard.errors import CostError
+from graphshard.view.costs import profile_lines
+
+INF = float("inf")
+GATHER = Fit(
+    Curve(100.0, (SizeClass(4096.0, 0.001), SizeClass(INF, 0.002))),
+    (Sample(4096.0, 110.0), Sample(8192.0, 112.296)),
+)
+PROFILE = Profile(
+    Origin("cpu (x86_64)", "node1", 2, 1, 2, "gloo", "2.13.0", "2026-01-01T00:00:00+00:00", "run"),
+    (CommFit(Collective.ALL_GATHER, Group(2, 2, "world"), GATHER),),
+    (("float32", Fit(line(2.0, 50_000.0), (Sample(1e6, 22.0), Sample(2e6, 42.0)))),),
+    (("float32", Fit(line(3.0, 10_000.0), (Sample(1e6, 103.0), Sample(2e6, 203.0)))),),
+    Fit(line(1.0, 20_000.0), (Sample(1e4, 1.5), Sample(1e6, 51.0))),
+)
+
+
+def test_round_trip():
+    text = PROFILE.to_json()
+    assert Profile.from_json(text) == PROFILE
+    assert json.loads(text)["comm"][0]["residuals"] == [-0.0537, -0.0001]
+
+
+def test_what_was_measured_wins():
+    machine = calibrated(preset("cpu"), PROFILE)
+    assert op_us(machine.processor, Work(1e6, 0)) == 2 + 20
+    assert op_us(machine.processor, Work(1e6, 0, attention=True)) == 3 + 100
+    assert op_us(machine.processor, Work(0, 20_000)) == 1 + 1
+    assert arithmetic_of(machine.processor, "float32").trust is Trust.CALIBRATED
+    assert arithmetic_of(machine.processor, "bfloat16").trust is Trust.PRESET
+    group = Group(2, 2, "world")
+    assert collective_us(machine, Collective.ALL_GATHER, group, 16384) == pytest.approx(112.288)
+    assert collective_us(machine, Collective.BROADCAST, group, 16384) == collective_us(
+        preset("cpu"), Collective.BROADCAST, group, 16384
+    )
+
+
+def damaged(**changes):
+    return json.dumps({**json.loads(PROFILE.to_json()), **changes})
+
+
+FIT = json.loads(PROFILE.to_json())["memory"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not JSON"),
+        ("[]", "version 1 expected, found None"),
+        (damaged(version=2), "version 1 expected, found 2"),
+        (damaged(origin={}), "broken entry"),
+        (damaged(memory={}), "entry 'classes' is missing"),
+        (damaged(memory=None), "broken entry"),
+        (damaged(memory={**FIT, "base_us": -1}), "-1 is not a cost"),
+        (damaged(memory={**FIT, "classes": []}), "size classes must rise"),
+        (damaged(memory={**FIT, "samples": [[0, 1]]}), "0 where a positive number belongs"),
+        (damaged(comm=[{"kind": "gossip"}]), "'gossip' is not a valid Collective"),
+        (damaged(arithmetic=[]), "broken entry"),
+    ],
+)
+def test_a_damaged_file(text, says, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(CostError, match=r"GS503: .*machine.json: ") as caught:
+        read_profile(path)
+    assert says in str(caught.value)
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(CostError, match="not text"):
+        read_profile(path)
+
+
+def test_as_text():
+    head, _, *rows = profile_lines(PROFILE).splitlines()
+    assert head == (
+        "cpu (x86_64) on node1, 2 ranks, gloo, 1 threads, torch 2.13.0, 2026-01-01T00:00:00+00:00"
+    )
+    assert [" ".join(row.split()) for row in rows] == [
+        "base us rate by size class median worst",
+        "all_gather world, 2 ranks 100.0 1, 0.5 GB/s 3% 5%",
+        "matrix product float32 2.0 50 Gflop/s 0% 0%",
+        "attention float32 3.0 10 Gflop/s 0% 0%",
+        "pointwise op 1.0 20 GB/s 0% 0%",
+    ]
+    assert max(map(len, rows)) <= 92
+
+
+def test_nodes_are_told():
+    comm = replace(PROFILE.comm[0], group=Group(16, 8, "world"))
+    assert "world, 2 x 8 ranks" in profile_lines(replace(PROFILE, comm=(comm,)))

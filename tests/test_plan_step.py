@@ -1,0 +1,74 @@
+"""The planner on problems by hand and at random: budgets hold, FSDP2 is never the faster one."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import layers, random_problem
+
+from graphshard.errors import InfeasibleBudget
+from graphshard.plan import Direction, StepKind
+from graphshard.planner.plan_step import fsdp2, plan_step
+
+
+def test_without_a_budget_the_peak_is_at_most_that_of_fsdp2():
+    planned = plan_step(layers(6, gather_us=150.0, root=True))
+    estimate = planned.estimate
+    assert estimate.peak_bytes <= estimate.budget_bytes == estimate.fsdp2_peak_bytes
+    assert estimate.step_time_us <= estimate.fsdp2_step_time_us
+
+
+def test_a_larger_budget_keeps_groups_until_backward():
+    problem = layers(6, gather_us=150.0)
+    free = plan_step(replace(problem, budget_bytes=10**9))
+    forward, backward = free.schedules
+    kept = [s.group for s in forward.of_kind(StepKind.RELEASE) if s.kept]
+    assert kept
+    assert [s.group for s in backward.of_kind(StepKind.GATHER_ISSUE) if s.kept] == kept[::-1]
+    assert free.estimate.step_time_us < plan_step(problem).estimate.step_time_us
+
+
+def test_what_cannot_fit_is_an_error_that_says_what_would():
+    problem = layers(3, size=1000)
+    with pytest.raises(InfeasibleBudget, match=r"GS601: .* budget of 10 bytes; about [\d,]+ bytes"):
+        plan_step(replace(problem, budget_bytes=10))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_the_user_set_is_binding(reshard):
+    problem = layers(4, gather_us=150.0, budget_bytes=10**9)
+    groups = tuple(replace(g, reshard=reshard) for g in problem.groups)
+    forward, _ = plan_step(replace(problem, groups=groups)).schedules
+    kept = {s.kept for s in forward.of_kind(StepKind.RELEASE)}
+    assert kept == {not reshard}
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10_000), share=st.floats(0.7, 2.0))
+def test_the_budget_holds_and_fsdp2_is_not_faster(seed, share):
+    problem = random_problem(seed, regroup=False)
+    own = fsdp2(problem)
+    budget = int(own.peak_bytes * share)
+    try:
+        estimate = plan_step(replace(problem, budget_bytes=budget)).estimate
+    except InfeasibleBudget:
+        assert own.peak_bytes > budget
+        return
+    assert estimate.peak_bytes <= budget
+    if own.peak_bytes <= budget:
+        assert estimate.step_time_us <= own.us
+
+
+def test_every_step_of_the_problem_is_in_the_schedules():
+    problem = layers(5, root=True, budget_bytes=10**9)
+    forward, backward = plan_step(problem).schedules
+    assert (forward.direction, backward.direction) == tuple(Direction)
+    for schedule in (forward, backward):
+        for kind in (StepKind.GATHER_ISSUE, StepKind.GATHER_WAIT, StepKind.RELEASE):
+            assert sorted(s.group for s in schedule.of_kind(kind)) == list(range(5))
+    assert sorted(s.group for s in backward.of_kind(StepKind.REDUCE_WAIT)) == list(range(5))
+
+
+def test_equal_problems_get_equal_plans():
+    assert plan_step(layers(8, root=True)) == plan_step(layers(8, root=True))
