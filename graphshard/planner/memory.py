@@ -63,7 +63,7 @@ class View:
     reductions: tuple[int, ...]
 
 
-def profile_of(kit: Kit, stages: Sequence[Stage], starts: Sequence[int]) -> Profile:
+def profile_of(stages: Sequence[Stage], starts: Sequence[int]) -> Profile:
     """starts: bytes in memory when each stage starts.
 
     A gather's wait counts what its issue leaves behind too, and a reduction's issue leaves out
@@ -74,8 +74,7 @@ def profile_of(kit: Kit, stages: Sequence[Stage], starts: Sequence[int]) -> Prof
     for column in zip(*(s.fixed for s in stages), strict=True):
         events = [event for _, event in column]
         jobs = [found.get(id(e)) for found, e in zip(gathers, events, strict=True)]
-        key = ("change", *map(id, events))
-        change = once(kit, key, lambda e=events, j=jobs: _change(e, j))
+        visits.append((column[0][0], _change(events, jobs)))
     ready: dict[int, list[int]] = defaultdict(list)
     for index, job in enumerate(stages[0].reductions):
         ready[job.at].append(index)
