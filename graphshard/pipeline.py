@@ -114,7 +114,7 @@ def plan_with_costs(program: Program, problem: Problem, baseline: Problem | None
         replace(info, keep_is_planned=group.reshard is None)
         for info, group in zip(plan.groups, problem.groups, strict=True)
     )
-    return replace(plan, groups=groups, estimate=planned.estimate)
+    return replace(plan, groups=groups, estimate=planned.estimate, reasons=planned.reasons)
 
 
 def apply(program: Program, plan: Plan) -> Program:
