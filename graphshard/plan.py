@@ -15,9 +15,13 @@ from enum import StrEnum
 from typing import Any
 
 from graphshard import skeleton
+from graphshard.estimate import Category as Category
+from graphshard.estimate import Estimate as Estimate
+from graphshard.estimate import Figures as Figures
+from graphshard.estimate import estimate_from_dict, estimate_summary
 from graphshard.skeleton import Entry, Skeleton
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class Direction(StrEnum):
@@ -138,25 +142,29 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """What the cost model says of one step of the plan, and of FSDP2's own schedule.
+class Reason:
+    """Why the plan is as it is.
 
-    Both are of the same graph; peaks are of one rank, everything counted.
+    what: "gain" (a kind of decision, with what it saves), "keep", "reshard", "merge", "split",
+    "recompute", or a kind of step ("gather_issue", "reduce_issue": why not earlier).
+    group, direction: what it is about; None: the whole plan. gain_us: microseconds saved against
+    FSDP2's predicted step; the gains of all reasons add up to the whole difference, exactly.
     """
 
-    step_time_us: float
-    peak_bytes: int
-    budget_bytes: int
-    fsdp2_step_time_us: float
-    fsdp2_peak_bytes: int
+    what: str
+    text: str
+    gain_us: float = 0.0
+    group: int | None = None
+    direction: Direction | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Groups and schedules of one captured graph; `backward` is None under no_grad.
 
-    estimate: None for a plan that was made without the cost model. recompute: FQNs of the groups
-    whose forward is computed again in backward, because the planner chose so.
+    estimate: None for a plan that was made without the cost model; it then has no reasons.
+    recompute: FQNs of the groups whose forward is computed again in backward, because the planner
+    chose so.
     """
 
     name: str
@@ -166,6 +174,7 @@ class Plan:
     backward: Schedule | None
     estimate: Estimate | None = None
     recompute: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -213,9 +222,7 @@ class Plan:
     def _estimated(self) -> dict[str, Any]:
         if self.estimate is None:
             return {}
-        found = asdict(self.estimate)
-        own = {k.removeprefix("fsdp2_"): found.pop(k) for k in list(found) if "fsdp2_" in k}
-        return {**found, "fsdp2": own}
+        return estimate_summary(self.estimate)
 
     def to_json(self, *, indent: int | None = 1) -> str:
         data = {"schema": SCHEMA_VERSION, **asdict(self)}
@@ -357,6 +364,12 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
         groups=groups,
         forward=_schedule_from_dict(data["forward"]),
         backward=None if backward is None else _schedule_from_dict(backward),
-        estimate=None if data.get("estimate") is None else Estimate(**data["estimate"]),
+        estimate=estimate_from_dict(data.get("estimate")),
+        reasons=tuple(map(_reason_from_dict, data.get("reasons", ()))),
         recompute=tuple(data.get("recompute", ())),
     )
+
+
+def _reason_from_dict(data: dict[str, Any]) -> Reason:
+    direction = data["direction"]
+    return Reason(**{**data, "direction": None if direction is None else Direction(direction)})

@@ -10,28 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from types import MappingProxyType
 
 from graphshard.cost.algebra import Quantity, ceil_div, if_one
+from graphshard.plan import Category as Category
 from graphshard.plan import GroupInfo
-
-
-class Category(StrEnum):
-    """Named as in torch.distributed._tools.fsdp2_mem_tracker, so that both can be joined."""
-
-    SHARDED_PARAM = "Sharded Param"
-    SHARDED_GRAD = "Sharded Grad"
-    OPT_STATE = "OptState"
-    UNSHARDED_PARAM = "Unsharded Param"
-    UNSHARDED_GRAD = "Unsharded Grad"
-    ALL_GATHER = "All Gather"
-    REDUCE_SCATTER = "Reduce Scatter"
-    ACTIVATION = "Activation"
-    TEMP = "Temp"
-    BUFFER = "Buffer"
-    INPUTS = "Inputs"
-
 
 # Bytes per element by torch's name of the dtype, without importing torch.
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(

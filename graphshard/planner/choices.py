@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from graphshard.plan import Direction
-from graphshard.planner.problem import Group, Part, Problem, Use, use_of
+from graphshard.planner.kit import Kit, once
+from graphshard.planner.problem import Group, Part, Problem, use_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Cuts:
 class Choices:
     """kept: groups gathered from forward to backward. across: also between micro-steps.
 
-    recompute: indices of Problem.recompute that are taken. All tuples in rising order.
+    recompute: indices of Problem.recompute that are taken. delays: (first group of a reduction,
+    regions that it waits for after its gradients are ready). All tuples in rising order.
     """
 
     kept: tuple[int, ...] = ()
@@ -39,6 +41,7 @@ class Choices:
     forward: Cuts = Cuts()
     backward: Cuts = Cuts()
     reduce: Cuts = Cuts()
+    delays: tuple[tuple[int, int], ...] = ()
 
     def cuts_in(self, direction: Direction) -> Cuts:
         return self.forward if direction is Direction.FORWARD else self.backward
@@ -59,43 +62,57 @@ def parts_of(problem: Problem, bucket: Bucket) -> Iterator[tuple[Group, Part]]:
         yield from ((group, group.parts[index]) for index in chosen)
 
 
-def gather_buckets(problem: Problem, choices: Choices, direction: Direction) -> list[Bucket]:
+def gather_buckets(kit: Kit, choices: Choices, direction: Direction) -> list[Bucket]:
     """The all-gathers of one direction in order of first use; kept groups have none in backward."""
-    kept = choices.kept if direction is Direction.BACKWARD else ()
-    used = [g for g in problem.groups if g.use_in(direction) is not None and g.id not in kept]
+    problem = kit.problem
+    kept = set(choices.kept) if direction is Direction.BACKWARD else set()
+    used = [g for g in _by_first_use(kit, direction) if g.id not in kept]
     # Gathered in the first micro-step only, or from a smaller group of ranks.
-    alone = (*choices.across, *(g.id for g in used if g.spread is not None))
+    alone = {*choices.across, *(g.id for g in used if g.spread is not None)}
     found = _cut(
-        sorted(used, key=lambda g: (first_use(problem, Bucket((g.id,)), direction), g.id)),
+        used,
         choices.cuts_in(direction) if problem.regroup_gathers else Cuts(),
         lambda g: g.lane_in(direction) if g.world_size > 1 and g.id not in alone else -1,
     )
-    return sorted(found, key=lambda b: (first_use(problem, b, direction), b.groups, b.parts))
+    return sorted(found, key=lambda b: (first_use(kit, b, direction), b.groups, b.parts))
 
 
-def reduce_buckets(problem: Problem, choices: Choices) -> list[Bucket]:
+def _by_first_use(kit: Kit, direction: Direction) -> list[Group]:
+    def order() -> list[Group]:
+        used = [g for g in kit.problem.groups if g.use_in(direction) is not None]
+        return sorted(used, key=lambda g: (first_use(kit, Bucket((g.id,)), direction), g.id))
+
+    return once(kit, ("by first use", direction), order)
+
+
+def reduce_buckets(kit: Kit, choices: Choices) -> list[Bucket]:
     """The reductions in the order in which their gradients are complete."""
-    trainable = [g for g in problem.groups if any(p.gradient for p in g.parts)]
+
+    def order() -> list[Group]:
+        trainable = [g for g in kit.problem.groups if any(p.gradient for p in g.parts)]
+        return sorted(trainable, key=lambda g: (ready_after(kit, Bucket((g.id,))), g.id))
+
+    problem = kit.problem
     found = _cut(
-        sorted(trainable, key=lambda g: (ready_after(problem, Bucket((g.id,))), g.id)),
+        once(kit, "by readiness", order),
         choices.reduce if problem.regroup_reductions else Cuts(),
         lambda g: g.reduce_lane if g.world_size > 1 else -1,
     )
     found = [b for b in found if any(p.gradient for _, p in parts_of(problem, b))]
-    return sorted(found, key=lambda b: (ready_after(problem, b), b.groups, b.parts))
+    return sorted(found, key=lambda b: (ready_after(kit, b), b.groups, b.parts))
 
 
 def _cut(groups: Iterable[Group], cuts: Cuts, lane_of: Callable[[Group], int]) -> list[Bucket]:
     """`groups` in order, one bucket each, but for `cuts`. Lane -1 takes part in no merge."""
     buckets: list[Bucket] = []
-    lane_before = -1
+    joined, split, lane_before = set(cuts.joined), set(cuts.split), -1
     for group in groups:
         lane = lane_of(group)
-        if group.id in cuts.split and len(group.parts) > 1 and lane >= 0:
+        if group.id in split and len(group.parts) > 1 and lane >= 0:
             buckets.extend(Bucket((group.id,), (i,)) for i in range(len(group.parts)))
             lane_before = -1
             continue
-        if group.id in cuts.joined and lane == lane_before >= 0:
+        if group.id in joined and lane == lane_before >= 0:
             buckets[-1] = replace(buckets[-1], groups=(*buckets[-1].groups, group.id))
         else:
             buckets.append(Bucket((group.id,)))
@@ -103,24 +120,32 @@ def _cut(groups: Iterable[Group], cuts: Cuts, lane_of: Callable[[Group], int]) -
     return buckets
 
 
-def first_use(problem: Problem, bucket: Bucket, direction: Direction) -> int:
+def first_use(kit: Kit, bucket: Bucket, direction: Direction) -> int:
     """The region before which `bucket` has to be gathered.
 
     A part that the direction does not read is due with the first that it does.
     """
-    uses = [use_of(part, direction) for _, part in parts_of(problem, bucket)]
-    firsts = [u.first for u in uses if u is not None]
-    if firsts:
-        return min(firsts)
-    whole = problem.groups[bucket.groups[0]].use_in(direction)
-    assert isinstance(whole, Use)
-    return whole.first
+
+    def first() -> int:
+        uses = [use_of(part, direction) for _, part in parts_of(kit.problem, bucket)]
+        firsts = [u.first for u in uses if u is not None]
+        if firsts:
+            return min(firsts)
+        whole = kit.problem.groups[bucket.groups[0]].use_in(direction)
+        assert whole is not None
+        return whole.first
+
+    return once(kit, ("first use", bucket, direction), first)
 
 
-def ready_after(problem: Problem, bucket: Bucket) -> int:
+def ready_after(kit: Kit, bucket: Bucket) -> int:
     """The region after which all gradients of `bucket` are complete; -1: before the first."""
-    grads = [p.gradient for _, p in parts_of(problem, bucket)]
-    return max((g.ready for g in grads if g is not None), default=-1)
+
+    def ready() -> int:
+        grads = [p.gradient for _, p in parts_of(kit.problem, bucket)]
+        return max((g.ready for g in grads if g is not None), default=-1)
+
+    return once(kit, ("ready", bucket), ready)
 
 
 def transfer_us(times_us: list[float], launch_us: float) -> float:

@@ -251,5 +251,5 @@ def _step(problem: Problem, bucket: Bucket, kind: StepKind) -> Step:
 
 def _job(problem: Problem, bucket: Bucket, stream: int) -> int:
     """A number of its own for each collective of a direction."""
-    most = max(len(g.parts) for g in problem.groups)
-    return 2 * (bucket.groups[0] * most + (bucket.parts[0] if bucket.parts else 0)) + stream
+    part = bucket.parts[0] if bucket.parts else 0
+    return 2 * (bucket.groups[0] + part * len(problem.groups)) + stream

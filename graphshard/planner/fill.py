@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphshard.planner.memory import Profile, View, view_of
+from graphshard.planner.memory import Profile, View
 from graphshard.planner.stage import (
     REDUCE_ISSUE,
     REDUCE_WAIT,
@@ -39,31 +39,34 @@ class Policy:
     room: int = 0
 
 
-def fill(stage: Stage, profile: Profile, budget_bytes: int, policy: Policy) -> Placement | None:
-    """The placement that `policy` gives; None if that does not fit the budget."""
-    view = view_of(profile, budget_bytes, policy.room)
-    if max(view.needs, default=0) > budget_bytes:
+def fill(
+    stage: Stage, profile: Profile, view: View, budget_bytes: int, policy: Policy
+) -> Placement | None:
+    """The placement that `policy` gives; None if that does not fit the budget.
+
+    view: of `profile` under the same budget, with the policy's `room`.
+    """
+    if max((needs for _, needs, *_ in view.rows), default=0) > budget_bytes:
         return None
     most = _most_gathers(profile, view, budget_bytes, policy)
     gathers: list[int] = []
     previous = -1
-    for position, count in zip(view.positions, most, strict=True):
+    for (position, *_), count in zip(view.rows, most, strict=True):
         if count > len(gathers):
             at = next_gather_position(stage, previous)
             gathers.extend([at] * (count - len(gathers)))
         previous = position
-    waits = _latest_waits(stage, profile, view, most, budget_bytes)
-    reductions = map(Reduced, view.order, view.issues, waits)
-    return Placement(tuple(gathers), tuple(reductions))
+    sums = profile.gathers
+    flying = [sums[count] - sums[row[3]] for count, row in zip(most, view.rows, strict=True)]
+    return Placement(tuple(gathers), latest_waits(stage, view, flying, budget_bytes))
 
 
 def _most_gathers(profile: Profile, view: View, budget_bytes: int, policy: Policy) -> list[int]:
     """For each event, how many gathers may have been issued before it."""
-    sums, ahead = profile.gathers, policy.gathers
+    sums, ahead, buffers = profile.gathers, policy.gathers, policy.buffers
     most, limit = [], len(sums) - 1
-    rows = zip(view.needs, (0, *view.waited[:-1]), view.waited, view.issued, strict=True)
-    for needs, before, waited, issued in reversed(list(rows)):
-        left_free = view.reductions[issued] - view.reductions[max(0, issued - policy.buffers)]
+    for _, needs, before, waited, issued in reversed(view.rows):
+        left_free = view.reductions[issued] - view.reductions[max(0, issued - buffers)]
         room = budget_bytes - needs - left_free + sums[waited]
         while limit > waited and (sums[limit] > room or limit - before > ahead):
             limit -= 1
@@ -71,18 +74,20 @@ def _most_gathers(profile: Profile, view: View, budget_bytes: int, policy: Polic
     return most[::-1]
 
 
-def _latest_waits(
-    stage: Stage, profile: Profile, view: View, most: Sequence[int], budget_bytes: int
-) -> list[int]:
-    """Each reduction is waited for right before the event that needs its memory."""
+def latest_waits(
+    stage: Stage, view: View, flying: Sequence[int], budget_bytes: int
+) -> tuple[Reduced, ...]:
+    """Each reduction is waited for right before the event that needs its memory.
+
+    flying: bytes of other gathers in flight at each event of `view`.
+    """
     waits: list[int] = []
-    rows = zip(view.positions, view.needs, view.waited, view.issued, most, strict=True)
-    for position, needs, waited, issued, count in rows:
-        room = budget_bytes - needs - (profile.gathers[count] - profile.gathers[waited])
+    for (position, needs, _, _, issued), others in zip(view.rows, flying, strict=True):
+        room = budget_bytes - needs - others
         while len(waits) < issued and view.reductions[issued] - view.reductions[len(waits)] > room:
             waits.append(wait_before(stage, view.issues[len(waits)], position))
     waits.extend([stage.end] * (len(view.order) - len(waits)))
-    return waits
+    return tuple(map(Reduced, view.order, view.issues, waits))
 
 
 def wait_before(stage: Stage, issue: int, position: int) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from graphshard.plan import Direction, StepKind
 from graphshard.planner.choices import Choices
 from graphshard.planner.fill import UNLIMITED, Policy, fill, wait_before
-from graphshard.planner.memory import profile_of
+from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.stage import Placement, Reduced, Stage, position_before
 
@@ -43,7 +43,9 @@ def fsdp2_placement(problem: Problem, stage: Stage) -> Placement:
     """FSDP2's positions for the jobs of `stage`, whatever its choices."""
     gathers = listed_positions(problem, stage)
     if not has_lists(problem, stage.direction):
-        one_ahead = fill(stage, profile_of([stage], [0]), UNLIMITED**2, ONE_AHEAD)
+        profile = profile_of([stage], [0])
+        view = view_of(profile, UNLIMITED**2)
+        one_ahead = fill(stage, profile, view, UNLIMITED**2, ONE_AHEAD)
         assert one_ahead is not None
         gathers = one_ahead.gathers
     return Placement(gathers, with_buffers(stage, 1))
@@ -69,17 +71,18 @@ def listed_positions(problem: Problem, stage: Stage) -> tuple[int, ...]:
     Right after the wait for a group, what its list names is issued, or, if it has none, the next
     group. What nobody named is issued right before its own wait.
     """
-    place_of = {n: i for i, job in enumerate(stage.gathers) for n in job.bucket.groups}
+    own = {id(job.wait): i for i, job in enumerate(stage.gathers)}
+    rows = [(n, i) for i, job in enumerate(stage.gathers) for n in job.bucket.groups]
     issued: dict[int, int] = {}
     for position, event in stage.fixed:
         if event.step.kind is not StepKind.GATHER_WAIT:
             continue
-        for place in sorted({place_of[n] for n in event.step.groups if n in place_of}):
-            issued.setdefault(place, position_before(stage, position))
+        if id(event) in own:
+            issued.setdefault(own[id(event)], position_before(stage, position))
         named = [
             n for g in event.step.groups for n in problem.groups[g].prefetch_in(stage.direction)
         ]
-        places = [place_of[n] for n in named if n in place_of]
+        places = [place for n in named for number, place in rows if number == n]
         if not named:
             places = [i for i, job in enumerate(stage.gathers) if job.at > position][:1]
         for place in places:

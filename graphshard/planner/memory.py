@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import add, itemgetter
 
@@ -47,22 +47,20 @@ class Profile:
     flights: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class View:
-    """One entry per fixed event and reduction issue, in order of positions.
+    """One row per fixed event and reduction issue, in order of positions.
 
-    needs: bytes while the event runs, those that its own job has in flight included. waited,
-    issued: gathers waited for up to and including it; reductions issued before it. order,
-    issues: reductions as they are issued, and where. reductions: running sum of their flights.
+    A row: position; bytes needed while the event runs, those that its own job has in flight
+    included; gathers waited for before it, and including it; reductions issued before it.
+    order, issues: reductions as they are issued, and where. reductions: running sum of their
+    flights, from 0.
     """
 
-    positions: list[int] = field(default_factory=list)
-    needs: list[int] = field(default_factory=list)
-    waited: list[int] = field(default_factory=list)
-    issued: list[int] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)
-    issues: list[int] = field(default_factory=list)
-    reductions: list[int] = field(default_factory=lambda: [0])
+    rows: tuple[tuple[int, int, int, int, int], ...]
+    order: tuple[int, ...]
+    issues: tuple[int, ...]
+    reductions: tuple[int, ...]
 
 
 def profile_of(stages: Sequence[Stage], starts: Sequence[int]) -> Profile:
@@ -125,42 +123,43 @@ def view_of(profile: Profile, budget_bytes: int, room: int = 0) -> View:
     room: packing also leaves space for so many gathers in flight. At the last point everything
     that is left is packed, what fits first.
     """
-    view, held, waited = View(), profile.starts, 0
+    held, waited = profile.starts, 0
     last = max((at for at, change in profile.visits if change is None), default=-1)
+    rows: list[tuple[int, int, int, int, int]] = []
+    order: list[int] = []
+    issues: list[int] = []
     pending: list[int] = []
     for position, change in profile.visits:
         if change is not None:
+            needs, before = _most(held, change.rises), waited
             waited += change.waits
-            held = _note(view, position, change, held, waited)
+            rows.append((position, needs, before, waited, len(order)))
+            held = _after(held, change.grows)
             continue
         pending += profile.ready.get(position, ())
-        if not pending:
-            continue
         ahead = min(waited + room, len(profile.gathers) - 1)
         limit = budget_bytes - profile.gathers[ahead] + profile.gathers[waited]
         while pending:
-            needs = [_most(held, profile.reductions[job].rises) for job in pending]
-            place = next((i for i, n in enumerate(needs) if n <= limit), None)
+            sizes = [_most(held, profile.reductions[job].rises) for job in pending]
+            place = next((i for i, size in enumerate(sizes) if size <= limit), None)
             if place is None and position < last:
                 break
-            job = pending.pop(needs.index(min(needs)) if place is None else place)
-            held = _note(view, position, profile.reductions[job], held, waited)
-            view.order.append(job)
-            view.issues.append(position)
-            view.reductions.append(view.reductions[-1] + profile.flights[job])
-    return view
-
-
-def _note(
-    view: View, position: int, change: Change, held: tuple[int, ...], waited: int
-) -> tuple[int, ...]:
-    """Add a row for an event; returns what is held after it."""
-    view.positions.append(position)
-    view.needs.append(_most(held, change.rises))
-    view.waited.append(waited)
-    view.issued.append(len(view.order))
-    return tuple(map(add, held, change.grows))
+            place = sizes.index(min(sizes)) if place is None else place
+            rows.append((position, sizes[place], waited, waited, len(order)))
+            order.append(pending.pop(place))
+            issues.append(position)
+            held = _after(held, profile.reductions[order[-1]].grows)
+    sums = accumulate((profile.flights[job] for job in order), initial=0)
+    return View(tuple(rows), tuple(order), tuple(issues), tuple(sums))
 
 
 def _most(held: tuple[int, ...], rises: tuple[int, ...]) -> int:
+    if len(held) == 1:  # one turn: by far the most frequent case
+        return held[0] + rises[0]
     return max([h + r for h, r in zip(held, rises, strict=True)])
+
+
+def _after(held: tuple[int, ...], grows: tuple[int, ...]) -> tuple[int, ...]:
+    if len(held) == 1:
+        return (held[0] + grows[0],)
+    return tuple(map(add, held, grows))

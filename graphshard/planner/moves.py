@@ -19,14 +19,19 @@ from graphshard.planner.choices import (
     Cuts,
     first_use,
     gather_buckets,
+    ready_after,
     reduce_buckets,
 )
 from graphshard.planner.fsdp2 import has_lists
-from graphshard.planner.problem import Group, Problem, gather_of
+from graphshard.planner.kit import Kit
+from graphshard.planner.problem import Group, gather_of
+
+# Regions by which a reduction may be held back.
+DELAYS = (1, 2, 3, 5, 8)
 
 
 class What(StrEnum):
-    """What a move changes; the last three are the cuts of a stream."""
+    """What a move changes: a field of `Choices`."""
 
     KEPT = "kept"
     ACROSS = "across"
@@ -34,21 +39,31 @@ class What(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCE = "reduce"
+    DELAY = "delays"
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Flip `item`: a group, or an option of recomputation. `split`: its splits, not its joins."""
+    """Flip `item`: a group, or an option of recomputation.
+
+    split: the group's split, not its join. slots: the delay of its reduction, in regions.
+    """
 
     what: What
     item: int
     split: bool = False
+    slots: int = 0
 
 
-def apply(problem: Problem, choices: Choices, move: Move) -> Choices:
+def apply(choices: Choices, move: Move) -> Choices:
     """`choices` with `move` flipped. What is kept between micro-steps is kept from forward too."""
     if move.what is What.RECOMPUTE:
         return replace(choices, recompute=_toggled(choices.recompute, move.item))
+    if move.what is What.DELAY:
+        delays = dict(choices.delays)
+        if delays.pop(move.item, 0) != move.slots:
+            delays[move.item] = move.slots
+        return replace(choices, delays=tuple(sorted(delays.items())))
     if move.what is What.KEPT:
         across = tuple(n for n in choices.across if n != move.item)
         return replace(choices, kept=_toggled(choices.kept, move.item), across=across)
@@ -82,47 +97,50 @@ def unmoved(choices: Choices, family: Iterable[Move]) -> Choices:
     return choices
 
 
-def moves(problem: Problem) -> list[Move]:
+def moves(kit: Kit) -> list[Move]:
     """Every open decision, those that usually matter most first."""
-    found = list(_kept_moves(problem, _by_need(problem)))
-    found += [Move(What.RECOMPUTE, i) for i in _by_price(problem)]
+    found = list(_kept_moves(kit, _by_need(kit)))
+    found += [Move(What.RECOMPUTE, i) for i in _by_price(kit)]
     for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
-        found += _joins(problem, what)
-        found += _splits(problem, what)
-    found += [Move(What.ACROSS, g.id) for g in _carried(problem)]
+        found += _joins(kit, what)
+        found += _splits(kit, what)
+    found += [Move(What.ACROSS, g.id) for g in _carried(kit)]
+    found += _delays(kit)
     return found
 
 
-def families(problem: Problem) -> list[list[Move]]:
+def families(kit: Kit) -> list[list[Move]]:
     """Moves of one kind in an order in which a prefix makes sense; none of them empty."""
-    needed, dense = _by_need(problem), sorted(_by_need(problem), key=_density)
+    needed, dense = _by_need(kit), sorted(_by_need(kit), key=_density)
     found = [
-        [Move(What.RECOMPUTE, i) for i in _by_price(problem)],
-        list(_kept_moves(problem, dense)),
-        list(_kept_moves(problem, needed)),
-        [Move(What.ACROSS, g.id) for g in sorted(_carried(problem), key=_density)],
+        [Move(What.RECOMPUTE, i) for i in _by_price(kit)],
+        list(_kept_moves(kit, dense)),
+        list(_kept_moves(kit, needed)),
+        [Move(What.ACROSS, g.id) for g in sorted(_carried(kit), key=_density)],
     ]
     for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
-        found.append(_cheap_joins(problem, what))
-        found.append(_splits(problem, what))
+        found.append(_cheap_joins(kit, what))
+        found.append(_splits(kit, what))
     return [family for family in found if family]
 
 
-def lean_choices(problem: Problem) -> Choices:
+def lean_choices(kit: Kit) -> Choices:
     """The choices with the least peak: nothing kept that need not be, all splits, all options."""
-    kept = tuple(g.id for g in problem.groups if _must_keep(problem, g))
+    kept = tuple(g.id for g in kit.problem.groups if _must_keep(kit, g))
     return Choices(
         kept=kept,
-        across=tuple(n for n in kept if problem.groups[n].keep_across and problem.micro_steps > 1),
-        recompute=tuple(range(len(problem.recompute))),
-        forward=_all_split(problem, What.FORWARD),
-        backward=_all_split(problem, What.BACKWARD),
-        reduce=_all_split(problem, What.REDUCE),
+        across=tuple(
+            n for n in kept if kit.problem.groups[n].keep_across and kit.problem.micro_steps > 1
+        ),
+        recompute=tuple(range(len(kit.problem.recompute))),
+        forward=_all_split(kit, What.FORWARD),
+        backward=_all_split(kit, What.BACKWARD),
+        reduce=_all_split(kit, What.REDUCE),
     )
 
 
-def _all_split(problem: Problem, what: What) -> Cuts:
-    return Cuts(split=tuple(sorted(m.item for m in _splits(problem, what))))
+def _all_split(kit: Kit, what: What) -> Cuts:
+    return Cuts(split=tuple(sorted(m.item for m in _splits(kit, what))))
 
 
 # -- what is open --------------------------------------------------------------------------------
@@ -132,67 +150,77 @@ def _in_both(group: Group) -> bool:
     return all(group.use_in(d) is not None for d in Direction) and group.spread is None
 
 
-def _must_keep(problem: Problem, group: Group) -> bool:
-    carried = bool(group.keep_across) and problem.micro_steps > 1
+def _must_keep(kit: Kit, group: Group) -> bool:
+    carried = bool(group.keep_across) and kit.problem.micro_steps > 1
     return _in_both(group) and (group.reshard is False or carried)
 
 
-def _kept_moves(problem: Problem, groups: Iterable[Group]) -> Iterable[Move]:
+def _kept_moves(kit: Kit, groups: Iterable[Group]) -> Iterable[Move]:
     for group in groups:
-        if group.reshard is None and not _must_keep(problem, group):
+        if group.reshard is None and not _must_keep(kit, group):
             yield Move(What.KEPT, group.id)
 
 
-def _carried(problem: Problem) -> list[Group]:
+def _carried(kit: Kit) -> list[Group]:
     """Groups that may stay gathered between micro-steps."""
-    if problem.micro_steps == 1:
+    if kit.problem.micro_steps == 1:
         return []
-    may = (g for g in problem.groups if g.keep_across is None and g.reshard is not True)
+    may = (g for g in kit.problem.groups if g.keep_across is None and g.reshard is not True)
     return [g for g in may if _in_both(g)]
 
 
-def _splits(problem: Problem, what: What) -> list[Move]:
-    if not _may_regroup(problem, what):
+def _splits(kit: Kit, what: What) -> list[Move]:
+    if not _may_regroup(kit, what):
         return []
-    many = [g for g in problem.groups if len(g.parts) > 1 and g.world_size > 1]
+    many = [g for g in kit.problem.groups if len(g.parts) > 1 and g.world_size > 1]
     many.sort(key=lambda g: (-g.gathered_bytes, g.id))
     return [Move(what, g.id, split=True) for g in many]
 
 
-def _may_regroup(problem: Problem, what: What) -> bool:
+def _delays(kit: Kit) -> list[Move]:
+    """Reductions that let others go first."""
+    found = []
+    for bucket in reduce_buckets(kit, Choices()):
+        longest = len(kit.problem.backward) - 1 - ready_after(kit, bucket)
+        slots = (n for n in DELAYS if n <= longest)
+        found += [Move(What.DELAY, bucket.groups[0], slots=n) for n in slots]
+    return found
+
+
+def _may_regroup(kit: Kit, what: What) -> bool:
     if what is What.REDUCE:
-        return problem.regroup_reductions
-    return problem.regroup_gathers and not has_lists(problem, Direction(str(what)))
+        return kit.problem.regroup_reductions
+    return kit.problem.regroup_gathers and not has_lists(kit.problem, Direction(str(what)))
 
 
-def _joins(problem: Problem, what: What) -> list[Move]:
-    return [Move(what, later.groups[0]) for _, later in pairwise(_stream(problem, what))]
+def _joins(kit: Kit, what: What) -> list[Move]:
+    return [Move(what, later.groups[0]) for _, later in pairwise(_stream(kit, what))]
 
 
-def _cheap_joins(problem: Problem, what: What) -> list[Move]:
+def _cheap_joins(kit: Kit, what: What) -> list[Move]:
     """Joins, the smallest buckets first: there a launch weighs most."""
-    pairs = list(pairwise(_stream(problem, what)))
-    sizes = [sum(problem.groups[b.groups[0]].gathered_bytes for b in pair) for pair in pairs]
+    pairs = list(pairwise(_stream(kit, what)))
+    sizes = [sum(kit.problem.groups[b.groups[0]].gathered_bytes for b in pair) for pair in pairs]
     order = sorted(range(len(pairs)), key=lambda i: (sizes[i], i))
     return [Move(what, pairs[i][1].groups[0]) for i in order]
 
 
-def _stream(problem: Problem, what: What) -> list[Bucket]:
+def _stream(kit: Kit, what: What) -> list[Bucket]:
     """The stream's buckets with one group each."""
-    if not _may_regroup(problem, what):
+    if not _may_regroup(kit, what):
         return []
     if what is What.REDUCE:
-        return reduce_buckets(problem, Choices())
-    return gather_buckets(problem, Choices(), Direction(str(what)))
+        return reduce_buckets(kit, Choices())
+    return gather_buckets(kit, Choices(), Direction(str(what)))
 
 
 # -- what is worth most --------------------------------------------------------------------------
 
 
-def _by_need(problem: Problem) -> list[Group]:
+def _by_need(kit: Kit) -> list[Group]:
     """Groups used in both directions, those that backward needs first in front."""
-    both = [g for g in problem.groups if _in_both(g)]
-    both.sort(key=lambda g: (first_use(problem, Bucket((g.id,)), Direction.BACKWARD), g.id))
+    both = [g for g in kit.problem.groups if _in_both(g)]
+    both.sort(key=lambda g: (first_use(kit, Bucket((g.id,)), Direction.BACKWARD), g.id))
     return both
 
 
@@ -202,11 +230,11 @@ def _density(group: Group) -> float:
     return group.gathered_bytes / saved_us if saved_us else float("inf")
 
 
-def _by_price(problem: Problem) -> list[int]:
+def _by_price(kit: Kit) -> list[int]:
     """Options of recomputation, the cheapest per byte first."""
 
     def price(index: int) -> tuple[float, int]:
-        option = problem.recompute[index]
+        option = kit.problem.recompute[index]
         return option.extra_us / max(1, option.saved_bytes), index
 
-    return sorted(range(len(problem.recompute)), key=price)
+    return sorted(range(len(kit.problem.recompute)), key=price)

@@ -6,20 +6,24 @@ simulation. What is not faster than FSDP2's schedule is replaced by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphshard.errors import InfeasibleBudget
-from graphshard.plan import Estimate, Schedule
-from graphshard.planner.events import Turn, turns
+from graphshard.plan import Estimate, Figures, Reason, Schedule
+from graphshard.planner.bounds import lower_bound_us
+from graphshard.planner.compare import Place, placed_as, simulated
+from graphshard.planner.events import Turn
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
-from graphshard.planner.problem import Problem
-from graphshard.planner.score import Bench, Candidate, Scored, score, start_bytes
+from graphshard.planner.infeasible import why_infeasible
+from graphshard.planner.kit import Kit
+from graphshard.planner.problem import Problem, checked
+from graphshard.planner.reasons import reasons_of
+from graphshard.planner.score import Bench, Candidate
 from graphshard.planner.search import search
-from graphshard.planner.stage import Placement, Stage, assemble, stage_of
-
-# Halvings when the least feasible peak is looked for: 1 % of FSDP2's peak.
-HALVINGS = 7
+from graphshard.planner.settle import settled
+from graphshard.planner.simulate import Simulation
+from graphshard.planner.stage import assemble, stage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,54 +36,57 @@ class Planned:
     schedules: tuple[Schedule, ...]
     estimate: Estimate
     recompute: tuple[int, ...] = ()
+    reasons: tuple[Reason, ...] = ()
 
 
 def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     """The best schedules found. Raises InfeasibleBudget (GS601) if none fits the budget.
 
     baseline: what FSDP2 would run, where that is not `problem` (activations are computed again).
+    Raises PlanError (GS602) for a problem that contradicts itself.
     """
-    own = fsdp2(problem)
+    kit = Kit(checked(problem))
+    own = placed_as(kit, fsdp2_choices(kit.problem))
     budget = own.peak_bytes if problem.budget_bytes is None else problem.budget_bytes
-    best = search(Bench(problem, budget), [own.choices])
-    if own.peak_bytes <= budget and (best is None or own.us <= best.us):
-        best = own
+    bench = Bench(kit, budget)
+    best = _chosen(bench, own)
     if best is None:
-        raise InfeasibleBudget("GS601", _why(problem, budget, own.peak_bytes))
-    theirs = own if baseline is None else fsdp2(baseline)
-    estimate = Estimate(best.us, best.peak_bytes, budget, theirs.us, theirs.peak_bytes)
-    return Planned(tuple(_schedules(problem, best)), estimate, best.choices.recompute)
+        raise InfeasibleBudget("GS601", why_infeasible(kit.problem, budget, own.peak_bytes))
+    theirs = simulated(kit, own)
+    if baseline is not None:
+        other = Kit(checked(baseline))
+        theirs = simulated(other, placed_as(other, fsdp2_choices(other.problem)))
+    ours = simulated(kit, best)
+    bound = lower_bound_us(kit.problem)
+    estimate = Estimate(_figures(ours), _figures(theirs), budget, bound)
+    reasons = reasons_of(bench, own, best, ours, theirs.step_us)
+    return Planned(tuple(_schedules(kit, best)), estimate, best.choices.recompute, tuple(reasons))
 
 
-def fsdp2(
-    problem: Problem, place: Callable[[Problem, Stage], Placement] = fsdp2_placement
-) -> Candidate:
+def fsdp2(problem: Problem, place: Place = fsdp2_placement) -> Candidate:
     """FSDP2's own choices and positions, whether they fit or not. place: its positions."""
-    choices = fsdp2_choices(problem)
-    bench = Bench(problem, 0)
-    found: list[Scored] = []
-    for direction in problem.directions:
-        stages = [stage_of(problem, choices, direction, turn) for turn, _ in turns(problem)]
-        starts = start_bytes(bench, choices, direction)
-        found.append(score(bench, stages, starts, place(problem, stages[0])))
-    return Candidate(choices, tuple(found))
+    kit = Kit(checked(problem))
+    return placed_as(kit, fsdp2_choices(kit.problem), place)
 
 
-def _schedules(problem: Problem, chosen: Candidate) -> Iterable[Schedule]:
-    for direction, scored in zip(problem.directions, chosen.directions, strict=True):
-        stage = stage_of(problem, chosen.choices, direction, Turn())
+def _chosen(bench: Bench, own: Candidate) -> Candidate | None:
+    """What the search found, just in time; FSDP2's own schedule where that is as good."""
+    best = search(bench, [own.choices])
+    if own.peak_bytes <= bench.budget_bytes and (best is None or own.us <= best.us):
+        return own
+    if best is None:
+        return None
+    pairs = zip(bench.problem.directions, best.directions, strict=True)
+    late = (settled(bench, best.choices, direction, scored) for direction, scored in pairs)
+    return Candidate(best.choices, tuple(late))
+
+
+def _figures(found: Simulation) -> Figures:
+    return Figures(found.step_us, found.exposed_us, found.peak_bytes, found.peak.by_category)
+
+
+def _schedules(kit: Kit, chosen: Candidate) -> Iterable[Schedule]:
+    for direction, scored in zip(kit.problem.directions, chosen.directions, strict=True):
+        stage = stage_of(kit, chosen.choices, direction, Turn())
         events = assemble(stage, scored.placement)
         yield Schedule(direction, tuple(event.step for event in events))
-
-
-def _why(problem: Problem, budget: int, own_bytes: int) -> str:
-    """The least peak that the search reaches, by halving between the budget and FSDP2's peak."""
-    low, high = budget, max(budget, own_bytes)
-    for _ in range(HALVINGS):
-        middle = (low + high) // 2
-        fits = search(Bench(problem, middle), [fsdp2_choices(problem)]) is not None
-        low, high = (low, middle) if fits else (middle, high)
-    return (
-        f"no schedule fits a memory budget of {budget:,} bytes; about {high:,} bytes are needed "
-        f"(FSDP2's own schedule: {own_bytes:,}); give a larger budget, more ranks or checkpointing"
-    )

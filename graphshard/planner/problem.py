@@ -9,29 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from graphshard.errors import PlanError
+from graphshard.plan import Category as Category
 from graphshard.plan import Direction
 
 # Times are rounded to multiples of this (about 1 ns). Sums of such numbers below 2**43 us are
 # exact in float64, so equal schedules have equal times and gains add up without a remainder.
 TICK_US = 2.0**-10
-
-
-class Category(StrEnum):
-    """What bytes are for, in the words of torch's `FSDPMemTracker`."""
-
-    SHARDED_PARAM = "Sharded Param"
-    UNSHARDED_PARAM = "Unsharded Param"
-    SHARDED_GRAD = "Sharded Grad"
-    UNSHARDED_GRAD = "Unsharded Grad"
-    ALL_GATHER = "All Gather"
-    REDUCE_SCATTER = "Reduce Scatter"
-    ACTIVATION = "Activation"
-    TEMP = "Temp"
-    OPT_STATE = "OptState"
-    OTHER = "Other"
 
 
 @dataclass(frozen=True, slots=True)

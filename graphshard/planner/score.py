@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from graphshard.plan import Direction
-from graphshard.planner.choices import Choices, Cuts
-from graphshard.planner.events import given_gradients, start_claims, total_bytes, turns
+from graphshard.planner.choices import Choices
+from graphshard.planner.events import Turn, given_gradients, start_claims, total_bytes, turns
 from graphshard.planner.fill import UNLIMITED, Policy, fill
 from graphshard.planner.fsdp2 import has_lists, listed_positions, with_buffers
-from graphshard.planner.memory import Profile, profile_of
+from graphshard.planner.kit import Kit, once
+from graphshard.planner.memory import Profile, View, profile_of, view_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of
@@ -64,12 +65,15 @@ class Bench:
     result does not depend on the machine.
     """
 
-    problem: Problem
+    kit: Kit
     budget_bytes: int
     effort: int = 0
     policies: dict[Direction, tuple[Policy, ...]] = field(default_factory=dict)
     scores: dict[tuple[object, ...], Scored | None] = field(default_factory=dict)
-    handed: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> Problem:
+        return self.kit.problem
 
 
 def candidate(bench: Bench, choices: Choices) -> Candidate | None:
@@ -85,8 +89,8 @@ def candidate(bench: Bench, choices: Choices) -> Candidate | None:
 
 def _scored(bench: Bench, choices: Choices, direction: Direction) -> Scored | None:
     forward = direction is Direction.FORWARD
-    cuts: tuple[Cuts, ...] = (choices.forward,) if forward else (choices.backward, choices.reduce)
-    key = (direction, choices.kept, choices.across, choices.recompute, *cuts)
+    own = (choices.forward,) if forward else (choices.backward, choices.reduce, choices.delays)
+    key = (direction, choices.kept, choices.across, choices.recompute, own)
     if key not in bench.scores:
         bench.scores[key] = place(bench, choices, direction)
     return bench.scores[key]
@@ -95,7 +99,7 @@ def _scored(bench: Bench, choices: Choices, direction: Direction) -> Scored | No
 def place(bench: Bench, choices: Choices, direction: Direction) -> Scored | None:
     """The best of what the policies give."""
     problem = bench.problem
-    stages = [stage_of(problem, choices, direction, turn) for turn, _ in turns(problem)]
+    stages = [stage_of(bench.kit, choices, direction, turn) for turn, _ in turns(problem)]
     starts = start_bytes(bench, choices, direction)
     profile = profile_of(stages, starts)
     policies = bench.policies.get(direction) or all_policies(problem, direction)
@@ -114,12 +118,16 @@ def _placements(
 ) -> Iterator[Placement]:
     """What each policy gives, without repetition."""
     seen: set[Placement] = set()
+    views: dict[int, View] = {}
     for policy in policies:
         if has_lists(bench.problem, stage.direction):
             gathers = listed_positions(bench.problem, stage)
             placement: Placement | None = Placement(gathers, with_buffers(stage, policy.buffers))
         else:
-            placement = fill(stage, profile, bench.budget_bytes, policy)
+            if policy.room not in views:
+                views[policy.room] = view_of(profile, bench.budget_bytes, policy.room)
+            view = views[policy.room]
+            placement = fill(stage, profile, view, bench.budget_bytes, policy)
         if placement is not None and placement not in seen:
             seen.add(placement)
             yield placement
@@ -152,12 +160,14 @@ def _handed_over(bench: Bench, choices: Choices) -> list[int]:
     """What forward leaves in memory: activations and what stays gathered."""
     found = []
     for turn, _ in turns(bench.problem):
-        key = (turn, choices.kept, choices.across, choices.recompute)
-        if key not in bench.handed:
-            stage = stage_of(bench.problem, choices, Direction.FORWARD, turn)
+
+        def left(turn: Turn = turn) -> int:
+            stage = stage_of(bench.kit, choices, Direction.FORWARD, turn)
             events = [*(e for _, e in stage.fixed), *(j.issue for j in stage.gathers)]
-            bench.handed[key] = sum(e.alloc_bytes - e.free_bytes for e in events)
-        found.append(bench.handed[key])
+            return sum(e.alloc_bytes - e.free_bytes for e in events)
+
+        key = ("handed over", turn, choices.kept, choices.across, choices.recompute)
+        found.append(once(bench.kit, key, left))
     return found
 
 

@@ -29,7 +29,7 @@ def search(bench: Bench, starts: Sequence[Choices]) -> Best:
     """The best candidate found from `starts`, or None if none of them can be made to fit."""
     limit = effort_limit(bench)
     best: Best = None
-    for start in (*starts, lean_choices(bench.problem)):
+    for start in (*starts, lean_choices(bench.kit)):
         best = better(best, candidate(bench, start))
     if best is None:
         return None
@@ -77,7 +77,7 @@ def _tune(bench: Bench, choices: Choices) -> None:
 
 def _prefixes(bench: Bench, best: Candidate, limit: int) -> Candidate:
     """For each family of moves: as if none of it were taken, then its first few, then more."""
-    for family in families(bench.problem):
+    for family in families(bench.kit):
         if bench.effort >= limit:
             break
         base = unmoved(best.choices, family)
@@ -86,7 +86,7 @@ def _prefixes(bench: Bench, best: Candidate, limit: int) -> Candidate:
         def attempt(count: int, base: Choices = base, family: Sequence[Move] = family) -> Best:
             choices = base
             for move in family[:count]:
-                choices = apply(bench.problem, choices, move)
+                choices = apply(choices, move)
             return candidate(bench, choices)
 
         best = _best_prefix(best, len(family), attempt, tried)
@@ -124,13 +124,13 @@ def _doubling(longest: int) -> Iterator[int]:
 
 def _flips(bench: Bench, best: Candidate, limit: int) -> Candidate:
     """Single moves, each taken at once if it helps, until none does."""
-    order = moves(bench.problem)
+    order = moves(bench.kit)
     quiet = 0
     while order and quiet < len(order):
         for move in order:
             if quiet >= len(order) or bench.effort >= limit:
                 return best
-            found = candidate(bench, apply(bench.problem, best.choices, move))
+            found = candidate(bench, apply(best.choices, move))
             if found is not None and found.rank < best.rank:
                 best, quiet = found, 0
             else:
@@ -140,13 +140,13 @@ def _flips(bench: Bench, best: Candidate, limit: int) -> Candidate:
 
 def _pairs(bench: Bench, best: Candidate, limit: int) -> Candidate:
     """Two moves at once: one that pays for the other. Small problems only."""
-    order = moves(bench.problem)
+    order = moves(bench.kit)
     if len(order) > PAIRS:
         return best
     for one, other in combinations(order, 2):
         if bench.effort >= limit:
             break
-        choices = apply(bench.problem, apply(bench.problem, best.choices, one), other)
+        choices = apply(apply(best.choices, one), other)
         found = candidate(bench, choices)
         if found is not None and found.rank < best.rank:
             return found

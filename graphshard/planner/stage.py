@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import itemgetter
 
 from graphshard.plan import Direction, Schedule, Step, StepKind
@@ -34,8 +33,9 @@ from graphshard.planner.events import (
     region_events,
     release_event,
 )
-from graphshard.planner.problem import Problem
+from graphshard.planner.kit import Kit, once, recently
 
+NEVER = -1
 REDUCE_WAIT, RELEASE, GATHER_EARLY, REDUCE_ISSUE, GATHER_NEXT, REDUCE_WAIT_LATE, GATHER_WAIT = (
     range(7)
 )
@@ -92,64 +92,135 @@ class Reduced:
     wait: int
 
 
-def stage_of(problem: Problem, choices: Choices, direction: Direction, turn: Turn) -> Stage:
+def stage_of(kit: Kit, choices: Choices, direction: Direction, turn: Turn) -> Stage:
     """The stage of one direction in micro-step `turn`. Positions are the same in every turn."""
-    buckets = gather_buckets(problem, choices, direction)
+    forward = direction is Direction.FORWARD
+    across = choices.across
+    key = (forward, turn, choices.kept if not forward else (), across, choices.cuts_in(direction))
+    stride, fixed, gathers = recently(
+        kit, "gathers", key, lambda: _gathers(kit, choices, direction, turn)
+    )
+    regions = recently(
+        kit,
+        "regions",
+        (forward, choices.recompute, stride),
+        lambda: _regions(kit, choices, direction, stride),
+    )
+    releases = recently(
+        kit,
+        "releases",
+        (forward, turn, choices.kept if forward else (), across, stride),
+        lambda: _releases(kit, choices, direction, turn, stride),
+    )
+    reductions: tuple[Job, ...] = ()
+    if not forward:
+        reductions = recently(
+            kit,
+            "reductions",
+            (turn, choices.reduce, choices.delays, stride),
+            lambda: _reductions(kit, choices, turn, stride),
+        )
+    ordered = sorted([*fixed, *regions, *releases], key=itemgetter(0))
+    return Stage(direction, stride, len(regions), tuple(ordered), gathers, reductions)
+
+
+def _gathers(
+    kit: Kit, choices: Choices, direction: Direction, turn: Turn
+) -> tuple[int, list[tuple[int, Event]], tuple[Job, ...]]:
+    """The stride, the waits (issues of what is kept too) and the gathers to be placed."""
     backward = direction is Direction.BACKWARD
-    quiet = _quiet(problem, choices) if backward else []
-    count = len(problem.regions(direction))
-    due = [(first_use(problem, b, direction), b) for b in chain(quiet, buckets)]
-    most = max(Counter(first for first, _ in due).values(), default=1)
+    kept = set(choices.kept) if backward else set()
+    across = set(choices.across) if not (backward or turn.first) else set()
+    buckets = [*_quiet(kit, choices, direction), *gather_buckets(kit, choices, direction)]
+    due = [(first_use(kit, b, direction), b.groups, b.parts, b) for b in buckets]
+    most = max(Counter(row[0] for row in due).values(), default=1)
     stride = GATHER_WAIT + 2 * most + 2
     fixed: list[tuple[int, Event]] = []
-    gathers: list[Job] = []
+    jobs: list[Job] = []
     taken: Counter[int] = Counter()
-    for first, bucket in sorted(due, key=lambda d: (d[0], d[1].groups, d[1].parts)):
+    for first, groups, _, bucket in sorted(due, key=itemgetter(0, 1, 2)):
         at = first * stride + GATHER_WAIT + 2 * taken[first]
         taken[first] += 1
-        kept = backward and bucket.groups[0] in choices.kept
-        carried = not backward and not turn.first and bucket.groups[0] in choices.across
-        issue, wait = gather_events(problem, bucket, direction, resident=kept or carried)
-        fixed.extend([(at, issue), (at, wait)] if kept else [(at, wait)])
-        if not kept:
-            gathers.append(Job(bucket, issue, wait, at, issue.alloc_bytes))
-    regions = region_events(problem, choices, direction)
-    fixed.extend((index * stride + stride - 1, event) for index, event in enumerate(regions))
-    fixed.extend(_releases(problem, choices, direction, turn, stride))
-    fixed.sort(key=itemgetter(0))
-    reductions = _reductions(problem, choices, turn, stride) if backward else ()
-    return Stage(direction, stride, count, tuple(fixed), tuple(gathers), reductions)
+        issue, wait = _gather(kit, bucket, direction, groups[0] in kept or groups[0] in across)
+        fixed.extend([(at, issue), (at, wait)] if groups[0] in kept else [(at, wait)])
+        if groups[0] not in kept:
+            jobs.append(Job(bucket, issue, wait, at, issue.alloc_bytes))
+    return stride, fixed, tuple(jobs)
 
 
-def _quiet(problem: Problem, choices: Choices) -> list[Bucket]:
+def _quiet(kit: Kit, choices: Choices, direction: Direction) -> list[Bucket]:
     """What backward finds still gathered."""
-    used = (problem.groups[n].use_in(Direction.BACKWARD) for n in choices.kept)
-    return [Bucket((n,)) for n, use in zip(choices.kept, used, strict=True) if use is not None]
+    if direction is Direction.FORWARD:
+        return []
+    return [Bucket((n,)) for n in choices.kept if _last_use(kit, n, direction) != NEVER]
+
+
+def _gather(kit: Kit, bucket: Bucket, direction: Direction, resident: bool) -> tuple[Event, Event]:
+    return once(
+        kit,
+        ("gather", bucket, direction, resident),
+        lambda: gather_events(kit.problem, bucket, direction, resident=resident),
+    )
+
+
+def _regions(
+    kit: Kit, choices: Choices, direction: Direction, stride: int
+) -> list[tuple[int, Event]]:
+    events = region_events(kit.problem, choices, direction)
+    return [(index * stride + stride - 1, event) for index, event in enumerate(events)]
 
 
 def _releases(
-    problem: Problem, choices: Choices, direction: Direction, turn: Turn, stride: int
+    kit: Kit, choices: Choices, direction: Direction, turn: Turn, stride: int
 ) -> list[tuple[int, Event]]:
-    found = []
-    for group in problem.groups:
-        use = group.use_in(direction)
-        if use is not None and use.last is not None:
-            event = release_event(problem, group.id, choices, direction, turn)
-            found.append(((use.last + 1) * stride + RELEASE, event))
-    return found
+    kept, across = set(choices.kept), set(choices.across)
+
+    def event(number: int) -> Event:
+        return once(
+            kit,
+            ("release", number, direction, number in kept, number in across, turn),
+            lambda: release_event(kit.problem, number, choices, direction, turn),
+        )
+
+    lasts = ((g.id, _last_use(kit, g.id, direction)) for g in kit.problem.groups)
+    return [
+        ((last + 1) * stride + RELEASE, event(number))
+        for number, last in lasts
+        if last is not None and last != NEVER
+    ]
 
 
-def _reductions(problem: Problem, choices: Choices, turn: Turn, stride: int) -> tuple[Job, ...]:
+def _last_use(kit: Kit, number: int, direction: Direction) -> int | None:
+    """The last region that reads the group; None: it is never released; NEVER: none does."""
+
+    def last() -> int | None:
+        use = kit.problem.groups[number].use_in(direction)
+        return NEVER if use is None else use.last
+
+    return once(kit, ("last use", number, direction), last)
+
+
+def _reductions(kit: Kit, choices: Choices, turn: Turn, stride: int) -> tuple[Job, ...]:
+    delays, end = dict(choices.delays), len(kit.problem.backward)
     jobs = []
-    for bucket in reduce_buckets(problem, choices):
-        issue, wait = reduce_events(problem, bucket, turn)
-        at = (ready_after(problem, bucket) + 1) * stride + REDUCE_ISSUE
-        jobs.append(Job(bucket, issue, wait, at, wait.free_bytes))
-    return tuple(jobs)
+    for bucket in reduce_buckets(kit, choices):
+        issue, wait = _reduction(kit, bucket, turn)
+        slot = min(end, ready_after(kit, bucket) + 1 + delays.get(bucket.groups[0], 0))
+        jobs.append(Job(bucket, issue, wait, slot * stride + REDUCE_ISSUE, wait.free_bytes))
+    return tuple(sorted(jobs, key=lambda job: job.at))
+
+
+def _reduction(kit: Kit, bucket: Bucket, turn: Turn) -> tuple[Event, Event]:
+    return once(kit, ("reduction", bucket, turn), lambda: reduce_events(kit.problem, bucket, turn))
 
 
 def assemble(stage: Stage, placement: Placement) -> list[Event]:
     """The events of `stage` in the order that `placement` gives them."""
+    return [event for _, event in placed(stage, placement)]
+
+
+def placed(stage: Stage, placement: Placement) -> list[tuple[int, Event]]:
+    """All events with their positions, in order."""
     gathers = zip(placement.gathers, (j.issue for j in stage.gathers), strict=True)
     reductions = (
         entry
@@ -161,7 +232,7 @@ def assemble(stage: Stage, placement: Placement) -> list[Event]:
     )
     entries = [*stage.fixed, *gathers, *reductions]
     entries.sort(key=itemgetter(0))
-    return [event for _, event in entries]
+    return entries
 
 
 def next_gather_position(stage: Stage, position: int) -> int:
@@ -175,6 +246,13 @@ def next_gather_position(stage: Stage, position: int) -> int:
     if phase <= GATHER_WAIT:
         return slot * stage.stride + GATHER_WAIT + 1
     return position + 1 + phase % 2
+
+
+def gather_positions(stage: Stage) -> list[int]:
+    """Every position where a gather may be issued, in order."""
+    phases = (GATHER_EARLY, GATHER_NEXT, *range(GATHER_WAIT + 1, stage.stride - 1, 2))
+    slots = range(0, stage.num_regions * stage.stride + 1, stage.stride)
+    return [slot + phase for slot in slots for phase in phases]
 
 
 def position_before(stage: Stage, wait: int) -> int:

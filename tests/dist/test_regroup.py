@@ -300,7 +300,7 @@ def budgeted(ctx: Ctx, case_name: str, shares: list[float]) -> list[dict[str, An
         assert seen.peak_bytes == plan.gathered_peak_bytes()
         assert counts.all_gather == sum(s.num_all_gathers for s in plan.schedules)
         assert plan.estimate.peak_bytes <= plan.estimate.budget_bytes
-        own_bytes = plan.estimate.fsdp2_peak_bytes
+        own_bytes = plan.estimate.fsdp2.peak_bytes
         issues = [s for d in plan.schedules for s in d.of_kind(StepKind.GATHER_ISSUE)]
         found.append(
             {

@@ -1,0 +1,139 @@
+"""Why a plan is as it is, in numbers.
+
+In come FSDP2's placed candidate and the chosen one; out come the gains, what each decision costs
+and saves, and why each collective is not issued earlier. The gains are differences of simulated
+steps on the way from FSDP2's candidate to the chosen one, one kind of decision at a time, so they
+add up to the whole difference; times are exact (`problem.TICK_US`), so without a remainder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from graphshard.plan import Direction, Reason
+from graphshard.planner.choices import Bucket, Choices, Cuts, first_use
+from graphshard.planner.compare import placed_as
+from graphshard.planner.events import turns
+from graphshard.planner.kit import Kit
+from graphshard.planner.problem import Group, gather_of
+from graphshard.planner.score import Bench, Candidate, score, start_bytes
+from graphshard.planner.simulate import Simulation
+from graphshard.planner.stage import stage_of
+from graphshard.planner.timing import why_not_earlier
+
+
+def reasons_of(
+    bench: Bench, own: Candidate, best: Candidate, ours: Simulation, fsdp2_us: float
+) -> Iterator[Reason]:
+    """fsdp2_us: FSDP2's predicted step; the gains add up to what `best` saves of it."""
+    kit = bench.kit
+    yield from _gains(bench, own, best, fsdp2_us)
+    yield from _keeps(kit, own.choices, best.choices)
+    yield from _cuts(kit, best.choices)
+    yield from _recomputed(kit, best.choices)
+    yield from why_not_earlier(bench, best, ours)
+
+
+def _gains(bench: Bench, own: Candidate, best: Candidate, fsdp2_us: float) -> Iterator[Reason]:
+    before_us = fsdp2_us
+    for text, us in _way(bench, own, best):
+        if us != before_us:
+            faster = "saves" if us < before_us else "costs"
+            amount = f"{faster} {abs(before_us - us):,.3f} us of {before_us:,.3f}"
+            yield Reason("gain", f"{text}: {amount}", before_us - us)
+        before_us = us
+
+
+def _way(bench: Bench, own: Candidate, best: Candidate) -> Iterator[tuple[str, float]]:
+    """From FSDP2's candidate to the chosen one: each kind of decision with the step after it."""
+    kit, chosen = bench.kit, best.choices
+    yield "activations that this graph computes again", own.us
+    if own == best:
+        return
+    now = replace(own.choices, kept=chosen.kept, across=chosen.across)
+    yield "what stays gathered", placed_as(kit, now).us
+    now = replace(now, forward=chosen.forward, backward=chosen.backward, reduce=chosen.reduce)
+    yield "merged and split collectives", placed_as(kit, now).us
+    now = replace(now, recompute=chosen.recompute)
+    yield "recomputation of activations", placed_as(kit, now).us
+    yield "order and waits of reductions", _with_reductions(bench, best)
+    yield "issue points of gathers", best.us
+
+
+def _with_reductions(bench: Bench, best: Candidate) -> float:
+    """The chosen reductions with FSDP2's gathers."""
+    theirs = placed_as(bench.kit, best.choices)
+    us = 0.0
+    rows = zip(bench.problem.directions, theirs.directions, best.directions, strict=True)
+    for direction, their, our in rows:
+        stages = [
+            stage_of(bench.kit, best.choices, direction, turn) for turn, _ in turns(bench.problem)
+        ]
+        starts = start_bytes(bench, best.choices, direction)
+        placement = replace(their.placement, reductions=our.placement.reductions)
+        us += score(bench, stages, starts, placement).us
+    return us
+
+
+# -- decisions -----------------------------------------------------------------------------------
+
+
+def _keeps(kit: Kit, theirs: Choices, chosen: Choices) -> Iterator[Reason]:
+    """One reason for each group that could be kept from forward to backward."""
+    kept, across, before = set(chosen.kept), set(chosen.across), set(theirs.kept)
+    for group in kit.problem.groups:
+        if any(group.use_in(d) is None for d in Direction):
+            continue
+        saved_us = sum(gather_of(part, Direction.BACKWARD).us for part in group.parts)
+        text = _held_text(kit, group, saved_us)
+        if group.id in across:
+            text += "; kept between micro-steps too"
+        if group.reshard is not None:
+            text += "; bound by the user's reshard_after_forward"
+        elif (group.id in kept) == (group.id in before):
+            text += "; as in FSDP2"
+        yield Reason("keep" if group.id in kept else "reshard", text, group=group.id)
+
+
+def _held_text(kit: Kit, group: Group, saved_us: float) -> str:
+    use = group.use_in(Direction.FORWARD)
+    last = len(kit.problem.forward) - 1 if use is None or use.last is None else use.last
+    until = first_use(kit, Bucket((group.id,)), Direction.BACKWARD)
+    between = (*kit.problem.forward[last + 1 :], *kit.problem.backward[:until])
+    held_us = sum(r.us for r in between)
+    return (
+        f"to keep it saves {saved_us:,.3f} us of gathers in backward and holds "
+        f"{group.gathered_bytes:,} bytes over {held_us:,.3f} us of compute"
+    )
+
+
+def _cuts(kit: Kit, chosen: Choices) -> Iterator[Reason]:
+    directions = ((Direction.FORWARD, chosen.forward), (Direction.BACKWARD, chosen.backward))
+    for direction, cuts in directions:
+        yield from _cut(kit, cuts, direction, "gathers")
+    yield from _cut(kit, chosen.reduce, Direction.BACKWARD, "reductions")
+
+
+def _cut(kit: Kit, cuts: Cuts, direction: Direction, kind: str) -> Iterator[Reason]:
+    for number in cuts.joined:
+        launch_us = _launch_us(kit, number, direction, kind)
+        text = f"asked to share one of the {kind}: a launch of {launch_us:,.3f} us less"
+        yield Reason("merge", text, group=number, direction=direction)
+    for number in cuts.split:
+        group, launch_us = kit.problem.groups[number], _launch_us(kit, number, direction, kind)
+        text = f"{len(group.parts)} {kind}: {len(group.parts) - 1} launches of {launch_us:,.3f} us"
+        yield Reason("split", f"{text} more", group=number, direction=direction)
+
+
+def _launch_us(kit: Kit, number: int, direction: Direction, kind: str) -> float:
+    group = kit.problem.groups[number]
+    lane = group.reduce_lane if kind == "reductions" else group.lane_in(direction)
+    return kit.problem.lanes[lane].launch_us
+
+
+def _recomputed(kit: Kit, chosen: Choices) -> Iterator[Reason]:
+    for index in chosen.recompute:
+        option = kit.problem.recompute[index]
+        text = f"{option.name}: {option.extra_us:,.3f} us more, {option.saved_bytes:,} bytes less"
+        yield Reason("recompute", text)

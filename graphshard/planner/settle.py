@@ -1,0 +1,110 @@
+"""Just in time: every gather as late, every wait for a reduction as late as costs nothing.
+
+In comes a placed direction, out comes one that is at least as fast within the same budget. First
+the gathers walk backwards: each is issued as late as its lane and its first use allow without a
+new stall. That frees memory in which reductions may stay in flight longer, so their waits are
+placed again; fewer stalls there move the gathers again, until nothing changes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from graphshard.plan import Direction
+from graphshard.planner.choices import Choices
+from graphshard.planner.events import turns
+from graphshard.planner.fill import UNLIMITED, latest_waits
+from graphshard.planner.fsdp2 import has_lists
+from graphshard.planner.memory import profile_of, view_of
+from graphshard.planner.score import Bench, Scored, score, start_bytes
+from graphshard.planner.simulate import play
+from graphshard.planner.stage import Placement, Stage, gather_positions, placed, stage_of
+
+ROUNDS = 4
+
+
+def settled(bench: Bench, choices: Choices, direction: Direction, scored: Scored) -> Scored:
+    """`scored`, just in time: not slower, and not above the budget unless it was before."""
+    problem = bench.problem
+    stages = [stage_of(bench.kit, choices, direction, turn) for turn, _ in turns(problem)]
+    starts = start_bytes(bench, choices, direction)
+    limit = max(bench.budget_bytes, scored.peak_bytes)
+    for _ in range(ROUNDS):
+        before = scored
+        if not has_lists(problem, direction):
+            scored = _if_good(bench, stages, starts, limit, scored, _later_gathers(stages, scored))
+        waits = _later_waits(stages, starts, limit, scored.placement)
+        scored = _if_good(bench, stages, starts, limit, scored, waits)
+        if scored == before:
+            break
+    return scored
+
+
+def _if_good(
+    bench: Bench,
+    stages: list[Stage],
+    starts: list[int],
+    limit: int,
+    scored: Scored,
+    placement: Placement,
+) -> Scored:
+    found = score(bench, stages, starts, placement)
+    return found if found.us <= scored.us and found.peak_bytes <= limit else scored
+
+
+def _later_gathers(stages: Sequence[Stage], scored: Scored) -> Placement:
+    """Each gather at the last position from which it still comes in time.
+
+    Lanes keep their order. The turn that has every collective is looked at: forward's first,
+    backward's last.
+    """
+    stage = stages[0 if stages[0].direction is Direction.FORWARD else -1]
+    placement = scored.placement
+    entries = placed(stage, placement)
+    run = play((event for _, event in entries), 0)
+    positions = [at for at, _ in entries]
+    reached = [*run.reached_us, run.us]
+    awaited = {e.job: t for (_, e), t in zip(entries, run.reached_us, strict=True) if e.lane < 0}
+    places = gather_positions(stage)
+    number = {id(job.issue): index for index, job in enumerate(stage.gathers)}
+    found = list(placement.gathers)
+    start_by: dict[int, float] = defaultdict(lambda: float("inf"))
+    at_most: dict[int, int] = defaultdict(lambda: stage.end)
+    for position, event in reversed(entries):
+        if event.lane < 0:
+            continue
+        start_us, at = run.started_us[event.job], position
+        if (index := number.get(id(event))) is not None:
+            needed_us = max(awaited[event.job], run.finished_us[event.job])
+            start_us = min(needed_us, start_by[event.lane]) - event.comm_us
+            low = bisect_left(places, position)
+            high = bisect_left(places, min(stage.gathers[index].at, at_most[event.lane] + 1))
+            place = bisect_right(
+                places, start_us, low, high, key=lambda p: reached[bisect_right(positions, p)]
+            )
+            found[index] = at = places[max(low, place - 1)]
+        start_by[event.lane], at_most[event.lane] = start_us, at
+    return replace(placement, gathers=tuple(found))
+
+
+def _later_waits(
+    stages: list[Stage], starts: list[int], limit: int, placement: Placement
+) -> Placement:
+    """Every wait for a reduction as late as memory allows, everything else as it is."""
+    ready: dict[int, list[int]] = defaultdict(list)
+    for reduced in placement.reductions:
+        ready[reduced.issue].append(reduced.job)
+    profile = profile_of(stages, starts)
+    view = view_of(replace(profile, ready=ready), UNLIMITED**2)
+    positions = [row[0] for row in view.rows]
+    steps = [0] * (len(positions) + 1)
+    sizes = zip(profile.gathers, profile.gathers[1:], strict=False)
+    for issue, job, (low, high) in zip(placement.gathers, stages[0].gathers, sizes, strict=True):
+        steps[bisect_right(positions, issue)] += high - low
+        steps[bisect_left(positions, job.at)] -= high - low
+    flying = list(accumulate(steps[:-1]))
+    return replace(placement, reductions=latest_waits(stages[0], view, flying, limit))

@@ -1,0 +1,43 @@
+"""The planner on random problems of 20 to 200 groups: budget, FSDP2, lower bound, exact gains."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import random_problem
+
+from graphshard.errors import InfeasibleBudget
+from graphshard.planner.plan_step import fsdp2, plan_step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(deadline=None, max_examples=500, derandomize=True)
+@given(seed=st.integers(0, 10**6), groups=st.integers(20, 200), share=st.floats(0.7, 2.0))
+def test_large_problems(seed, groups, share):
+    check(random_problem(seed, groups, fewest=groups), share)
+
+
+@settings(deadline=None, max_examples=10, derandomize=True)
+@given(seed=st.integers(0, 10**6), share=st.floats(0.7, 2.0))
+def test_small_problems(seed, share):
+    check(random_problem(seed, 6), share)
+
+
+def check(problem, share):
+    own = fsdp2(problem)
+    budget = int(own.peak_bytes * share)
+    try:
+        planned = plan_step(replace(problem, budget_bytes=budget))
+    except InfeasibleBudget:
+        assert own.peak_bytes > budget
+        return
+    estimate = planned.estimate
+    assert estimate.peak_bytes <= budget
+    assert estimate.lower_bound_us <= estimate.step_time_us
+    if own.peak_bytes <= budget:
+        assert estimate.step_time_us <= own.us
+    gains_us = sum(reason.gain_us for reason in planned.reasons)
+    assert gains_us == estimate.fsdp2.step_time_us - estimate.step_time_us
+    assert sum(size for _, size in estimate.ours.peak_by_category) == estimate.peak_bytes
