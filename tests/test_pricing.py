@@ -34,7 +34,7 @@ def two_groups(names=("q", "k", "v", "o")):
 def priced(made, monkeypatch, huge, settings=(OWN, OWN)):
     monkeypatch.setattr(pricing, "HUGE", huge)
     outlines = {Direction.FORWARD: outline(made, made.forward.graph, Direction.FORWARD)}
-    return pricing.price(made, outlines, settings, preset("h100"))
+    return pricing.price(made, outlines, settings, preset("h100"), pricing.Freedom(regroup=True))
 
 
 def test_parts_add_up_to_the_group(monkeypatch):

@@ -8,7 +8,7 @@ from plans import group, plan, two_layers
 from torch.distributed import HashStore
 
 from graphshard.errors import DivergedRanks
-from graphshard.plan import Estimate
+from graphshard.plan import Estimate, Figures
 from graphshard.runtime import agree
 from graphshard.runtime.agree import Ballot
 
@@ -41,7 +41,8 @@ def vote(ranks, plans):
 
 
 def planned(made, step_time_us):
-    return replace(made, estimate=Estimate(step_time_us, 1, 2, 3.0, 4))
+    figures = Figures(step_time_us, 0.0, 1)
+    return replace(made, estimate=Estimate(figures, figures, 2, 1.0))
 
 
 def test_equal_skeletons_run_what_each_rank_planned():
