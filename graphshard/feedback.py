@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate
@@ -20,10 +20,10 @@ from graphshard import measured as times
 from graphshard.emit import emit, with_marks
 from graphshard.fsdp2.store import exchange, ranks_of
 from graphshard.ir import Program
-from graphshard.measured import Lap, Measured
+from graphshard.measured import Issued, Lap, Measured
 from graphshard.pipeline import apply, plan_with_costs
 from graphshard.plan import Direction, Plan, Reshard, Step, StepKind
-from graphshard.planner.observed import observed
+from graphshard.planner.observed import observed, travelling
 from graphshard.planner.problem import Problem
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.run import Body
@@ -110,7 +110,7 @@ class Feedback:
             direction: times.combine(
                 steps,
                 [own[direction][-count:] for own in ranks],
-                lanes(self.problem, direction, steps),
+                issued(self.problem, direction, steps),
             )
             for direction, steps in self._stretches.items()
         }
@@ -122,14 +122,16 @@ def cuts(problem: Problem, direction: Direction) -> frozenset[int]:
     return frozenset(accumulate(r.num_ops for r in problem.regions(direction)))
 
 
-def lanes(problem: Problem, direction: Direction, steps: tuple[Step, ...]) -> dict[int, int]:
-    """Index of each issuing stretch -> its lane."""
+def issued(problem: Problem, direction: Direction, steps: Sequence[Step]) -> dict[int, Issued]:
+    """What is known of the collective of each issuing stretch."""
     found = {}
     for index, step in enumerate(steps):
-        if step.group is not None and step.kind is StepKind.GATHER_ISSUE:
-            found[index] = problem.groups[step.group].lane_in(direction)
-        elif step.group is not None and step.kind is StepKind.REDUCE_ISSUE:
-            found[index] = problem.groups[step.group].reduce_lane
+        if step.group is None or step.kind not in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE):
+            continue
+        group = problem.groups[step.group]
+        gathers = step.kind is StepKind.GATHER_ISSUE
+        lane = group.lane_in(direction) if gathers else group.reduce_lane
+        found[index] = Issued(lane, sum(t.us for _, t in travelling(problem, direction, step)))
     return found
 
 

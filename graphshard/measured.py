@@ -72,17 +72,25 @@ class Measured:
         return self.forward if direction is Direction.FORWARD else self.backward
 
 
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """What is known of a collective before it runs: its lane, and its share of the lane's work."""
+
+    lane: int
+    weight: float
+
+
 def combine(
-    steps: Sequence[Step], laps: Sequence[Sequence[Lap]], lane_of: Mapping[int, int]
+    steps: Sequence[Step], laps: Sequence[Sequence[Lap]], issued: Mapping[int, Issued]
 ) -> tuple[Stretch, ...]:
     """One direction's stretches from the laps of every rank (`laps[rank][n]`, n alike on all).
 
-    lane_of: index of an issuing stretch -> its lane. Work is the median over laps and ranks. A
-    collective's time is the shortest over ranks, then the median over laps: the rank that came
-    last waited for nobody.
+    issued: by index of the issuing stretch. Work is the median over laps and ranks. A collective's
+    time is the shortest over ranks, then the median over laps: the rank that came last waited for
+    nobody.
     """
     split = [[_split(steps, lap) for lap in own] for own in laps]
-    comm = [[_lane_times(lap, lane_of) for lap in own] for own in laps]
+    comm = [[lane_times(lap, issued) for lap in own] for own in laps]
     found = []
     for index, step in enumerate(steps):
         rows = [lap[index] for own in split for lap in own]
@@ -98,10 +106,12 @@ def combine(
 
 
 def _shortest(index: int, comm: list[list[dict[int, float]]]) -> float | None:
-    """Of the collective issued by stretch `index`; None unless every lap of every rank had it."""
-    if not all(index in lap for own in comm for lap in own):
+    """Of the collective issued by stretch `index`; None unless every rank saw it in some lap."""
+    seen = [[lap[index] for lap in own if index in lap] for own in comm]
+    count = min(map(len, seen))
+    if count == 0:
         return None
-    return median(min(own[n][index] for own in comm) for n in range(len(comm[0])))
+    return median(min(own[n] for own in seen) for n in range(count))
 
 
 def _split(steps: Sequence[Step], lap: Lap) -> list[tuple[float, float]]:
@@ -126,21 +136,52 @@ def _identity(step: Step) -> tuple[object, ...]:
     return gathers, reduces, step.start, step.groups, step.params, step.kind is StepKind.RELEASE
 
 
-def _lane_times(lap: Lap, lane_of: Mapping[int, int]) -> dict[int, float]:
-    """Stretch that issued -> time of its collective since the lane was free for it.
+def lane_times(lap: Lap, issued: Mapping[int, Issued]) -> dict[int, float]:
+    """Stretch that issued -> time that its collective took of its lane.
 
-    Left out is what ended nobody knows when, and what came right behind it on its lane.
+    Where each end is known, from when the lane was free until the end. Where not, the lane's work
+    is shared out by weight, so that the lane ends when the last known end says. Left out are lanes
+    of which no end is known, and what nobody planned (a user's prefetch list, say).
     """
-    free_at: dict[int, float | None] = {}
-    found = {}
+    lanes: dict[int, dict[int, Trip]] = {}
     for index, trip in sorted(lap.trips.items()):
-        if index not in lane_of:
-            continue  # issued where nobody planned it, because of a user's prefetch list
-        before = free_at.get(lane_of[index], 0.0)
-        if trip.done is not None and before is not None:
-            found[index] = max(LEAST_US, trip.done - max(trip.issued, before))
-        free_at[lane_of[index]] = trip.done
+        if index in issued:
+            lanes.setdefault(issued[index].lane, {})[index] = trip
+    found: dict[int, float] = {}
+    for trips in lanes.values():
+        if all(trip.done is not None for trip in trips.values()):
+            found |= _each(trips)
+        elif any(trip.done is not None for trip in trips.values()):
+            found |= _shared(trips, {index: issued[index].weight for index in trips})
+    return dict(sorted(found.items()))
+
+
+def _each(trips: Mapping[int, Trip]) -> dict[int, float]:
+    found, free_at = {}, 0.0
+    for index, trip in trips.items():
+        assert trip.done is not None
+        found[index] = max(LEAST_US, trip.done - max(trip.issued, free_at))
+        free_at = max(free_at, trip.done)
     return found
+
+
+def _shared(trips: Mapping[int, Trip], weights: Mapping[int, float]) -> dict[int, float]:
+    """Times in proportion to `weights` up to the last known end; nothing of what comes after it.
+
+    A collective starts when it is issued and the lane is free. So the lane ends where its last
+    idle moment lies, which is some issue, plus all work from there on: the factor is the largest
+    for which no such end is later than the known one.
+    """
+    last = max(i for i, trip in trips.items() if trip.done is not None)
+    end = max(trip.done for trip in trips.values() if trip.done is not None)
+    known = [i for i in trips if i <= last]
+    work, factors = 0.0, []
+    for index in reversed(known):
+        work += weights[index]
+        if work > 0:
+            factors.append((end - trips[index].issued) / work)
+    factor = max(0.0, min(factors, default=0.0))
+    return {index: max(LEAST_US, factor * weights[index]) for index in known}
 
 
 def to_json(laps: Mapping[Direction, Sequence[Lap]]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, replace
 from statistics import median
 
 from graphshard.measured import Measured, Stretch
-from graphshard.plan import Direction, StepKind
+from graphshard.plan import Direction, Step, StepKind
 from graphshard.planner.problem import Group, Part, Problem, Region, Transfer, checked, gather_of
 
 WAIT_OF = {
@@ -109,7 +109,7 @@ def _seen(
         if step.kind not in WAIT_OF or comm_us is None:
             continue
         unpack_us = waits[WAIT_OF[step.kind], step.groups, step.params]
-        rows = list(_travelling(problem, direction, stretch))
+        rows = list(travelling(problem, direction, stretch.step))
         lane = problem.groups[rows[0][0].group].lane_in(direction)
         comm_us += problem.lanes[lane].launch_us * (len(rows) - 1)
         own = [predicted for _, predicted in rows]
@@ -122,11 +122,10 @@ def _seen(
             yield key, (predicted, Transfer(*times))
 
 
-def _travelling(
-    problem: Problem, direction: Direction, stretch: Stretch
+def travelling(
+    problem: Problem, direction: Direction, step: Step
 ) -> Iterator[tuple[Key, Transfer]]:
-    """The parts in the collective that a stretch issued, with their predicted transfers."""
-    step = stretch.step
+    """The parts in the collective that `step` issues, with their predicted transfers."""
     for number in step.groups:
         for place, part in enumerate(problem.groups[number].parts):
             if step.params and part.params[0] not in step.params:
