@@ -106,15 +106,14 @@ class Feedback:
             if dist.get_rank() == 0:
                 logger.warning("%s: not planned again: no step was complete", self.plan.name)
             return None
+        laps = {d: [own[d][-count:] for own in ranks] for d in self._stretches}
         found = {
-            direction: times.combine(
-                steps,
-                [own[direction][-count:] for own in ranks],
-                issued(self.problem, direction, steps),
-            )
+            direction: times.combine(steps, laps[direction], issued(self.problem, direction, steps))
             for direction, steps in self._stretches.items()
         }
-        return Measured(count, found[Direction.FORWARD], found.get(Direction.BACKWARD, ()))
+        step_us, exposed_us = times.whole(list(self._stretches.values()), list(laps.values()))
+        backward = found.get(Direction.BACKWARD, ())
+        return Measured(count, step_us, exposed_us, found[Direction.FORWARD], backward)
 
 
 def cuts(problem: Problem, direction: Direction) -> frozenset[int]:

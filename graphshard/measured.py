@@ -54,19 +54,16 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Medians over `num_steps` steps, the same on all ranks. forward, backward: in order."""
+    """Medians over `num_steps` steps, the same on all ranks. forward, backward: in order.
+
+    step_time_us, exposed_us: of whole steps; medians of parts do not add up to them.
+    """
 
     num_steps: int
+    step_time_us: float
+    exposed_us: float
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
-
-    @property
-    def step_time_us(self) -> float:
-        return sum(s.us + s.exposed_us for s in (*self.forward, *self.backward))
-
-    @property
-    def exposed_us(self) -> float:
-        return sum(s.exposed_us for s in (*self.forward, *self.backward))
 
     def of(self, direction: Direction) -> tuple[Stretch, ...]:
         return self.forward if direction is Direction.FORWARD else self.backward
@@ -85,24 +82,50 @@ def combine(
 ) -> tuple[Stretch, ...]:
     """One direction's stretches from the laps of every rank (`laps[rank][n]`, n alike on all).
 
-    issued: by index of the issuing stretch. Work is the median over laps and ranks. A collective's
-    time is the shortest over ranks, then the median over laps: the rank that came last waited for
-    nobody.
+    issued: by index of the issuing stretch. Work is the slowest rank's, for which the others wait
+    at the next collective; a collective's time is the shortest over ranks, since the rank that came
+    last waited for nobody; then the median over laps.
     """
     split = [[_split(steps, lap) for lap in own] for own in laps]
     comm = [[lane_times(lap, issued) for lap in own] for own in laps]
     found = []
     for index, step in enumerate(steps):
-        rows = [lap[index] for own in split for lap in own]
+        columns = [[lap[index] for lap in ranks] for ranks in zip(*split, strict=True)]
         found.append(
             Stretch(
                 step,
-                us=median(us for us, _ in rows),
-                exposed_us=median(exposed for _, exposed in rows),
+                us=median(max(us for us, _ in column) for column in columns),
+                exposed_us=median(min(exposed for _, exposed in column) for column in columns),
                 comm_us=_shortest(index, comm),
             )
         )
     return tuple(found)
+
+
+def whole(
+    steps: Sequence[Sequence[Step]], laps: Sequence[Sequence[Sequence[Lap]]]
+) -> tuple[float, float]:
+    """Time of a step and how much of it was waiting; directions first, then as `combine` has it.
+
+    Medians over laps of the slowest rank's time and of the least waiting.
+    """
+    totals: list[list[tuple[float, float]]] = []
+    for own, ranks in zip(steps, laps, strict=True):
+        split = [[_split(own, lap) for lap in one] for one in ranks]
+        totals.append([_total(lap) for lap in zip(*split, strict=True)])
+    pairs = list(zip(*totals, strict=True))
+    return (
+        median(sum(us for us, _ in pair) for pair in pairs),
+        median(sum(exposed for _, exposed in pair) for pair in pairs),
+    )
+
+
+def _total(ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """One lap of a direction: the slowest rank's time, the least waiting of any."""
+    return (
+        max(sum(us + waiting for us, waiting in lap) for lap in ranks),
+        min(sum(waiting for _, waiting in lap) for lap in ranks),
+    )
 
 
 def _shortest(index: int, comm: list[list[dict[int, float]]]) -> float | None:
