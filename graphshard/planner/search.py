@@ -18,7 +18,7 @@ from graphshard.planner.score import Bench, Candidate, all_policies, candidate, 
 
 # How many events the search may play; about a second of Python for each million.
 LEAST_EFFORT = 150_000
-EFFORT_PER_EVENT = 250
+EFFORT_PER_EVENT = 180
 POLICIES = 2
 PAIRS = 16  # so many moves at most are flipped in pairs
 
