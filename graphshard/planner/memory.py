@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import add, itemgetter
 
 from graphshard.planner.events import Event
+from graphshard.planner.kit import Kit, once
 from graphshard.planner.stage import Job, Stage
 
 
@@ -63,7 +65,7 @@ class View:
     reductions: tuple[int, ...]
 
 
-def profile_of(stages: Sequence[Stage], starts: Sequence[int]) -> Profile:
+def profile_of(kit: Kit, stages: Sequence[Stage], starts: Sequence[int]) -> Profile:
     """starts: bytes in memory when each stage starts.
 
     A gather's wait counts what its issue leaves behind too, and a reduction's issue leaves out
@@ -74,7 +76,8 @@ def profile_of(stages: Sequence[Stage], starts: Sequence[int]) -> Profile:
     for column in zip(*(s.fixed for s in stages), strict=True):
         events = [event for _, event in column]
         jobs = [found.get(id(e)) for found, e in zip(gathers, events, strict=True)]
-        visits.append((column[0][0], _change(events, jobs)))
+        change = once(kit, ("change", *events), partial(_change, events, jobs))
+        visits.append((column[0][0], change))
     ready: dict[int, list[int]] = defaultdict(list)
     for index, job in enumerate(stages[0].reductions):
         ready[job.at].append(index)
@@ -85,7 +88,10 @@ def profile_of(stages: Sequence[Stage], starts: Sequence[int]) -> Profile:
         tuple(starts),
         tuple(visits),
         ready,
-        tuple(_packing(jobs) for jobs in zip(*(s.reductions for s in stages), strict=True)),
+        tuple(
+            once(kit, ("packing", *(j.issue for j in jobs)), partial(_packing, jobs))
+            for jobs in zip(*(s.reductions for s in stages), strict=True)
+        ),
         tuple(accumulate(_flights(s.gathers for s in stages), initial=0)),
         tuple(_flights(s.reductions for s in stages)),
     )

@@ -101,7 +101,7 @@ def place(bench: Bench, choices: Choices, direction: Direction) -> Scored | None
     problem = bench.problem
     stages = [stage_of(bench.kit, choices, direction, turn) for turn, _ in turns(problem)]
     starts = start_bytes(bench, choices, direction)
-    profile = profile_of(stages, starts)
+    profile = profile_of(bench.kit, stages, starts)
     policies = bench.policies.get(direction) or all_policies(problem, direction)
     best: Scored | None = None
     for placement in _placements(bench, stages[0], profile, policies):

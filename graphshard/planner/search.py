@@ -14,11 +14,11 @@ from typing import TypeAlias
 
 from graphshard.planner.choices import Choices
 from graphshard.planner.moves import Move, apply, families, lean_choices, moves, unmoved
-from graphshard.planner.score import Bench, Candidate, all_policies, candidate
+from graphshard.planner.score import Bench, Candidate, all_policies, candidate, place
 
 # How many events the search may play; about a second of Python for each million.
 LEAST_EFFORT = 150_000
-EFFORT_PER_EVENT = 250
+EFFORT_PER_EVENT = 180
 POLICIES = 2
 PAIRS = 16  # so many moves at most are flipped in pairs
 
@@ -66,12 +66,11 @@ def _tune(bench: Bench, choices: Choices) -> None:
         ranked = []
         for index, policy in enumerate(all_policies(bench.problem, direction)):
             bench.policies[direction] = (policy,)
-            bench.scores.clear()
-            found = candidate(bench, choices)
+            found = place(bench, choices, direction)
             if found is not None:
-                ranked.append((found.rank, index, policy))
-        ranked.sort(key=lambda row: row[:2])
-        bench.policies[direction] = tuple(policy for _, _, policy in ranked[:POLICIES])
+                ranked.append((found.us, found.peak_bytes, index, policy))
+        ranked.sort(key=lambda row: row[:3])
+        bench.policies[direction] = tuple(policy for *_, policy in ranked[:POLICIES])
     bench.scores.clear()
 
 

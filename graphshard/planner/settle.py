@@ -19,6 +19,7 @@ from graphshard.planner.choices import Choices
 from graphshard.planner.events import turns
 from graphshard.planner.fill import UNLIMITED, latest_waits
 from graphshard.planner.fsdp2 import has_lists
+from graphshard.planner.kit import Kit
 from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.score import Bench, Scored, score, start_bytes
 from graphshard.planner.simulate import play
@@ -37,7 +38,7 @@ def settled(bench: Bench, choices: Choices, direction: Direction, scored: Scored
         before = scored
         if not has_lists(problem, direction):
             scored = _if_good(bench, stages, starts, limit, scored, _later_gathers(stages, scored))
-        waits = _later_waits(stages, starts, limit, scored.placement)
+        waits = _later_waits(bench.kit, stages, starts, limit, scored.placement)
         scored = _if_good(bench, stages, starts, limit, scored, waits)
         if scored == before:
             break
@@ -92,13 +93,13 @@ def _later_gathers(stages: Sequence[Stage], scored: Scored) -> Placement:
 
 
 def _later_waits(
-    stages: list[Stage], starts: list[int], limit: int, placement: Placement
+    kit: Kit, stages: list[Stage], starts: list[int], limit: int, placement: Placement
 ) -> Placement:
     """Every wait for a reduction as late as memory allows, everything else as it is."""
     ready: dict[int, list[int]] = defaultdict(list)
     for reduced in placement.reductions:
         ready[reduced.issue].append(reduced.job)
-    profile = profile_of(stages, starts)
+    profile = profile_of(kit, stages, starts)
     view = view_of(replace(profile, ready=ready), UNLIMITED**2)
     positions = [row[0] for row in view.rows]
     steps = [0] * (len(positions) + 1)
