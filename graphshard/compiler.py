@@ -298,12 +298,16 @@ def freedom_of(options: Options) -> Freedom:
 
     Otherwise it keeps gathered what FSDP2 keeps, and like FSDP2 one group ahead.
     """
-    budget = options.memory_budget_bytes
-    if options.reshard == "auto":
-        return Freedom(budget, reshard=Reshard.AUTO, recompute=budget is not None, regroup=True)
-    if budget is not None:
-        return Freedom(budget, reshard=Reshard.OPEN, recompute=True, regroup=True)
-    return Freedom(most_ahead=1)
+    budget, count = options.memory_budget_bytes, options.micro_steps
+    if budget is None and options.reshard != "auto":
+        return Freedom(most_ahead=1, micro_steps=count)
+    return Freedom(
+        budget,
+        reshard=Reshard.AUTO if options.reshard == "auto" else Reshard.OPEN,
+        recompute=budget is not None,
+        regroup=True,
+        micro_steps=count,
+    )
 
 
 def _text(machine: Machine) -> str:

@@ -34,6 +34,8 @@ class Options:
     call; "off": on nothing.
     machine: what costs are taken from: a preset's name or the path of a calibrated profile; None:
     the preset of the device.
+    micro_steps: forward and backward runs per optimizer step, of which the last one synchronises
+    gradients (`set_requires_gradient_sync`).
     replan_after: forwards after which the plan is made again from measured times; None: never.
     """
 
@@ -43,6 +45,7 @@ class Options:
     memory_budget_bytes: int | None = None
     reshard: str = "fsdp2"
     machine: str | None = None
+    micro_steps: int = 1
     replan_after: int | None = None
     verify: str = "compile"
 
@@ -74,6 +77,7 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
     return Options(
         memory_budget_bytes=_parse_bytes("memory_budget", given.get("memory_budget")),
         machine=None if machine is None else str(machine),
+        micro_steps=_parse_count("micro_steps", given.get("micro_steps"), least=1) or 1,
         replan_after=_parse_count("replan_after", given.get("replan_after"), least=2),
         compute=str(given.get("compute", default.compute)),
         fallback=str(given.get("fallback", default.fallback)),

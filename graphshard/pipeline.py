@@ -139,6 +139,9 @@ def plan_with_costs(
     plan = plan_cache.load(key, program.name)
     if plan is None:
         planned = plan_step(problem, baseline)
+        groups = tuple(
+            replace(info, between_micro_steps=info.id in planned.across) for info in groups
+        )
         plan = _plan_of(program.with_groups(groups), planned.schedules)
         names = tuple(problem.recompute[index].name for index in planned.recompute)
         plan = replace(plan, estimate=planned.estimate, recompute=names, reasons=planned.reasons)

@@ -71,7 +71,8 @@ class ParamInfo:
 class GroupInfo:
     """One `fully_shard` group. `gathered_bytes` counts FSDP2's padding of uneven shards.
 
-    resharded_by: who says whether it stays gathered until backward.
+    resharded_by: who says whether it stays gathered until backward. between_micro_steps: it stays
+    gathered after backward too, as long as gradients are not synchronised.
     reduce_dtype, reduce_bytes: of the gradients on the wire, all trainable parameters together.
     """
 
@@ -82,6 +83,7 @@ class GroupInfo:
     reshard_after_forward: bool
     gathered_bytes: int
     resharded_by: Reshard = Reshard.FSDP2
+    between_micro_steps: bool = False
     reduce_dtype: str = ""
     reduce_bytes: int = 0
 
@@ -286,14 +288,22 @@ def gathered_bytes_by_step(plan: Plan) -> list[int]:
 
     What a gather carries counts from its issue to its group's release. At its wait the bucket and
     the parameters copied out of it are alive together, so that step counts it twice (unless it was
-    kept or has one rank only).
+    kept or has one rank only). Where groups stay gathered between micro-steps, a step shows the
+    larger of what it has in the first micro-step and in a later one.
     """
+    stays = {g.id: g.gathered_bytes for g in plan.groups if g.between_micro_steps}
+    first = _alive_bytes(plan, {})
+    return list(map(max, first, _alive_bytes(plan, stays))) if stays else first
+
+
+def _alive_bytes(plan: Plan, stays: dict[int, int]) -> list[int]:
+    """stays: bytes of groups that are gathered from the start to the end."""
     infos = {g.id: g for g in plan.groups}
-    held: dict[int, int] = {}
+    held: dict[int, int] = dict(stays)
     alive = []
     for step in (step for schedule in plan.schedules for step in schedule.steps):
         bucket = 0
-        for group in map(infos.__getitem__, step.groups):
+        for group in (infos[number] for number in step.groups if number not in stays):
             carried = _carried_bytes(group, step)
             if step.kind is StepKind.GATHER_ISSUE:
                 held[group.id] = carried + (0 if step.kept else held.get(group.id, 0))
@@ -301,7 +311,8 @@ def gathered_bytes_by_step(plan: Plan) -> list[int]:
                 bucket += carried
         alive.append(sum(held.values()) + bucket)
         if step.kind is StepKind.RELEASE and step.group is not None and not step.kept:
-            held.pop(step.group, None)
+            if step.group not in stays:
+                held.pop(step.group, None)
     return alive
 
 

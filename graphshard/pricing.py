@@ -56,6 +56,7 @@ class Freedom:
     budget_bytes: hard limit on the peak; None: FSDP2's own peak. most_ahead: gathers in flight;
     None: as many as memory allows. reshard: OPEN leaves it groups without a setting, AUTO all.
     recompute: activations may be computed again. regroup: gathers may be merged and split.
+    micro_steps: forward and backward runs per optimizer step, of which the last one reduces.
     """
 
     budget_bytes: int | None = None
@@ -63,6 +64,7 @@ class Freedom:
     reshard: Reshard = Reshard.FSDP2
     recompute: bool = False
     regroup: bool = False
+    micro_steps: int = 1
 
 
 def price(
@@ -107,6 +109,8 @@ def price(
             recompute=tuple(options),
             regroup_gathers=freedom.regroup and all(own.regroups for own in settings),
             most_ahead=freedom.most_ahead,
+            micro_steps=freedom.micro_steps,
+            sync_each=freedom.micro_steps == 1,
             budget_bytes=freedom.budget_bytes,
         )
     )
@@ -247,6 +251,7 @@ def _group(
         world_size=own.ranks,
         reshard=decided.get(reshard, info.reshard_after_forward),
         is_root=own.is_root,
+        keep_across=True if own.kept_after_backward else None,
         forward_prefetch=own.forward_prefetch,
         backward_prefetch=own.backward_prefetch,
     )

@@ -31,13 +31,16 @@ def apply_plan(program: Program, plan: Plan) -> Program:
 
 
 def _keep(graph: fx.Graph, program: Program, schedule: Schedule) -> None:
-    """Hand the plan's decisions to the releases of forward."""
+    """Hand the plan's decisions to the releases."""
     kept = {s.group for s in schedule.of_kind(StepKind.RELEASE) if s.kept}
     for node, step in steps(graph, StepKind.RELEASE):
-        decided = program.groups[step.group].resharded_by
+        info = program.groups[step.group]
+        decided = info.resharded_by
         if node.target == "release_for_backward" and decided is not Reshard.FSDP2:
             final = {"final": True} if decided is Reshard.AUTO else {}
             node.kwargs = {"keep": step.group in kept, **final}
+        elif schedule.direction is Direction.BACKWARD and info.between_micro_steps:
+            node.kwargs = {"between_micro_steps": True}
 
 
 def _is_not_open(node: fx.Node) -> bool:

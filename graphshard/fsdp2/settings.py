@@ -36,6 +36,7 @@ class GroupSettings:
     shard_bytes: int
     optimizer_bytes: int
     reduce_item_bytes: int
+    kept_after_backward: bool = False
     regroups: bool = True
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
@@ -65,6 +66,7 @@ def settings_of(groups: Sequence[FsdpGroup]) -> tuple[GroupSettings, ...]:
             shard_bytes=_shard_bytes(group, trainable=False),
             optimizer_bytes=OPTIMIZER_TENSORS * _shard_bytes(group, trainable=True),
             reduce_item_bytes=max(p.reduce_item_bytes for p in group.params),
+            kept_after_backward=not group.reshard_after_backward,
             regroups=group.gathers_plainly,
             forward_prefetch=listed(group, Direction.FORWARD),
             backward_prefetch=listed(group, Direction.BACKWARD),

@@ -30,12 +30,14 @@ from graphshard.planner.stage import assemble, stage_of
 class Planned:
     """The chosen schedules, and what they and FSDP2's own come to in the simulation.
 
-    recompute: indices of the problem's options that are taken.
+    recompute: indices of the problem's options that are taken. across: groups that stay gathered
+    between micro-steps.
     """
 
     schedules: tuple[Schedule, ...]
     estimate: Estimate
     recompute: tuple[int, ...] = ()
+    across: tuple[int, ...] = ()
     reasons: tuple[Reason, ...] = ()
 
 
@@ -60,7 +62,14 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     bound = lower_bound_us(kit.problem)
     estimate = Estimate(_figures(ours), _figures(theirs), budget, bound)
     reasons = reasons_of(bench, own, best, ours, theirs.step_us)
-    return Planned(tuple(_schedules(kit, best)), estimate, best.choices.recompute, tuple(reasons))
+    choices = best.choices
+    return Planned(
+        schedules=tuple(_schedules(kit, best)),
+        estimate=estimate,
+        recompute=choices.recompute,
+        across=choices.across,
+        reasons=tuple(reasons),
+    )
 
 
 def fsdp2(problem: Problem, place: Place = fsdp2_placement) -> Candidate:

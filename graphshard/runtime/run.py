@@ -140,13 +140,17 @@ class OpenGroup:
     def places(self, params: tuple[int, ...]) -> Sequence[int]:
         return params or range(len(self.live.fsdp.params))
 
-    def release(self) -> None:
+    def release(self, *, between_micro_steps: bool = False) -> None:
         """Last use is over, and nothing later in this step needs the group.
 
-        After backward, `set_reshard_after_backward(False)` keeps it for the next micro-step.
+        After backward, `set_reshard_after_backward(False)` keeps it for the next micro-step. So
+        does the plan (`between_micro_steps`) as long as gradients are not synchronised: then
+        another one comes before the parameters change.
         """
+        fsdp = self.live.fsdp
         is_backward = self._run.direction is Direction.BACKWARD
-        self.gather().release(keep=is_backward and not self.live.fsdp.reshard_after_backward)
+        stays = not fsdp.reshard_after_backward or (between_micro_steps and not fsdp.reduces)
+        self.gather().release(keep=is_backward and stays)
 
     def release_for_backward(self, *, keep: bool | None = None, final: bool = False) -> None:
         """Last use in forward is over; backward needs the group again.

@@ -121,3 +121,28 @@ def test_reshard_auto_leaves_every_group_to_the_planner(pool: Pool) -> None:
     (kept, issued), _ = pool.run(2, free_to_keep, "auto")
     assert kept[1] < bound[1] or kept[1] == 0
     assert sum(issued) == 2 * sum(kept)
+
+
+def accumulated(ctx: Ctx, budget: str) -> tuple[list[bool], int, int]:
+    """Three micro-steps; which groups stay gathered between them, gathers planned and issued."""
+    case, micro = CASES["llama"], 3
+    expected = train(build(case, ctx), case, ctx, 2, micro_steps=micro)
+    model = build(case, ctx)
+    options = {"fallback": "error", "memory_budget": budget, "micro_steps": micro}
+    model.compile(backend="graphshard", fullgraph=True, options=options)
+    assert_equal(expected, train(model, case, ctx, 2, micro_steps=micro))
+    (plan,) = graphshard.plans(model)
+    (record,) = records_under(model)
+    assert all(live.held is None for live in record.groups)
+    issued = sum(live.counters.all_gathers for live in record.groups)
+    return (
+        [g.between_micro_steps for g in plan.groups],
+        sum(s.num_all_gathers for s in plan.schedules),
+        issued,
+    )
+
+
+def test_with_room_groups_stay_gathered_between_micro_steps(pool: Pool) -> None:
+    (stays, planned_gathers, issued), _ = pool.run(2, accumulated, "1GiB")
+    assert any(stays)
+    assert issued < 2 * 3 * planned_gathers
