@@ -310,9 +310,8 @@ def _alive_bytes(plan: Plan, stays: dict[int, int]) -> list[int]:
             elif step.kind is StepKind.GATHER_WAIT and not step.kept and group.world_size > 1:
                 bucket += carried
         alive.append(sum(held.values()) + bucket)
-        if step.kind is StepKind.RELEASE and step.group is not None and not step.kept:
-            if step.group not in stays:
-                held.pop(step.group, None)
+        if step.kind is StepKind.RELEASE and not step.kept and (group_id := step.group) is not None:
+            held[group_id] = stays.get(group_id, 0)
     return alive
 
 

@@ -7,7 +7,10 @@ import pytest
 from graphshard.errors import GraphshardError, OptionsError
 from graphshard.options import Options, is_disabled, parse_options
 
-KEYS = "compute, fallback, dump_dir, memory_budget, reshard, machine, micro_steps, replan_after, verify"
+KEYS = (
+    "compute, fallback, dump_dir, memory_budget, reshard, machine, micro_steps, replan_after, "
+    "verify"
+)
 
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"
 
