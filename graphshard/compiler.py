@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,18 +21,15 @@ from torch._functorch.partitioners import default_partition
 from torch._ops import HigherOrderOperator
 
 from graphshard.capture.ports import CompiledPlan, Record, port_of
-from graphshard.cost.machine import Machine
-from graphshard.cost.presets import preset, preset_for
-from graphshard.cost.profile import calibrated, read_profile
 from graphshard.dynamo import input_example
 from graphshard.emit import check_inputs, code_of, emit, with_run_input
 from graphshard.errors import CaptureError
 from graphshard.feedback import Feedback
 from graphshard.fsdp2 import modules_of
-from graphshard.fsdp2.settings import settings_of
 from graphshard.ir import Program, copied, copy_of, output_node, set_anchor_group
 from graphshard.measured import Measured
 from graphshard.options import Options
+from graphshard.order import order_of
 from graphshard.pipeline import (
     Order,
     apply,
@@ -44,11 +39,10 @@ from graphshard.pipeline import (
     pose,
     run_captured,
 )
-from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan, Reshard
+from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan
 from graphshard.planner.problem import Problem
-from graphshard.pricing import Freedom
 from graphshard.recompute import Unit, tag
-from graphshard.runtime.agree import Ballot, check_call, lead_costs, settle
+from graphshard.runtime.agree import Ballot, check_call, settle
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, find, lookup
 from graphshard.runtime.run import Body, guarded
@@ -99,7 +93,7 @@ class GraphCompiler:
         program = Program(self.name, infos, num_fwd_outputs, joint=joint)
         program = run_captured(program)
         self._calls = Calls(_tangent_positions(joint, num_fwd_outputs), tuple(self._anchors))
-        groups, order = program.groups, self._order()
+        groups, order = program.groups, order_of(self.groups, self._options, self.ballots)
 
         def split(repeated: Sequence[Unit]) -> tuple[fx.GraphModule, fx.GraphModule]:
             clone = copy_of(joint)
@@ -123,7 +117,10 @@ class GraphCompiler:
         infos = tuple(_describe(i, live) for i, live in enumerate(self.groups))
         outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
         program = run_captured(Program(self.name, infos, outputs, forward=gm))
-        self._schedule(self._placed(program.groups, outputs, gm, None), self._order())
+        self._schedule(
+            self._placed(program.groups, outputs, gm, None),
+            order_of(self.groups, self._options, self.ballots),
+        )
         return self._emit_forward(gm, inputs)
 
     def _emit_forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -193,6 +190,7 @@ class GraphCompiler:
                 plan=plan,
                 bodies=self._bodies,
                 groups=self.groups,
+                ballots=_ballots(self.groups),
                 after=self._options.replan_after,
                 adopt=self._adopt,
             )
@@ -209,14 +207,6 @@ class GraphCompiler:
         compiled = CompiledPlan(plan, *code, problem, measured)
         for record in self.records:
             record.plans[self.name] = compiled
-
-    def _order(self) -> Order:
-        """What the planner needs. Costs are those of the lowest rank, so that all plan alike."""
-        groups = [live.fsdp for live in self.groups]
-        machine = machine_for(self._options.machine, groups[0].device)
-        if self.ballots:
-            machine = pickle.loads(bytes.fromhex(lead_costs(self.ballots, _text(machine))))
-        return Order(settings_of(groups), machine, freedom_of(self._options))
 
     @property
     def records(self) -> list[Record]:
@@ -291,36 +281,6 @@ def _boxed(gm: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-
-
-def freedom_of(options: Options) -> Freedom:
-    """With a budget or `reshard="auto"` the planner decides everything that the user left open.
-
-    Otherwise it keeps gathered what FSDP2 keeps, and like FSDP2 one group ahead.
-    """
-    budget, count = options.memory_budget_bytes, options.micro_steps
-    if budget is None and options.reshard != "auto":
-        return Freedom(most_ahead=1, micro_steps=count)
-    return Freedom(
-        budget,
-        reshard=Reshard.AUTO if options.reshard == "auto" else Reshard.OPEN,
-        recompute=budget is not None,
-        regroup=True,
-        micro_steps=count,
-    )
-
-
-def _text(machine: Machine) -> str:
-    return pickle.dumps(machine).hex()
-
-
-def machine_for(given: str | None, device: torch.device) -> Machine:
-    """The machine that costs are taken from: a preset, a calibrated profile, or the device's."""
-    if given is not None and not Path(given).suffix:
-        return preset(given)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    machine = preset_for(name)
-    return machine if given is None else calibrated(machine, read_profile(Path(given)))
 
 
 def _find_groups(gm: fx.GraphModule) -> tuple[list[LiveGroup], dict[int, int]]:

@@ -10,7 +10,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import accumulate
 
 import torch.distributed as dist
@@ -18,20 +17,18 @@ from torch import fx
 
 from graphshard import measured as times
 from graphshard.emit import emit, with_marks
-from graphshard.fsdp2.store import exchange, ranks_of
 from graphshard.ir import Program
 from graphshard.measured import Issued, Lap, Measured
 from graphshard.pipeline import apply, plan_with_costs
 from graphshard.plan import Direction, Plan, Reshard, Step, StepKind
 from graphshard.planner.observed import observed, travelling
 from graphshard.planner.problem import Problem
+from graphshard.runtime.agree import Ballot, told
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.run import Body
 
 logger = logging.getLogger(__name__)
 
-# Ranks reach the same forward together; the slowest may be compiling another length.
-TIMEOUT = timedelta(minutes=10)
 FEWEST_STEPS = 1
 
 
@@ -50,6 +47,7 @@ class Feedback:
     plan: Plan
     bodies: Mapping[Direction, Body]
     groups: list[LiveGroup]
+    ballots: list[Ballot]
     after: int
     adopt: Callable[[Program, Plan, Problem, Measured], None]
     _stretches: dict[Direction, tuple[Step, ...]] = field(default_factory=dict)
@@ -91,9 +89,8 @@ class Feedback:
         """The same on all ranks; None if they ran different plans or too few steps."""
         own = {d: [w.lap() for w in self.bodies[d].watches] for d in self._stretches}
         plan = hashlib.sha256(self.plan.to_json().encode()).hexdigest()
-        key = f"measured/{self.groups[0].number}/{forwards}"
-        ranks = ranks_of([live.fsdp for live in self.groups])
-        said = exchange(key, f"{plan}\n{times.to_json(own)}", ranks, TIMEOUT)
+        key = f"measured after {forwards} forwards of {self.groups[0].fqn}"
+        said = told(self.ballots, key, f"{plan}\n{times.to_json(own)}")
         plans, laps = zip(*(text.split("\n", 1) for text in said), strict=True)
         if len(set(plans)) > 1:
             logger.warning("%s: not planned again: ranks run different plans", self.plan.name)

@@ -153,6 +153,20 @@ def lead_costs(ballots: Iterable[Ballot], own: str) -> str:
     return _collect(ballot, keys, "plan", ballot.limit_s, look)[lead]
 
 
+def told(ballots: Iterable[Ballot], key: str, text: str) -> list[str]:
+    """What every rank says under `key`, in rank order; `text` alone if there is no other rank.
+
+    All ranks of the meshes call it at the same forward. Raises DivergedRanks (GS704) if one does
+    not within the store's time limit, and what `answer` raises.
+    """
+    found: dict[int, str] = {}
+    for ballot in ballots:
+        ballot.store.set(f"{key}/{ballot.rank}", text)
+        keys = {rank: f"{key}/{rank}" for rank in ballot.ranks}
+        found |= _collect(ballot, keys, key, ballot.limit_s, partial(answer, [ballot]))
+    return [found[rank] for rank in sorted(found)] or [text]
+
+
 def refuse(ballots: Iterable[Ballot], graph: str, reason: str, *, waits: bool) -> bool:
     """Say that this rank cannot compile. True if that holds for all ranks (asked only if `waits`).
 

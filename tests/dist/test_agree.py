@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard import compiler, fallback, pipeline
+from graphshard import fallback, pipeline
 from graphshard.capture.ports import records_under
 
 pytestmark = [
@@ -284,11 +284,11 @@ def other_costs(ctx: Ctx) -> tuple[float, str, float]:
     model, began = build(case, ctx), time.monotonic()
     options = {"fallback": "error", "memory_budget": "1GiB"}
     model.compile(backend="graphshard", fullgraph=True, options=options)
-    original, compiler.machine_for = compiler.machine_for, machine_for
+    original, order.machine_for = order.machine_for, machine_for
     try:
         assert_equal(expected, train(model, case, ctx, 2))
     finally:
-        compiler.machine_for = original
+        order.machine_for = original
     assert_clean(model)
     (plan,) = graphshard.plans(model)
     return own[0], plan.to_json(), time.monotonic() - began

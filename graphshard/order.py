@@ -1,0 +1,59 @@
+"""What the planner is told: FSDP2's settings, the machine's costs, what the user leaves open."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from graphshard.cost.machine import Machine
+from graphshard.cost.presets import preset, preset_for
+from graphshard.cost.profile import calibrated, read_profile
+from graphshard.fsdp2.settings import settings_of
+from graphshard.options import Options
+from graphshard.pipeline import Order
+from graphshard.plan import Reshard
+from graphshard.pricing import Freedom
+from graphshard.runtime.agree import Ballot, lead_costs
+from graphshard.runtime.live import LiveGroup
+
+
+def order_of(groups: Sequence[LiveGroup], options: Options, ballots: Sequence[Ballot]) -> Order:
+    """The order for a graph of `groups`. Costs are the lowest rank's, so that all plan alike."""
+    fsdp = [live.fsdp for live in groups]
+    machine = machine_for(options.machine, fsdp[0].device)
+    if ballots:
+        machine = pickle.loads(bytes.fromhex(lead_costs(ballots, _text(machine))))
+    return Order(settings_of(fsdp), machine, freedom_of(options))
+
+
+def _text(machine: Machine) -> str:
+    return pickle.dumps(machine).hex()
+
+
+def freedom_of(options: Options) -> Freedom:
+    """With a budget or `reshard="auto"` the planner decides everything that the user left open.
+
+    Otherwise it keeps gathered what FSDP2 keeps, and like FSDP2 one group ahead.
+    """
+    budget, count = options.memory_budget_bytes, options.micro_steps
+    if budget is None and options.reshard != "auto":
+        return Freedom(most_ahead=1, micro_steps=count)
+    return Freedom(
+        budget,
+        reshard=Reshard.AUTO if options.reshard == "auto" else Reshard.OPEN,
+        recompute=budget is not None,
+        regroup=True,
+        micro_steps=count,
+    )
+
+
+def machine_for(given: str | None, device: torch.device) -> Machine:
+    """The machine that costs are taken from: a preset, a calibrated profile, or the device's."""
+    if given is not None and not Path(given).suffix:
+        return preset(given)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    machine = preset_for(name)
+    return machine if given is None else calibrated(machine, read_profile(Path(given)))
