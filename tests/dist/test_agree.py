@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard import fallback, pipeline
+from graphshard import fallback, order, pipeline
 from graphshard.capture.ports import records_under
 
 pytestmark = [
