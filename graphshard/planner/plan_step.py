@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphshard.errors import InfeasibleBudget
+from graphshard.forecast import Forecast
 from graphshard.plan import Estimate, Figures, Reason, Schedule
 from graphshard.planner.bounds import lower_bound_us
-from graphshard.planner.compare import Place, placed_as, simulated
+from graphshard.planner.compare import Place, forecasts, placed_as, simulated
 from graphshard.planner.events import Turn
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
 from graphshard.planner.infeasible import why_infeasible
@@ -30,13 +31,14 @@ from graphshard.planner.stage import assemble, stage_of
 class Planned:
     """The chosen schedules, and what they and FSDP2's own come to in the simulation.
 
-    recompute: indices of the problem's options that are taken.
+    recompute: indices of the problem's options that are taken. forecasts: one per schedule.
     """
 
     schedules: tuple[Schedule, ...]
     estimate: Estimate
     recompute: tuple[int, ...] = ()
     reasons: tuple[Reason, ...] = ()
+    forecasts: tuple[Forecast, ...] = ()
 
 
 def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
@@ -60,7 +62,13 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     bound = lower_bound_us(kit.problem)
     estimate = Estimate(_figures(ours), _figures(theirs), budget, bound)
     reasons = reasons_of(bench, own, best, ours, theirs.step_us)
-    return Planned(tuple(_schedules(kit, best)), estimate, best.choices.recompute, tuple(reasons))
+    return Planned(
+        tuple(_schedules(kit, best)),
+        estimate,
+        best.choices.recompute,
+        tuple(reasons),
+        forecasts(kit, best),
+    )
 
 
 def fsdp2(problem: Problem, place: Place = fsdp2_placement) -> Candidate:
