@@ -22,7 +22,6 @@ def measured_of(model: Any) -> Measured:
     assert compared.collectives
     assert compared.step_time.measured_us == found.measured.step_time_us
     assert "predicted us" in str(found)
-
     return found.measured
 
 
