@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from graphshard.plan import Plan
-    from graphshard.report import Report, explain, plans
+    from graphshard.report import Measurement, Report, explain, measurements, plans
 
 _FSDP = (
     "CPUOffloadPolicy",
@@ -58,9 +58,11 @@ _ERRORS = (
 _HOME = {
     **dict.fromkeys(_FSDP, "torch.distributed.fsdp"),
     **dict.fromkeys(_ERRORS, "graphshard.errors"),
+    "Measurement": "graphshard.report",
     "Plan": "graphshard.plan",
     "Report": "graphshard.report",
     "explain": "graphshard.report",
+    "measurements": "graphshard.report",
     "plans": "graphshard.report",
 }
 
@@ -71,6 +73,7 @@ __all__ = [
     "FSDPModule",
     "GraphshardError",
     "GraphshardWarning",
+    "Measurement",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OptionsError",
@@ -83,6 +86,7 @@ __all__ = [
     "__version__",
     "explain",
     "fully_shard",
+    "measurements",
     "plans",
     "register_fsdp_forward_method",
 ]

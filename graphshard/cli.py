@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -56,7 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     view.add_argument(
         "-o", "--output", metavar="OUT", type=Path, help="default: PLAN with the suffix .html"
     )
-    show = verbs.add_parser("show", help="print a plan's summary")
+    show = verbs.add_parser("show", help="print a plan's summary, or why it is as it is")
+    show.add_argument(
+        "--why", action="store_true", help="print reasons: gains, what is kept, why not earlier"
+    )
+    show.add_argument("--group", metavar="FQN", help="print the reasons of this group only")
     for verb in (view, show):
         verb.add_argument("plan", metavar="PLAN", type=Path, help="written by Plan.to_json()")
     calibrate = _add_calibrate(verbs)
@@ -140,8 +145,18 @@ def _default_output(plan: Path) -> Path:
 
 def _show(plan: Plan, args: argparse.Namespace) -> None:
     from graphshard.view.text import summary_lines
+    from graphshard.view.why import reasons_of, why_text
 
-    if args.json:
+    if args.why or args.group is not None:
+        try:
+            found = reasons_of(plan, args.group)
+        except ValueError as error:
+            raise _BadFile(f"{args.plan}: {error}") from error
+        if args.json:
+            print(json.dumps([asdict(reason) for reason in found], indent=1))
+        else:
+            _print_text(why_text(plan, args.group))
+    elif args.json:
         print(json.dumps(plan.summary(), indent=1))
     else:
         _print_text(summary_lines(plan))

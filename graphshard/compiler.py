@@ -202,9 +202,10 @@ class GraphCompiler:
         problem: Problem | None = None,
         measured: Measured | None = None,
     ) -> None:
+        before = None if measured is None else self.plan
         self._program, self.plan = program, plan
         code = code_of(program.forward), code_of(program.backward)
-        compiled = CompiledPlan(plan, *code, problem, measured)
+        compiled = CompiledPlan(plan, *code, problem, before, measured)
         for record in self.records:
             record.plans[self.name] = compiled
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
-from graphshard.plan import Direction, Step, StepKind
+from graphshard.schedule import Direction, Step, StepKind
 
 # A collective is noticed to be issued when it may be over already.
 LEAST_US = 1.0

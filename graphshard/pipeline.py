@@ -144,7 +144,13 @@ def plan_with_costs(
         )
         plan = _plan_of(program.with_groups(groups), planned.schedules)
         names = tuple(problem.recompute[index].name for index in planned.recompute)
-        plan = replace(plan, estimate=planned.estimate, recompute=names, reasons=planned.reasons)
+        plan = replace(
+            plan,
+            estimate=planned.estimate,
+            recompute=names,
+            reasons=planned.reasons,
+            forecasts=planned.forecasts,
+        )
         plan_cache.save(key, plan)
     return plan
 

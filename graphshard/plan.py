@@ -15,29 +15,22 @@ from enum import StrEnum
 from typing import Any
 
 from graphshard import skeleton
+from graphshard.comparison import Comparison, compare
 from graphshard.estimate import Category as Category
 from graphshard.estimate import Estimate as Estimate
 from graphshard.estimate import Figures as Figures
 from graphshard.estimate import estimate_from_dict, estimate_summary
+from graphshard.forecast import Forecast, forecast_from_dict
+from graphshard.measured import Measured
+from graphshard.schedule import Direction as Direction
+from graphshard.schedule import Lane as Lane
+from graphshard.schedule import Schedule as Schedule
+from graphshard.schedule import Step as Step
+from graphshard.schedule import StepKind as StepKind
+from graphshard.schedule import schedule_from_dict, step_to_dict
 from graphshard.skeleton import Entry, Skeleton
 
 SCHEMA_VERSION = 2
-
-
-class Direction(StrEnum):
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-class StepKind(StrEnum):
-    """What happens at one point of a schedule, named as FSDP2's users name it."""
-
-    COMPUTE = "compute"
-    GATHER_ISSUE = "gather_issue"
-    GATHER_WAIT = "gather_wait"
-    RELEASE = "release"
-    REDUCE_ISSUE = "reduce_issue"
-    REDUCE_WAIT = "reduce_wait"
 
 
 class Reshard(StrEnum):
@@ -46,14 +39,6 @@ class Reshard(StrEnum):
     FSDP2 = "fsdp2"  # `reshard_after_forward`, FSDP2's default included
     OPEN = "open"  # the planner, as long as the user leaves it to FSDP2
     AUTO = "auto"  # the planner, whatever is set
-
-
-class Lane(StrEnum):
-    """One in-order queue."""
-
-    COMPUTE = "compute"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,57 +78,6 @@ class GroupInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One entry of a schedule.
-
-    `group` is a GroupInfo.id (None for compute). A COMPUTE step covers the ops
-    [`start`, `stop`) of the direction's compute order. `kept` on a RELEASE: the group stays
-    gathered until backward; on a GATHER_ISSUE: it is expected to be still gathered, so that no
-    collective runs. `with_groups`: further groups that travel in the same collective. `params`:
-    the places of the parameters of `group` that travel in it, where a group is split (empty: all).
-    """
-
-    kind: StepKind
-    group: int | None = None
-    start: int = 0
-    stop: int = 0
-    kept: bool = False
-    with_groups: tuple[int, ...] = ()
-    params: tuple[int, ...] = ()
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        return () if self.group is None else (self.group, *self.with_groups)
-
-    @property
-    def lane(self) -> Lane:
-        if self.kind in (StepKind.GATHER_ISSUE, StepKind.GATHER_WAIT):
-            return Lane.ALL_GATHER
-        if self.kind in (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT):
-            return Lane.REDUCE_SCATTER
-        return Lane.COMPUTE
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The steps of one direction in the order in which the host runs them."""
-
-    direction: Direction
-    steps: tuple[Step, ...]
-
-    def of_kind(self, *kinds: StepKind) -> Iterator[Step]:
-        return (s for s in self.steps if s.kind in kinds)
-
-    @property
-    def num_all_gathers(self) -> int:
-        return sum(not s.kept for s in self.of_kind(StepKind.GATHER_ISSUE))
-
-    @property
-    def num_reduce_scatters(self) -> int:
-        return sum(1 for _ in self.of_kind(StepKind.REDUCE_ISSUE))
-
-
-@dataclass(frozen=True, slots=True)
 class Reason:
     """Why the plan is as it is.
 
@@ -164,7 +98,8 @@ class Reason:
 class Plan:
     """Groups and schedules of one captured graph; `backward` is None under no_grad.
 
-    estimate: None for a plan that was made without the cost model; it then has no reasons.
+    estimate: None for a plan that was made without the cost model; it then has no reasons and no
+    forecasts. forecasts: what each step is expected to take, one per schedule.
     recompute: FQNs of the groups whose forward is computed again in backward, because the planner
     chose so.
     """
@@ -177,6 +112,7 @@ class Plan:
     estimate: Estimate | None = None
     recompute: tuple[str, ...] = ()
     reasons: tuple[Reason, ...] = ()
+    forecasts: tuple[Forecast, ...] = ()
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -221,6 +157,15 @@ class Plan:
             **self._estimated(),
         }
 
+    def compare(self, measured: Measured) -> Comparison:
+        """What was predicted against what was measured, region by region and collective by
+        collective. `graphshard.measurements` has what was measured.
+
+        Raises ValueError if the plan was made without the cost model, or the regions differ.
+        """
+        pairs = zip(self.schedules, self.forecasts, strict=False)
+        return compare(list(pairs), measured)
+
     def _estimated(self) -> dict[str, Any]:
         if self.estimate is None:
             return {}
@@ -229,7 +174,7 @@ class Plan:
     def to_json(self, *, indent: int | None = 1) -> str:
         data = {"schema": SCHEMA_VERSION, **asdict(self)}
         for schedule in filter(None, (data["forward"], data["backward"])):
-            schedule["steps"] = [_step_to_dict(step) for step in schedule["steps"]]
+            schedule["steps"] = [step_to_dict(step) for step in schedule["steps"]]
         return json.dumps(data, indent=indent)
 
     @staticmethod
@@ -339,21 +284,6 @@ def numel(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
 
 
-def _step_to_dict(step: dict[str, Any]) -> dict[str, Any]:
-    """What only some steps have is written for those steps only."""
-    return {k: v for k, v in step.items() if v or k not in ("with_groups", "params")}
-
-
-def _step_from_dict(data: dict[str, Any]) -> Step:
-    lists: dict[str, Any] = {k: tuple(data[k]) for k in ("with_groups", "params") if k in data}
-    return Step(**{**data, "kind": StepKind(data["kind"]), **lists})
-
-
-def _schedule_from_dict(data: dict[str, Any]) -> Schedule:
-    steps = tuple(_step_from_dict(s) for s in data["steps"])
-    return Schedule(Direction(data["direction"]), steps)
-
-
 def _plan_from_dict(data: dict[str, Any]) -> Plan:
     groups = tuple(
         GroupInfo(
@@ -372,11 +302,12 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
         name=data["name"],
         torch_version=data["torch_version"],
         groups=groups,
-        forward=_schedule_from_dict(data["forward"]),
-        backward=None if backward is None else _schedule_from_dict(backward),
+        forward=schedule_from_dict(data["forward"]),
+        backward=None if backward is None else schedule_from_dict(backward),
         estimate=estimate_from_dict(data.get("estimate")),
         reasons=tuple(map(_reason_from_dict, data.get("reasons", ()))),
         recompute=tuple(data.get("recompute", ())),
+        forecasts=tuple(map(forecast_from_dict, data.get("forecasts", ()))),
     )
 
 

@@ -46,7 +46,7 @@ def key_of(
 def _planner() -> str:
     """Changes with every version of graphshard that may plan otherwise."""
     here = Path(__file__).parent
-    files = [here / "plan.py", *sorted((here / "planner").glob("*.py"))]
+    files = [here / "plan.py", here / "schedule.py", *sorted((here / "planner").glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What graphshard did: plans, a short report, one log line per plan."""
+"""What graphshard did: plans, measurements, a short report, one log line per plan."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import nn
 
 from graphshard.capture.ports import CompiledPlan, Record, records_under
 from graphshard.compiler import GraphCompiler
+from graphshard.measured import Measured
 from graphshard.options import Options
 from graphshard.plan import Plan
+from graphshard.view.comparison import comparison_text
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,34 @@ logger = logging.getLogger(__name__)
 def plans(model: nn.Module) -> list[Plan]:
     """The plans that are compiled for `model` (wrapped by torch.compile or not), oldest first."""
     return [compiled.plan for compiled in _compiled(records_under(model))]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a plan was measured at, the same on all ranks; `str()` of it is a table for people.
+
+    plan: the plan that ran; after `replan_after` forwards another one took its place.
+    """
+
+    plan: Plan
+    measured: Measured
+
+    def __str__(self) -> str:
+        return comparison_text(self.plan, self.plan.compare(self.measured))
+
+
+def measurements(model: nn.Module) -> list[Measurement | None]:
+    """The last measurement behind each plan of `plans(model)`, in the same order.
+
+    None: nothing was measured. Only `options={"replan_after": n}` measures.
+    """
+    return [_measurement(compiled) for compiled in _compiled(records_under(model))]
+
+
+def _measurement(compiled: CompiledPlan) -> Measurement | None:
+    if compiled.before is None or compiled.measured is None:
+        return None
+    return Measurement(compiled.before, compiled.measured)
 
 
 @dataclass(frozen=True, slots=True)

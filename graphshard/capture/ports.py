@@ -68,14 +68,15 @@ class Record:
 class CompiledPlan:
     """A plan, the Python that was emitted for it, and what it was made from.
 
-    problem: the `graphshard.planner.problem.Problem`, if costs were known. measured: what the plan
-    before it was measured at.
+    problem: the `graphshard.planner.problem.Problem`, if costs were known. before, measured: the
+    plan that ran before this one, and what it was measured at.
     """
 
     plan: Plan
     forward_code: str
     backward_code: str
     problem: object = None
+    before: Plan | None = None
     measured: Measured | None = None
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from graphshard.forecast import CollectiveTime, Forecast, StepTime
 from graphshard.planner.choices import Choices
-from graphshard.planner.events import turns
+from graphshard.planner.events import Event, Turn, turns
 from graphshard.planner.fsdp2 import fsdp2_placement
 from graphshard.planner.kit import Kit
 from graphshard.planner.problem import Problem
 from graphshard.planner.score import Bench, Candidate, score, start_bytes
-from graphshard.planner.simulate import Simulation, report
+from graphshard.planner.simulate import Run, Simulation, play, report
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of
 
 Place: TypeAlias = Callable[[Problem, Stage], Placement]
@@ -42,3 +43,24 @@ def simulated(kit: Kit, chosen: Candidate) -> Simulation:
         for turn, _ in turns(kit.problem)
     }
     return report(kit.problem, chosen.choices, programs)
+
+
+def forecasts(kit: Kit, chosen: Candidate) -> tuple[Forecast, ...]:
+    """What each step of the schedules of `chosen` is expected to take, one entry per direction."""
+    found = []
+    for direction, scored in zip(kit.problem.directions, chosen.directions, strict=True):
+        events = assemble(stage_of(kit, chosen.choices, direction, Turn()), scored.placement)
+        found.append(_forecast(events, play(events, 0)))
+    return tuple(found)
+
+
+def _forecast(events: list[Event], run: Run) -> Forecast:
+    steps, collectives = [], []
+    for index, (event, reached_us) in enumerate(zip(events, run.reached_us, strict=True)):
+        waits = event.job >= 0 and event.lane < 0
+        exposed_us = max(0.0, run.finished_us[event.job] - reached_us) if waits else 0.0
+        steps.append(StepTime(reached_us, event.us, exposed_us))
+        if event.lane >= 0:
+            start_us, end_us = run.started_us[event.job], run.finished_us[event.job]
+            collectives.append(CollectiveTime(index, event.lane, start_us, end_us))
+    return Forecast(tuple(steps), tuple(collectives))

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphshard.errors import InfeasibleBudget
+from graphshard.forecast import Forecast
 from graphshard.plan import Estimate, Figures, Reason, Schedule
 from graphshard.planner.bounds import lower_bound_us
-from graphshard.planner.compare import Place, placed_as, simulated
+from graphshard.planner.compare import Place, forecasts, placed_as, simulated
 from graphshard.planner.events import Turn
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
 from graphshard.planner.infeasible import why_infeasible
@@ -31,7 +32,7 @@ class Planned:
     """The chosen schedules, and what they and FSDP2's own come to in the simulation.
 
     recompute: indices of the problem's options that are taken. across: groups that stay gathered
-    between micro-steps.
+    between micro-steps. forecasts: one per schedule.
     """
 
     schedules: tuple[Schedule, ...]
@@ -39,6 +40,7 @@ class Planned:
     recompute: tuple[int, ...] = ()
     across: tuple[int, ...] = ()
     reasons: tuple[Reason, ...] = ()
+    forecasts: tuple[Forecast, ...] = ()
 
 
 def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
@@ -69,6 +71,7 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
         recompute=choices.recompute,
         across=choices.across,
         reasons=tuple(reasons),
+        forecasts=forecasts(kit, best),
     )
 
 

@@ -8,7 +8,6 @@ from parity import assert_equal, build, train
 from pool import Ctx, Pool
 
 import graphshard
-from graphshard.capture.ports import records_under
 from graphshard.measured import Measured
 from graphshard.plan import StepKind
 
@@ -16,10 +15,14 @@ pytestmark = pytest.mark.dist
 
 
 def measured_of(model: Any) -> Measured:
-    (record,) = records_under(model)
-    (compiled,) = record.plans.values()
-    assert compiled.measured is not None
-    return compiled.measured
+    (found,) = graphshard.measurements(model)
+    assert found is not None
+    compared = found.plan.compare(found.measured)
+    assert compared.regions
+    assert compared.collectives
+    assert compared.step_time.measured_us == found.measured.step_time_us
+    assert "predicted us" in str(found)
+    return found.measured
 
 
 def planned_again(ctx: Ctx, name: str) -> dict[str, Any]:

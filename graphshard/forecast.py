@@ -1,0 +1,65 @@
+"""What the cost model expects of each step of a schedule, and of each collective on its lane.
+
+Plain values with a JSON form, without the steps themselves: entry i of `Forecast.steps` belongs to
+step i of the schedule. All times count in microseconds from the start of the direction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step on the compute lane, reached at `start_us`: first it waits `exposed_us` for its
+    collective (only a wait does), then it works for `work_us`."""
+
+    start_us: float
+    work_us: float
+    exposed_us: float = 0.0
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.exposed_us + self.work_us
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime:
+    """The collective that step `issue` starts, on lane `lane`: an in-order queue of its own.
+
+    lane: index of the process group, in the order in which the planner numbers them. It is issued
+    when compute has done step `issue`, and starts when the lane is free.
+    """
+
+    issue: int
+    lane: int
+    start_us: float
+    end_us: float
+
+    @property
+    def us(self) -> float:
+        return self.end_us - self.start_us
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One direction of a micro-step that gathers and reduces everything its schedule says."""
+
+    steps: tuple[StepTime, ...]
+    collectives: tuple[CollectiveTime, ...]
+
+    @property
+    def us(self) -> float:
+        return self.steps[-1].end_us if self.steps else 0.0
+
+    @property
+    def exposed_us(self) -> float:
+        return sum(step.exposed_us for step in self.steps)
+
+
+def forecast_from_dict(data: dict[str, Any]) -> Forecast:
+    return Forecast(
+        tuple(StepTime(**step) for step in data["steps"]),
+        tuple(CollectiveTime(**found) for found in data["collectives"]),
+    )

@@ -1,0 +1,98 @@
+"""The vocabulary of schedules: directions, steps, lanes. Plain values with a JSON form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Direction(StrEnum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class StepKind(StrEnum):
+    """What happens at one point of a schedule, named as FSDP2's users name it."""
+
+    COMPUTE = "compute"
+    GATHER_ISSUE = "gather_issue"
+    GATHER_WAIT = "gather_wait"
+    RELEASE = "release"
+    REDUCE_ISSUE = "reduce_issue"
+    REDUCE_WAIT = "reduce_wait"
+
+
+class Lane(StrEnum):
+    """One in-order queue."""
+
+    COMPUTE = "compute"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One entry of a schedule.
+
+    `group` is a GroupInfo.id (None for compute). A COMPUTE step covers the ops
+    [`start`, `stop`) of the direction's compute order. `kept` on a RELEASE: the group stays
+    gathered until backward; on a GATHER_ISSUE: it is expected to be still gathered, so that no
+    collective runs. `with_groups`: further groups that travel in the same collective. `params`:
+    the places of the parameters of `group` that travel in it, where a group is split (empty: all).
+    """
+
+    kind: StepKind
+    group: int | None = None
+    start: int = 0
+    stop: int = 0
+    kept: bool = False
+    with_groups: tuple[int, ...] = ()
+    params: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return () if self.group is None else (self.group, *self.with_groups)
+
+    @property
+    def lane(self) -> Lane:
+        if self.kind in (StepKind.GATHER_ISSUE, StepKind.GATHER_WAIT):
+            return Lane.ALL_GATHER
+        if self.kind in (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT):
+            return Lane.REDUCE_SCATTER
+        return Lane.COMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The steps of one direction in the order in which the host runs them."""
+
+    direction: Direction
+    steps: tuple[Step, ...]
+
+    def of_kind(self, *kinds: StepKind) -> Iterator[Step]:
+        return (s for s in self.steps if s.kind in kinds)
+
+    @property
+    def num_all_gathers(self) -> int:
+        return sum(not s.kept for s in self.of_kind(StepKind.GATHER_ISSUE))
+
+    @property
+    def num_reduce_scatters(self) -> int:
+        return sum(1 for _ in self.of_kind(StepKind.REDUCE_ISSUE))
+
+
+def step_to_dict(step: dict[str, Any]) -> dict[str, Any]:
+    """What only some steps have is written for those steps only."""
+    return {k: v for k, v in step.items() if v or k not in ("with_groups", "params")}
+
+
+def _step_from_dict(data: dict[str, Any]) -> Step:
+    lists: dict[str, Any] = {k: tuple(data[k]) for k in ("with_groups", "params") if k in data}
+    return Step(**{**data, "kind": StepKind(data["kind"]), **lists})
+
+
+def schedule_from_dict(data: dict[str, Any]) -> Schedule:
+    steps = tuple(_step_from_dict(s) for s in data["steps"])
+    return Schedule(Direction(data["direction"]), steps)

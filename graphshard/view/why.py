@@ -1,0 +1,91 @@
+"""Why a plan is as it is, as plain text, 92 columns wide: of the whole plan, or of one group."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Iterator
+
+from graphshard.plan import GroupInfo, Plan, Reason, StepKind
+from graphshard.view.text import STEP_WORDS, WIDTH, bytes_text, group_name
+
+LABEL_WIDTH = 32
+ISSUES = (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
+
+
+def reasons_of(plan: Plan, fqn: str | None = None) -> list[Reason]:
+    """All reasons of `plan`, or those that concern the group `fqn` ("" or "(root)": the root).
+
+    Raises ValueError, which names the nearest group, if there is no such group.
+    """
+    group = None if fqn is None else _group_of(plan, fqn)
+    return [r for r in plan.reasons if group is None or _concerns(plan, r, group)]
+
+
+def why_text(plan: Plan, fqn: str | None = None) -> str:
+    """What `reasons_of` finds, for people; with a group, when each of its collectives runs, too."""
+    group = None if fqn is None else _group_of(plan, fqn)
+    if group is not None:
+        lines = [f"{group_name(group)}  ({bytes_text(group.gathered_bytes)} gathered)", ""]
+        lines += _collectives(plan, group)
+    else:
+        lines = [plan.name, ""]
+    for reason in reasons_of(plan, fqn):
+        lines += _wrapped(_label(plan, reason, with_group=group is None), reason.text)
+    if not plan.reasons:
+        lines.append("made without the cost model: each all-gather is issued one group ahead")
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _group_of(plan: Plan, fqn: str) -> GroupInfo:
+    known = {group_name(g): g for g in plan.groups}
+    found = known.get(fqn or "(root)")
+    if found is None:
+        near = difflib.get_close_matches(fqn, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        raise ValueError(f"the plan has no group {fqn!r}; {hint}")
+    return found
+
+
+def _concerns(plan: Plan, reason: Reason, group: GroupInfo) -> bool:
+    """A collective that carries several groups has its reason under the first of them."""
+    if reason.group is None or reason.group == group.id:
+        return reason.group == group.id
+    return any(
+        reason.what == step.kind and reason.group == step.group and group.id in step.groups
+        for schedule in plan.schedules
+        if schedule.direction is reason.direction
+        for step in schedule.steps
+    )
+
+
+def _collectives(plan: Plan, group: GroupInfo) -> Iterator[str]:
+    """When each collective of the group runs, in the model."""
+    found = False
+    for schedule, forecast in zip(plan.schedules, plan.forecasts, strict=False):
+        for time in forecast.collectives:
+            step = schedule.steps[time.issue]
+            if group.id in step.groups:
+                found = True
+                when = f"step {time.issue}, {time.start_us:,.3f} to {time.end_us:,.3f} us"
+                yield from _wrapped(f"{schedule.direction}, {STEP_WORDS[step.kind]}", when)
+    if found:
+        yield ""
+
+
+def _label(plan: Plan, reason: Reason, *, with_group: bool) -> str:
+    words = [] if reason.direction is None else [str(reason.direction)]
+    issue = next((kind for kind in ISSUES if kind == reason.what), None)
+    words.append(reason.what if issue is None else STEP_WORDS[issue])
+    if with_group and reason.group is not None:
+        words.append(next(group_name(g) for g in plan.groups if g.id == reason.group))
+    return ", ".join(words)
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    """The label in a column of its own, or above the text where it is too long for that."""
+    indent = " " * LABEL_WIDTH
+    lines = textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    if len(label) < LABEL_WIDTH - 1 and lines:
+        return [label + lines[0][len(label) :], *lines[1:]]
+    return [label, *lines]
