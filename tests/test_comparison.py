@@ -36,7 +36,13 @@ def as_predicted(plan, compute=1.0, comm=1.0):
                 )
             )
         )
-    return Measured(3, *found)
+    return measured(3, *found)
+
+
+def measured(count, forward, backward):
+    both = (*forward, *backward)
+    waiting_us = sum(s.exposed_us for s in both)
+    return Measured(count, sum(s.us for s in both) + waiting_us, waiting_us, forward, backward)
 
 
 def test_each_step_starts_where_the_one_before_ends():
@@ -92,7 +98,7 @@ def test_finer_stretches_add_up_to_a_region_and_unseen_collectives_are_left_out(
             ]
         else:
             forward.append(replace(stretch, comm_us=None))
-    found = plan.compare(Measured(1, tuple(forward), as_predicted(plan).backward))
+    found = plan.compare(measured(1, tuple(forward), as_predicted(plan).backward))
     assert found.regions[0].us.measured_us == 21.0
     assert [row for row in found.collectives if row.direction is Direction.FORWARD] == []
 
