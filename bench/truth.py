@@ -30,12 +30,11 @@ sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common n
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import Tensor  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from bench import machine, netns  # noqa: E402
-from bench.models import CONFIGS, Config, Llama, make_batch  # noqa: E402
+from bench.models import CONFIGS, Config, Llama, WithLoss, make_batch  # noqa: E402
 from graphshard.capture.ports import records_under  # noqa: E402
 from graphshard.cost.calibrate import calibrate  # noqa: E402
 from graphshard.planner.fsdp2 import cpu_placement  # noqa: E402
@@ -63,20 +62,9 @@ class Row:
         return self.predicted_us / self.measured_us - 1
 
 
-class WithLoss(nn.Module):
-    """The loss belongs to the step that is predicted, so it belongs to the model."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.model = Llama(config)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-
-
 def build(config: Config) -> Any:
     torch.manual_seed(0)
-    whole = WithLoss(config)
+    whole = WithLoss(Llama(config))
     for layer in whole.model.layers:
         fully_shard(layer)
     return fully_shard(whole)

@@ -37,6 +37,7 @@ class Case:
     batch: Callable[[int, int, torch.device], Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
     check: Callable[[nn.Module], None] = _nothing
+    ragged: bool = False  # ranks have other sizes, hence other predictions
 
 
 # -- parts -----------------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ def ragged(step: int, rank: int, device: torch.device) -> Batch:
     return tokens[:, :length], target[:, :length]
 
 
-RAGGED = replace(LLAMA, batch=ragged)
+RAGGED = replace(LLAMA, batch=ragged, ragged=True)
 
 
 def train_scaled(

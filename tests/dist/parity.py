@@ -94,16 +94,19 @@ def train(
         trace.grads.append({name: local(p.grad) for name, p in model.named_parameters()})
         optim.step()
         optim.zero_grad()
-    assert_same_plans(model, ctx)
+    assert_same_plans(model, ctx, ragged=case.ragged)
     trace.params.update((name, local(p)) for name, p in model.named_parameters())
     trace.buffers.update((name, local(b)) for name, b in model.named_buffers())
     return trace
 
 
-def assert_same_plans(model: nn.Module, ctx: Ctx) -> None:
-    """All ranks have the same plans to the byte. Asked through the store: adds no collective."""
-    in_use = "graphshard.backend" in sys.modules
-    plans = [p.to_json() for p in graphshard.plans(model)] if in_use else []
+def assert_same_plans(model: nn.Module, ctx: Ctx, *, ragged: bool = False) -> None:
+    """All ranks have the same plans to the byte; ragged: the same collectives.
+
+    Asked through the store: adds no collective.
+    """
+    found = graphshard.plans(model) if "graphshard.backend" in sys.modules else []
+    plans = sorted({p.fingerprint for p in found}) if ragged else [p.to_json() for p in found]
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"plans/{ctx.rank}", 1)
     store.set(f"plans/{number}/{ctx.rank}", json.dumps(plans))

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import graphshard
 from bench.memory import resident_bytes, step_peaks
-from bench.models import CONFIGS, WithLoss, make_batch
+from bench.models import CONFIGS, Llama, WithLoss, make_batch
 from graphshard import feedback
 from graphshard.plan import Plan, Step, StepKind
 from graphshard.runtime import run
@@ -31,7 +31,7 @@ NO_LIMIT = 2**50
 
 def sharded(ctx: Ctx) -> Any:
     torch.manual_seed(0)
-    model = WithLoss(CONFIG)
+    model = WithLoss(Llama(CONFIG))
     for layer in model.model.layers:
         fully_shard(layer, mesh=ctx.mesh)
     return fully_shard(model, mesh=ctx.mesh)
