@@ -39,7 +39,7 @@ from graphshard.pipeline import (
     pose,
     run_captured,
 )
-from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan
+from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan, PricedOn
 from graphshard.planner.problem import Problem
 from graphshard.recompute import Unit, tag
 from graphshard.runtime.agree import Ballot, check_call, settle
@@ -175,7 +175,8 @@ class GraphCompiler:
         """
         problem = pose(placed, order)
         plan = plan_with_costs(placed, problem, order.freedom.reshard, baseline)
-        plan = replace(plan, recompute=recompute)
+        where = PricedOn(order.machine.name, order.settings[0].ranks_per_node)
+        plan = replace(plan, recompute=recompute, priced_on=where)
         if self.ballots:
             plan = settle(self.ballots, plan)
         spare = copied(placed)

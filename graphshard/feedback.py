@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch.distributed as dist
@@ -77,7 +77,11 @@ class Feedback:
         if measured is not None:
             problem = observed(self.problem, measured)
             placed = self.placed()
-            self.plan = plan_with_costs(placed, problem, self.reshard)
+            self.plan = replace(
+                plan_with_costs(placed, problem, self.reshard),
+                recompute=self.plan.recompute,
+                priced_on=self.plan.priced_on,
+            )
             self.program = apply(placed, self.plan)
             self.adopt(self.program, self.plan, problem, measured)
         for direction, module in _modules(self.program).items():

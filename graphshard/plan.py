@@ -95,6 +95,14 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True)
+class PricedOn:
+    """What the costs of a plan are from: a preset (calibrated or not), ranks on one node."""
+
+    machine: str
+    ranks_per_node: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Groups and schedules of one captured graph; `backward` is None under no_grad.
 
@@ -113,6 +121,7 @@ class Plan:
     recompute: tuple[str, ...] = ()
     reasons: tuple[Reason, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
+    priced_on: PricedOn | None = None
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -165,6 +174,16 @@ class Plan:
         """
         pairs = zip(self.schedules, self.forecasts, strict=False)
         return compare(list(pairs), measured)
+
+    def formula(self, figure: str) -> Any:
+        """`"step_time"` (microseconds) or `"peak_bytes"` as a formula to print and to evaluate.
+
+        A `graphshard.cost.symbolic.Formula`; see `graphshard.whatif` for what it leaves out. Raises
+        ValueError for another figure, or a plan without costs.
+        """
+        from graphshard.whatif import formula_of
+
+        return formula_of(self, figure)
 
     def _estimated(self) -> dict[str, Any]:
         if self.estimate is None:
@@ -308,6 +327,7 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
         reasons=tuple(map(_reason_from_dict, data.get("reasons", ()))),
         recompute=tuple(data.get("recompute", ())),
         forecasts=tuple(map(forecast_from_dict, data.get("forecasts", ()))),
+        priced_on=None if data.get("priced_on") is None else PricedOn(**data["priced_on"]),
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from graphshard.cost.algebra import Quantity
 from graphshard.cost.comm import Collective, Group
 from graphshard.cost.machine import Machine, collective_us
+from graphshard.cost.presets import preset
 from graphshard.cost.symbolic import INTER, INTRA, WORLD, Formula, formula
 from graphshard.forecast import CollectiveTime
 from graphshard.plan import Category, Estimate, Plan, Schedule, Step, StepKind
@@ -39,6 +40,23 @@ class WhatIf:
     step_time_us: float
     exposed_us: float
     peak_bytes: int
+
+
+def cluster_of(plan: Plan) -> Cluster:
+    """Where the plan was priced for. Raises ValueError for a plan without costs."""
+    if plan.priced_on is None:
+        raise ValueError("this plan was made without the cost model: it predicts nothing")
+    machine = preset(plan.priced_on.machine)
+    return Cluster(machine, max(g.world_size for g in plan.groups), plan.priced_on.ranks_per_node)
+
+
+def formula_of(plan: Plan, figure: str) -> Formula:
+    """`"step_time"` or `"peak_bytes"` of the plan where it was priced for (see below)."""
+    if figure == "step_time":
+        return step_time_formula(plan, cluster_of(plan))
+    if figure == "peak_bytes":
+        return peak_bytes_formula(plan, cluster_of(plan))
+    raise ValueError(f"no formula of {figure!r}; there are 'step_time' and 'peak_bytes'")
 
 
 def what_if(plan: Plan, here: Cluster, there: Cluster, *, batch: float = 1.0) -> WhatIf:

@@ -10,7 +10,7 @@ from test_comparison import planned
 from graphshard.cost.comm import Collective, Group
 from graphshard.cost.machine import collective_us
 from graphshard.cost.presets import preset
-from graphshard.plan import Category
+from graphshard.plan import Category, PricedOn
 from graphshard.planner.problem import Claim
 from graphshard.replay import critical_path, replayed
 from graphshard.whatif import Cluster, peak_bytes_formula, step_time_formula, what_if
@@ -44,6 +44,22 @@ def test_the_critical_path_and_the_replay_take_what_the_simulation_says(seed):
         assert path.work_us + sum(c.us for c in path.collectives) == forecast.us
         run = replayed(schedule, forecast, lambda _, us: us, lambda c: c.us)
         assert (run.us, run.exposed_us) == (forecast.us, forecast.exposed_us)
+
+
+def test_a_plan_gives_its_formulas():
+    plan = replace(priced(HERE), priced_on=PricedOn("h100", 8))
+    step, peak = plan.formula("step_time"), plan.formula("peak_bytes")
+    values = {"W": 2, "intra_bytes_per_us": H100.network.intra_bytes_per_us}
+    wanted = {name: values[name] for name in step.free_symbols if name in values}
+    missing = [name for name in step.free_symbols if name not in values]
+    wanted |= dict.fromkeys(missing, H100.network.inter_bytes_per_us)
+    assert step.evaluate(**wanted) == pytest.approx(plan.estimate.step_time_us)
+    assert peak.evaluate(W=2) == pytest.approx(plan.estimate.peak_bytes)
+    assert "W" in str(peak)
+    with pytest.raises(ValueError, match="no formula of 'speed'"):
+        plan.formula("speed")
+    with pytest.raises(ValueError, match="made without the cost model"):
+        replace(plan, priced_on=None).formula("step_time")
 
 
 def test_nothing_changes_where_nothing_changes():
