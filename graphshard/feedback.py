@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch.distributed as dist
-from torch import fx
 
 from graphshard import measured as times
 from graphshard.emit import emit, with_marks
@@ -66,7 +65,7 @@ class Feedback:
 
     def _watch(self) -> None:
         schedules = {schedule.direction: schedule for schedule in self.plan.schedules}
-        for direction, module in _modules(self.program).items():
+        for direction, module in self.program.by_direction.items():
             marked, steps = with_marks(module, schedules[direction], cuts(self.problem, direction))
             self._stretches[direction] = steps
             self.bodies[direction].call = emit(marked)
@@ -84,7 +83,7 @@ class Feedback:
             )
             self.program = apply(placed, self.plan)
             self.adopt(self.program, self.plan, problem, measured)
-        for direction, module in _modules(self.program).items():
+        for direction, module in self.program.by_direction.items():
             body = self.bodies[direction]
             body.call, body.watched = emit(module), False
             body.watches.clear()
@@ -133,8 +132,3 @@ def issued(problem: Problem, direction: Direction, steps: Sequence[Step]) -> dic
         lane = group.lane_in(direction) if gathers else group.reduce_lane
         found[index] = Issued(lane, sum(t.us for _, t in travelling(problem, direction, step)))
     return found
-
-
-def _modules(program: Program) -> dict[Direction, fx.GraphModule]:
-    both = {Direction.FORWARD: program.forward, Direction.BACKWARD: program.backward}
-    return {direction: module for direction, module in both.items() if module is not None}

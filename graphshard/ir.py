@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from graphshard.ops import REDUCE_GRAD, UNSHARD
-from graphshard.plan import GroupInfo, StepKind
+from graphshard.plan import Direction, GroupInfo, StepKind
 
 _GROUP = "graphshard_group"
 _STEP = "graphshard_step"
@@ -44,8 +44,14 @@ class Program:
         return tuple(g for g in (self.joint, self.forward, self.backward) if g is not None)
 
     @property
+    def by_direction(self) -> dict[Direction, fx.GraphModule]:
+        """The graphs that there are after the partition, forward first."""
+        both = {Direction.FORWARD: self.forward, Direction.BACKWARD: self.backward}
+        return {direction: module for direction, module in both.items() if module is not None}
+
+    @property
     def directions(self) -> tuple[fx.GraphModule, ...]:
-        return tuple(g for g in (self.forward, self.backward) if g is not None)
+        return tuple(self.by_direction.values())
 
     def with_groups(self, groups: tuple[GroupInfo, ...]) -> Program:
         return replace(self, groups=groups)

@@ -176,11 +176,9 @@ def _plan_of(program: Program, schedules: Sequence[Schedule]) -> Plan:
 
 
 def _outlines(program: Program) -> dict[Direction, Outline]:
-    modules = {Direction.FORWARD: program.forward, Direction.BACKWARD: program.backward}
     return {
         direction: outline(program, module.graph, direction)
-        for direction, module in modules.items()
-        if module is not None
+        for direction, module in program.by_direction.items()
     }
 
 

@@ -84,7 +84,7 @@ def price(
         direction: _stage(
             module.graph, outlines[direction], machine, _live(program, direction), huge
         )
-        for direction, module in _modules(program)
+        for direction, module in program.by_direction.items()
     }
     groups = tuple(
         _group(
@@ -145,15 +145,6 @@ def _recompute(
 def _ends(graph: fx.Graph, machine: Machine) -> tuple[float, ...]:
     """When each op ends if all run one after the other, from 0."""
     return (0.0, *map(float, ends_us(machine.processor, graph_work(graph))))
-
-
-def _modules(program: Program) -> Iterator[tuple[Direction, fx.GraphModule]]:
-    for direction, module in (
-        (Direction.FORWARD, program.forward),
-        (Direction.BACKWARD, program.backward),
-    ):
-        if module is not None:
-            yield direction, module
 
 
 # -- regions -------------------------------------------------------------------------------------

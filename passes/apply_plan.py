@@ -17,13 +17,11 @@ def apply_plan(program: Program, plan: Plan) -> Program:
     schedule order; the order of the compute ops is unchanged; releases of forward know what the
     plan decided to keep. Raises VerifyError if the plan does not fit the program.
     """
-    directions = {Direction.FORWARD: program.forward, Direction.BACKWARD: program.backward}
-    wanted = [d for d, module in directions.items() if module is not None]
-    if [s.direction for s in plan.schedules] != wanted:
-        raise VerifyError("GS310", f"the plan has other directions than {', '.join(wanted)}")
+    modules = program.by_direction
+    if [s.direction for s in plan.schedules] != list(modules):
+        raise VerifyError("GS310", f"the plan has other directions than {', '.join(modules)}")
     for schedule in plan.schedules:
-        module = directions[schedule.direction]
-        assert module is not None
+        module = modules[schedule.direction]
         _reorder(module.graph, schedule)
         _keep(module.graph, program, schedule)
         module.recompile()

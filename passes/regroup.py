@@ -4,7 +4,7 @@ from torch import fx
 
 from graphshard.errors import VerifyError
 from graphshard.ir import CommStep, Program, identifier, set_step, step_of
-from graphshard.plan import Direction, GroupInfo, Plan, Schedule, Step, StepKind
+from graphshard.plan import GroupInfo, Plan, Schedule, Step, StepKind
 
 
 def regroup(program: Program, plan: Plan) -> Program:
@@ -15,9 +15,9 @@ def regroup(program: Program, plan: Plan) -> Program:
     all-gather stand together. Groups are opened and released one by one, as before. Raises
     VerifyError if the plan gathers what the program does not.
     """
-    modules = {Direction.FORWARD: program.forward, Direction.BACKWARD: program.backward}
+    modules = program.by_direction
     for schedule in plan.schedules:
-        module = modules[schedule.direction]
+        module = modules.get(schedule.direction)
         if module is None:
             continue
         for steps in _regrouped(schedule):
