@@ -41,7 +41,7 @@ from graphshard.pipeline import (
 )
 from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan, PricedOn
 from graphshard.planner.problem import Problem
-from graphshard.recompute import Unit, tag
+from graphshard.recompute import tag
 from graphshard.runtime.agree import Ballot, check_call, settle
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, find, lookup
@@ -95,21 +95,22 @@ class GraphCompiler:
         self._calls = Calls(_tangent_positions(joint, num_fwd_outputs), tuple(self._anchors))
         groups, order = program.groups, order_of(self.groups, self._options, self.ballots)
 
-        def split(repeated: Sequence[Unit]) -> tuple[fx.GraphModule, fx.GraphModule]:
-            clone = copy_of(joint)
-            tag(clone.graph, repeated)
-            return default_partition(clone, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        def split(graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return default_partition(graph, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
 
-        forward, backward = split(())
+        spare = copy_of(joint) if order.freedom.recompute else None
+        forward, backward = split(joint)
         placed = self._placed(groups, num_fwd_outputs, forward, backward)
-        repeated = choose_recompute(placed, order)
-        if not repeated:
-            self._schedule(placed, order)
+        problem = pose(placed, order)
+        repeated = choose_recompute(placed, order, problem)
+        if spare is None or not repeated:
+            self._schedule(placed, order, problem)
             return forward, backward
-        baseline = pose(placed, order)
-        forward, backward = split(repeated)
+        tag(spare.graph, repeated)
+        forward, backward = split(spare)
         placed = self._placed(groups, num_fwd_outputs, forward, backward)
-        self._schedule(placed, order, baseline, tuple(groups[u.group].fqn for u in repeated))
+        names = tuple(groups[unit.group].fqn for unit in repeated)
+        self._schedule(placed, order, pose(placed, order), problem, names)
         return forward, backward
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -117,10 +118,9 @@ class GraphCompiler:
         infos = tuple(_describe(i, live) for i, live in enumerate(self.groups))
         outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
         program = run_captured(Program(self.name, infos, outputs, forward=gm))
-        self._schedule(
-            self._placed(program.groups, outputs, gm, None),
-            order_of(self.groups, self._options, self.ballots),
-        )
+        order = order_of(self.groups, self._options, self.ballots)
+        placed = self._placed(program.groups, outputs, gm, None)
+        self._schedule(placed, order, pose(placed, order))
         return self._emit_forward(gm, inputs)
 
     def _emit_forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -166,25 +166,27 @@ class GraphCompiler:
         self,
         placed: Program,
         order: Order,
+        problem: Problem,
         baseline: Problem | None = None,
         recompute: tuple[str, ...] = (),
     ) -> None:
         """Plan, and put the program in the plan's order.
 
-        baseline: the problem as it was before the forward of the groups `recompute` was repeated.
+        problem: what `placed` poses. baseline: the problem as it was before the forward of the
+        groups `recompute` was repeated.
         """
-        problem = pose(placed, order)
         plan = plan_with_costs(placed, problem, order.freedom.reshard, baseline)
         where = PricedOn(order.machine.name, order.settings[0].ranks_per_node)
         plan = replace(plan, recompute=recompute, priced_on=where)
         if self.ballots:
             plan = settle(self.ballots, plan)
-        spare = copied(placed)
+        after = self._options.replan_after if placed.backward is not None else None
+        spare = None if after is None else copied(placed)
         program = apply(placed, plan)
         self._adopt(program, plan, problem)
-        if program.backward is not None and self._options.replan_after is not None:
+        if after is not None and spare is not None:
             self._feedback = Feedback(
-                placed=lambda: copied(spare),
+                placed=spare,
                 problem=problem,
                 reshard=order.freedom.reshard,
                 program=program,
@@ -192,7 +194,7 @@ class GraphCompiler:
                 bodies=self._bodies,
                 groups=self.groups,
                 ballots=_ballots(self.groups),
-                after=self._options.replan_after,
+                after=after,
                 adopt=self._adopt,
             )
 

@@ -35,11 +35,11 @@ FEWEST_STEPS = 1
 class Feedback:
     """One graph pair that is watched from its second step on and planned again after `after`.
 
-    placed: makes a fresh copy of the program as it was before its plan was applied. adopt: takes
-    the new program, its plan, and what that was made from.
+    placed: the program as it was before its plan was applied; used up when it is planned again.
+    adopt: takes the new program, its plan, and what that was made from.
     """
 
-    placed: Callable[[], Program]
+    placed: Program
     problem: Problem
     reshard: Reshard
     program: Program
@@ -75,13 +75,12 @@ class Feedback:
         measured = self._agreed(forwards)
         if measured is not None:
             problem = observed(self.problem, measured)
-            placed = self.placed()
             self.plan = replace(
-                plan_with_costs(placed, problem, self.reshard),
+                plan_with_costs(self.placed, problem, self.reshard),
                 recompute=self.plan.recompute,
                 priced_on=self.plan.priced_on,
             )
-            self.program = apply(placed, self.plan)
+            self.program = apply(self.placed, self.plan)
             self.adopt(self.program, self.plan, problem, measured)
         for direction, module in self.program.by_direction.items():
             body = self.bodies[direction]

@@ -27,8 +27,8 @@ from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Problem
-from graphshard.pricing import Freedom, price, recompute_units
-from graphshard.recompute import Unit
+from graphshard.pricing import Freedom, op_ends_us, price
+from graphshard.recompute import Unit, offered, units
 from graphshard.verify import verify
 
 logger = logging.getLogger(__name__)
@@ -83,24 +83,23 @@ def place(program: Program) -> Program:
 
 def pose(program: Program, order: Order) -> Problem:
     """The problem that a placed program poses, as it was partitioned."""
-    freedom = replace(order.freedom, recompute=False)
-    return price(program, _outlines(program), order.settings, order.machine, freedom)
+    return price(program, _outlines(program), order.settings, order.machine, order.freedom)
 
 
-def choose_recompute(program: Program, order: Order) -> tuple[Unit, ...]:
+def choose_recompute(program: Program, order: Order, problem: Problem) -> tuple[Unit, ...]:
     """What backward should compute again: what the budget needs, or what gains WORTHWHILE.
 
-    Raises InfeasibleBudget if no choice fits the order's budget.
+    problem: what `program` poses. Raises InfeasibleBudget if no choice fits the order's budget.
     """
-    if not order.freedom.recompute:
+    if not order.freedom.recompute or program.forward is None or program.backward is None:
         return ()
-    outlines, reshard = _outlines(program), order.freedom.reshard
-    found = recompute_units(program, outlines, order.machine)
+    graph, reshard = program.forward.graph, order.freedom.reshard
+    uses = outline(program, graph, Direction.FORWARD)
+    found = units(program, uses, op_ends_us(graph, order.machine))
     if not found:
         return ()
-    problem = price(program, outlines, order.settings, order.machine, order.freedom)
-    chosen = plan_with_costs(program, problem, reshard)
-    without = _or_none(program, replace(problem, recompute=()), reshard)
+    chosen = plan_with_costs(program, offered(problem, program, found), reshard)
+    without = _or_none(program, problem, reshard)
     if without is not None and _step_us(chosen) > (1 - WORTHWHILE) * _step_us(without):
         return ()
     return tuple(unit for unit in found if program.groups[unit.group].fqn in chosen.recompute)

@@ -34,13 +34,11 @@ from graphshard.planner.problem import (
     Lane,
     Part,
     Problem,
-    Recompute,
     Region,
     Transfer,
     Use,
     checked,
 )
-from graphshard.recompute import Unit, units
 
 # A long stretch of compute is cut into so many regions, so that a gather can start inside it.
 CUTS = 8
@@ -74,9 +72,9 @@ def price(
     machine: Machine,
     freedom: Freedom,
 ) -> Problem:
-    """The problem that `program` poses on `machine`. Raises PlanError if it contradicts itself.
+    """The problem that `program` poses on `machine`, as it was partitioned.
 
-    Options of recomputation are those of `recompute_units`.
+    Raises PlanError if it contradicts itself.
     """
     lanes = _lanes(program.groups, settings, machine)
     huge = _huge(program.groups) if freedom.regroup else frozenset()
@@ -98,7 +96,6 @@ def price(
         )
         for info in program.groups
     )
-    options = _recompute(program, outlines, stages, machine) if freedom.recompute else ()
     return checked(
         Problem(
             groups=groups,
@@ -106,7 +103,6 @@ def price(
             forward=stages[Direction.FORWARD].regions,
             backward=stages[Direction.BACKWARD].regions if Direction.BACKWARD in stages else (),
             resident=tuple(_resident(settings)),
-            recompute=tuple(options),
             regroup_gathers=freedom.regroup and all(own.regroups for own in settings),
             most_ahead=freedom.most_ahead,
             micro_steps=freedom.micro_steps,
@@ -116,33 +112,7 @@ def price(
     )
 
 
-def recompute_units(
-    program: Program, outlines: dict[Direction, Outline], machine: Machine
-) -> tuple[Unit, ...]:
-    """What backward could compute again, in the order of the problem's options."""
-    if program.forward is None or program.backward is None:
-        return ()
-    ends = _ends(program.forward.graph, machine)
-    return units(program, outlines[Direction.FORWARD], ends)
-
-
-def _recompute(
-    program: Program,
-    outlines: dict[Direction, Outline],
-    stages: dict[Direction, _Stage],
-    machine: Machine,
-) -> Iterator[Recompute]:
-    for unit in recompute_units(program, outlines, machine):
-        yield Recompute(
-            name=program.groups[unit.group].fqn,
-            after=stages[Direction.FORWARD].region_of(unit.after),
-            before=stages[Direction.BACKWARD].region_of(unit.before),
-            saved_bytes=unit.saved_bytes,
-            extra_us=unit.extra_us,
-        )
-
-
-def _ends(graph: fx.Graph, machine: Machine) -> tuple[float, ...]:
+def op_ends_us(graph: fx.Graph, machine: Machine) -> tuple[float, ...]:
     """When each op ends if all run one after the other, from 0."""
     return (0.0, *map(float, ends_us(machine.processor, graph_work(graph))))
 
@@ -179,7 +149,7 @@ def _stage(
     live: Sequence[Live],
     huge: Container[int],
 ) -> _Stage:
-    ends = _ends(graph, machine)
+    ends = op_ends_us(graph, machine)
     starts = _starts(outline, ends, huge)
     regions = tuple(
         Region(

@@ -7,9 +7,10 @@ ops are never repeated, nor what the user's own checkpointing already decides.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graphshard.cost.live import owner, tensor_bytes
 from graphshard.ir import Program, compute_nodes, is_view, output_node
 from graphshard.planner.outline import GroupUse, Outline
+from graphshard.planner.problem import Problem, Recompute, checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,25 @@ def units(program: Program, forward: Outline, ends_us: Sequence[float]) -> tuple
                 )
             )
     return tuple(found)
+
+
+def offered(problem: Problem, program: Program, found: Sequence[Unit]) -> Problem:
+    """`problem`, which `program` poses, with the units as options; same order, named by group."""
+    forward, backward = (
+        [0, *accumulate(region.num_ops for region in regions)]
+        for regions in (problem.forward, problem.backward)
+    )
+    options = tuple(
+        Recompute(
+            name=program.groups[unit.group].fqn,
+            after=bisect_right(forward, unit.after) - 1,
+            before=bisect_right(backward, unit.before) - 1,
+            saved_bytes=unit.saved_bytes,
+            extra_us=unit.extra_us,
+        )
+        for unit in found
+    )
+    return checked(replace(problem, recompute=options))
 
 
 def tag(joint: fx.Graph, chosen: Sequence[Unit]) -> None:
