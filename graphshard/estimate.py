@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from graphshard.schedule import Direction
+
 
 class Category(StrEnum):
     """What bytes are for. Named as in torch.distributed._tools.fsdp2_mem_tracker (torch 2.13)."""
@@ -27,17 +29,36 @@ class Category(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """During step `step` of the schedule of `direction`."""
+
+    direction: Direction
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """`bytes` held for `category`; group: a GroupInfo.id, or None for the whole model."""
+
+    category: Category
+    bytes: int
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """What the cost model says of one step (all micro-steps) on one rank.
 
-    exposed_us: compute waits so long for communication. peak_by_category adds up to peak_bytes,
-    largest first.
+    exposed_us: compute waits so long for communication. peak_by_category and peak_owners add up to
+    peak_bytes, largest first; peak_at: the first moment of the peak.
     """
 
     step_time_us: float
     exposed_us: float
     peak_bytes: int
     peak_by_category: tuple[tuple[Category, int], ...] = ()
+    peak_owners: tuple[Owner, ...] = ()
+    peak_at: Moment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +104,21 @@ def estimate_summary(estimate: Estimate) -> dict[str, Any]:
 
 
 def _figures_to_dict(figures: Figures) -> dict[str, Any]:
-    return {**asdict(figures), "peak_by_category": dict(figures.peak_by_category)}
+    """Without the owners of the peak, which are as many as there are groups."""
+    found = {**asdict(figures), "peak_by_category": dict(figures.peak_by_category)}
+    del found["peak_owners"], found["peak_at"]
+    return found
 
 
 def _figures_from_dict(data: dict[str, Any]) -> Figures:
     sizes = tuple((Category(name), size) for name, size in data["peak_by_category"])
-    return Figures(**{**data, "peak_by_category": sizes})
+    owners = tuple(
+        Owner(Category(o["category"]), o["bytes"], o["group"]) for o in data["peak_owners"]
+    )
+    at = data["peak_at"]
+    moment = None if at is None else Moment(Direction(at["direction"]), at["step"])
+    found = {"peak_by_category": sizes, "peak_owners": owners, "peak_at": moment}
+    return Figures(**{**data, **found})
 
 
 def estimate_from_dict(data: dict[str, Any] | None) -> Estimate | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from graphshard.estimate import Category
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -44,10 +46,15 @@ class CollectiveTime:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One direction of a micro-step that gathers and reduces everything its schedule says."""
+    """One direction of a micro-step that gathers and reduces everything its schedule says.
+
+    memory: bytes alive during each step, by category; the categories that never hold any are left
+    out.
+    """
 
     steps: tuple[StepTime, ...]
     collectives: tuple[CollectiveTime, ...]
+    memory: tuple[tuple[Category, tuple[int, ...]], ...] = ()
 
     @property
     def us(self) -> float:
@@ -57,9 +64,16 @@ class Forecast:
     def exposed_us(self) -> float:
         return sum(step.exposed_us for step in self.steps)
 
+    @property
+    def alive_bytes(self) -> tuple[int, ...]:
+        """All categories together, during each step."""
+        columns = [sizes for _, sizes in self.memory]
+        return tuple(map(sum, zip(*columns, strict=True)))
+
 
 def forecast_from_dict(data: dict[str, Any]) -> Forecast:
     return Forecast(
         tuple(StepTime(**step) for step in data["steps"]),
         tuple(CollectiveTime(**found) for found in data["collectives"]),
+        tuple((Category(name), tuple(sizes)) for name, sizes in data["memory"]),
     )

@@ -11,8 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
+from typing import Any
 
-from graphshard.schedule import Direction, Step, StepKind
+from graphshard.schedule import Direction, Step, StepKind, step_from_dict
 
 # A collective is noticed to be issued when it may be over already.
 LEAST_US = 1.0
@@ -205,6 +206,17 @@ def _shared(trips: Mapping[int, Trip], weights: Mapping[int, float]) -> dict[int
             factors.append((end - trips[index].issued) / work)
     factor = max(0.0, min(factors, default=0.0))
     return {index: max(LEAST_US, factor * weights[index]) for index in known}
+
+
+def measured_from_dict(data: dict[str, Any] | None) -> Measured | None:
+    """What `dataclasses.asdict` made of a `Measured`."""
+    if data is None:
+        return None
+    parts = {
+        key: tuple(Stretch(**{**s, "step": step_from_dict(s["step"])}) for s in data[key])
+        for key in ("forward", "backward")
+    }
+    return Measured(**{**data, **parts})
 
 
 def to_json(laps: Mapping[Direction, Sequence[Lap]]) -> str:

@@ -149,6 +149,7 @@ def plan_with_costs(
             recompute=names,
             reasons=planned.reasons,
             forecasts=planned.forecasts,
+            fsdp2=planned.fsdp2,
         )
         plan_cache.save(key, plan)
     return plan

@@ -19,9 +19,11 @@ from graphshard.comparison import Comparison, compare
 from graphshard.estimate import Category as Category
 from graphshard.estimate import Estimate as Estimate
 from graphshard.estimate import Figures as Figures
+from graphshard.estimate import Moment as Moment
+from graphshard.estimate import Owner as Owner
 from graphshard.estimate import estimate_from_dict, estimate_summary
 from graphshard.forecast import Forecast, forecast_from_dict
-from graphshard.measured import Measured
+from graphshard.measured import Measured, measured_from_dict
 from graphshard.schedule import Direction as Direction
 from graphshard.schedule import Lane as Lane
 from graphshard.schedule import Schedule as Schedule
@@ -30,7 +32,7 @@ from graphshard.schedule import StepKind as StepKind
 from graphshard.schedule import schedule_from_dict, step_to_dict
 from graphshard.skeleton import Entry, Skeleton
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class Reshard(StrEnum):
@@ -103,11 +105,20 @@ class PricedOn:
 
 
 @dataclass(frozen=True, slots=True)
+class Course:
+    """Another order of the same step: its schedules, and a forecast of each."""
+
+    schedules: tuple[Schedule, ...]
+    forecasts: tuple[Forecast, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Groups and schedules of one captured graph; `backward` is None under no_grad.
 
     estimate: None for a plan that was made without the cost model; it then has no reasons and no
-    forecasts. forecasts: what each step is expected to take, one per schedule.
+    forecasts. forecasts: what each step is expected to take, one per schedule. fsdp2: what FSDP2
+    itself would run, with the forecasts of that. measured: what this plan took where it ran.
     recompute: FQNs of the groups whose forward is computed again in backward, because the planner
     chose so.
     """
@@ -122,6 +133,8 @@ class Plan:
     reasons: tuple[Reason, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
     priced_on: PricedOn | None = None
+    fsdp2: Course | None = None
+    measured: Measured | None = None
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -192,7 +205,8 @@ class Plan:
 
     def to_json(self, *, indent: int | None = 1) -> str:
         data = {"schema": SCHEMA_VERSION, **asdict(self)}
-        for schedule in filter(None, (data["forward"], data["backward"])):
+        theirs = data["fsdp2"]["schedules"] if data["fsdp2"] else ()
+        for schedule in filter(None, (data["forward"], data["backward"], *theirs)):
             schedule["steps"] = [step_to_dict(step) for step in schedule["steps"]]
         return json.dumps(data, indent=indent)
 
@@ -328,6 +342,17 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
         recompute=tuple(data.get("recompute", ())),
         forecasts=tuple(map(forecast_from_dict, data.get("forecasts", ()))),
         priced_on=None if data.get("priced_on") is None else PricedOn(**data["priced_on"]),
+        fsdp2=_course_from_dict(data["fsdp2"]),
+        measured=measured_from_dict(data["measured"]),
+    )
+
+
+def _course_from_dict(data: dict[str, Any] | None) -> Course | None:
+    if data is None:
+        return None
+    return Course(
+        tuple(map(schedule_from_dict, data["schedules"])),
+        tuple(map(forecast_from_dict, data["forecasts"])),
     )
 
 

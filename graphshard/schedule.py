@@ -88,11 +88,11 @@ def step_to_dict(step: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in step.items() if v or k not in ("with_groups", "params")}
 
 
-def _step_from_dict(data: dict[str, Any]) -> Step:
+def step_from_dict(data: dict[str, Any]) -> Step:
     lists: dict[str, Any] = {k: tuple(data[k]) for k in ("with_groups", "params") if k in data}
     return Step(**{**data, "kind": StepKind(data["kind"]), **lists})
 
 
 def schedule_from_dict(data: dict[str, Any]) -> Schedule:
-    steps = tuple(_step_from_dict(s) for s in data["steps"])
+    steps = tuple(step_from_dict(s) for s in data["steps"])
     return Schedule(Direction(data["direction"]), steps)

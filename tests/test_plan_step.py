@@ -74,3 +74,22 @@ def test_every_step_of_the_problem_is_in_the_schedules():
 
 def test_equal_problems_get_equal_plans():
     assert plan_step(layers(8, root=True)) == plan_step(layers(8, root=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plan_and_fsdp2_carry_the_memory_of_each_step(seed):
+    """By category, during each step: the largest sum is the peak, its owners say whose it is."""
+    problem = replace(random_problem(seed), micro_steps=1, sync_each=True)
+    planned = plan_step(problem)
+    for forecasts, figures in (
+        (planned.forecasts, planned.estimate.ours),
+        (planned.fsdp2.forecasts, planned.estimate.fsdp2),
+    ):
+        assert max(max(f.alive_bytes) for f in forecasts) == figures.peak_bytes
+        assert sum(owner.bytes for owner in figures.peak_owners) == figures.peak_bytes
+        at = figures.peak_at
+        forecast = forecasts[problem.directions.index(at.direction)]
+        assert forecast.alive_bytes[at.step] == figures.peak_bytes
+        inside = {category: sizes[at.step] for category, sizes in forecast.memory}
+        assert {k: v for k, v in inside.items() if v} == dict(figures.peak_by_category)
+        assert sum(f.us for f in forecasts) == figures.step_time_us

@@ -5,17 +5,26 @@ What is placed here is not held to any budget: it is what others are compared wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from graphshard.forecast import CollectiveTime, Forecast, StepTime
+from graphshard.plan import Category, Direction, Schedule
 from graphshard.planner.choices import Choices
-from graphshard.planner.events import Event, Turn, turns
+from graphshard.planner.events import (
+    Event,
+    Turn,
+    given_gradients,
+    start_claims,
+    total_bytes,
+    turns,
+)
 from graphshard.planner.fsdp2 import fsdp2_placement
 from graphshard.planner.kit import Kit
-from graphshard.planner.problem import Problem
+from graphshard.planner.problem import Claim, Problem
 from graphshard.planner.score import Bench, Candidate, score, start_bytes
-from graphshard.planner.simulate import Run, Simulation, play, report
+from graphshard.planner.simulate import Run, Simulation, owners_at, play, report
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of
 
 Place: TypeAlias = Callable[[Problem, Stage], Placement]
@@ -48,13 +57,30 @@ def simulated(kit: Kit, chosen: Candidate) -> Simulation:
 def forecasts(kit: Kit, chosen: Candidate) -> tuple[Forecast, ...]:
     """What each step of the schedules of `chosen` is expected to take, one entry per direction."""
     found = []
-    for direction, scored in zip(kit.problem.directions, chosen.directions, strict=True):
-        events = assemble(stage_of(kit, chosen.choices, direction, Turn()), scored.placement)
-        found.append(_forecast(events, play(events, 0)))
+    start = start_claims(kit.problem, chosen.choices, Turn())
+    for direction, events in _events(kit, chosen):
+        if direction is Direction.BACKWARD:
+            start += given_gradients(kit.problem)
+        found.append(_forecast(events, play(events, total_bytes(start)), start))
+        start = tuple(owners_at(start, events, len(events)))
     return tuple(found)
 
 
-def _forecast(events: list[Event], run: Run) -> Forecast:
+def schedules(kit: Kit, chosen: Candidate) -> tuple[Schedule, ...]:
+    """The steps of `chosen`, one schedule per direction."""
+    return tuple(
+        Schedule(direction, tuple(event.step for event in events))
+        for direction, events in _events(kit, chosen)
+    )
+
+
+def _events(kit: Kit, chosen: Candidate) -> Iterator[tuple[Direction, list[Event]]]:
+    for direction, scored in zip(kit.problem.directions, chosen.directions, strict=True):
+        stage = stage_of(kit, chosen.choices, direction, Turn())
+        yield direction, assemble(stage, scored.placement)
+
+
+def _forecast(events: list[Event], run: Run, start: Sequence[Claim]) -> Forecast:
     steps, collectives = [], []
     for index, (event, reached_us) in enumerate(zip(events, run.reached_us, strict=True)):
         waits = event.job >= 0 and event.lane < 0
@@ -63,4 +89,25 @@ def _forecast(events: list[Event], run: Run) -> Forecast:
         if event.lane >= 0:
             start_us, end_us = run.started_us[event.job], run.finished_us[event.job]
             collectives.append(CollectiveTime(index, event.lane, start_us, end_us))
-    return Forecast(tuple(steps), tuple(collectives))
+    return Forecast(tuple(steps), tuple(collectives), _memory(start, events))
+
+
+def _memory(
+    start: Sequence[Claim], events: list[Event]
+) -> tuple[tuple[Category, tuple[int, ...]], ...]:
+    """Bytes alive during each event, by category."""
+    held: Counter[Category] = Counter()
+    columns: dict[Category, list[int]] = {category: [] for category in Category}
+    for claim in start:
+        held[claim.category] += claim.bytes
+    for event in events:
+        for claim in event.takes:
+            held[claim.category] += claim.bytes
+        inside = held.copy()
+        for claim in event.briefly:
+            inside[claim.category] += claim.bytes
+        for category, column in columns.items():
+            column.append(inside[category])
+        for claim in event.gives:
+            held[claim.category] -= claim.bytes
+    return tuple((category, tuple(sizes)) for category, sizes in columns.items() if any(sizes))

@@ -6,15 +6,13 @@ simulation. What is not faster than FSDP2's schedule is replaced by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphshard.errors import InfeasibleBudget
 from graphshard.forecast import Forecast
-from graphshard.plan import Estimate, Figures, Reason, Schedule
+from graphshard.plan import Course, Estimate, Figures, Moment, Owner, Reason, Schedule
 from graphshard.planner.bounds import lower_bound_us
-from graphshard.planner.compare import Place, forecasts, placed_as, simulated
-from graphshard.planner.events import Turn
+from graphshard.planner.compare import Place, forecasts, placed_as, schedules, simulated
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
 from graphshard.planner.infeasible import why_infeasible
 from graphshard.planner.kit import Kit
@@ -24,12 +22,11 @@ from graphshard.planner.score import Bench, Candidate
 from graphshard.planner.search import search
 from graphshard.planner.settle import settled
 from graphshard.planner.simulate import Simulation
-from graphshard.planner.stage import assemble, stage_of
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The chosen schedules, and what they and FSDP2's own come to in the simulation.
+    """The chosen schedules, and what they and FSDP2's own (`fsdp2`) come to in the simulation.
 
     recompute: indices of the problem's options that are taken. across: groups that stay gathered
     between micro-steps. forecasts: one per schedule.
@@ -41,6 +38,7 @@ class Planned:
     across: tuple[int, ...] = ()
     reasons: tuple[Reason, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
+    fsdp2: Course | None = None
 
 
 def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
@@ -56,22 +54,24 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     best = _chosen(bench, own)
     if best is None:
         raise InfeasibleBudget("GS601", why_infeasible(kit.problem, budget, own.peak_bytes))
-    theirs = simulated(kit, own)
+    other, eager = kit, own
     if baseline is not None:
         other = Kit(checked(baseline))
-        theirs = simulated(other, placed_as(other, fsdp2_choices(other.problem)))
+        eager = placed_as(other, fsdp2_choices(other.problem))
+    theirs = simulated(other, eager)
     ours = simulated(kit, best)
     bound = lower_bound_us(kit.problem)
     estimate = Estimate(_figures(ours), _figures(theirs), budget, bound)
     reasons = reasons_of(bench, own, best, ours, theirs.step_us)
     choices = best.choices
     return Planned(
-        schedules=tuple(_schedules(kit, best)),
+        schedules=schedules(kit, best),
         estimate=estimate,
         recompute=choices.recompute,
         across=choices.across,
         reasons=tuple(reasons),
         forecasts=forecasts(kit, best),
+        fsdp2=Course(schedules(other, eager), forecasts(other, eager)),
     )
 
 
@@ -94,11 +94,7 @@ def _chosen(bench: Bench, own: Candidate) -> Candidate | None:
 
 
 def _figures(found: Simulation) -> Figures:
-    return Figures(found.step_us, found.exposed_us, found.peak_bytes, found.peak.by_category)
-
-
-def _schedules(kit: Kit, chosen: Candidate) -> Iterable[Schedule]:
-    for direction, scored in zip(kit.problem.directions, chosen.directions, strict=True):
-        stage = stage_of(kit, chosen.choices, direction, Turn())
-        events = assemble(stage, scored.placement)
-        yield Schedule(direction, tuple(event.step for event in events))
+    peak = found.peak
+    owners = tuple(Owner(c.category, c.bytes, c.group) for c in peak.owners)
+    at = Moment(peak.direction, peak.index)
+    return Figures(found.step_us, found.exposed_us, peak.bytes, peak.by_category, owners, at)

@@ -59,7 +59,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The first moment with the most memory: during `step` of `direction`.
+    """The first moment with the most memory: during `step` (number `index`) of `direction`.
 
     by_category and owners add up to `bytes`, largest first.
     """
@@ -67,6 +67,7 @@ class Peak:
     bytes: int
     direction: Direction
     step: Step
+    index: int
     owners: tuple[Claim, ...]
 
     @property
@@ -198,7 +199,8 @@ def report(
 def _peak(run: Run, direction: Direction, start: tuple[Claim, ...], events: list[Event]) -> Peak:
     owners = owners_at(start, events, run.peak_at, inside=True)
     order = sorted(owners, key=lambda c: (-c.bytes, c.category, -1 if c.group is None else c.group))
-    return Peak(run.peak_bytes, direction, events[run.peak_at].step, tuple(order))
+    at = run.peak_at
+    return Peak(run.peak_bytes, direction, events[at].step, at, tuple(order))
 
 
 def owners_at(
