@@ -105,6 +105,10 @@ def _graph_name() -> str:
     return f"graph {compile_id}" if compile_id is not None else "graph"
 
 
-graphshard.is_graphshard_backend = True  # type: ignore[attr-defined]
+def install() -> None:
+    """Let Dynamo trace `fully_shard`ed models for backends of this package; once per process."""
+    dynamo.install(fallback.protected)
 
-dynamo.install(fallback.protected)
+
+graphshard.is_graphshard_backend = True  # type: ignore[attr-defined]
+install()

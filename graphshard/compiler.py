@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ import torch._functorch.config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import (
-    PlainAOTInput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
     TangentAOTInput,
@@ -21,35 +18,29 @@ from torch._functorch.partitioners import default_partition
 from torch._ops import HigherOrderOperator
 
 from graphshard.capture.ports import CompiledPlan, Record, port_of
-from graphshard.dynamo import input_example
-from graphshard.emit import check_inputs, code_of, emit, with_run_input
+from graphshard.draft import Proposal, drafted, find_groups, propose, propose_inference
+from graphshard.emit import check_inputs, code_of, emit
 from graphshard.errors import CaptureError
 from graphshard.feedback import Feedback
 from graphshard.fsdp2 import modules_of
-from graphshard.ir import Program, copied, copy_of, output_node, set_anchor_group
+from graphshard.ir import Program, copied, output_node
 from graphshard.measured import Measured
 from graphshard.options import Options
 from graphshard.order import order_of
 from graphshard.pipeline import (
     Order,
     apply,
-    choose_recompute,
-    place,
-    plan_with_costs,
-    pose,
-    run_captured,
 )
-from graphshard.plan import Direction, GroupInfo, ParamInfo, Plan, PricedOn
+from graphshard.plan import Direction, Plan
 from graphshard.planner.problem import Problem
-from graphshard.recompute import tag
 from graphshard.runtime.agree import Ballot, check_call, settle
 from graphshard.runtime.calls import Calls
-from graphshard.runtime.live import LiveGroup, find, lookup
+from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.run import Body, guarded
 
 
 class GraphCompiler:
-    """One Dynamo graph on its way to compiled code. `groups` are the live groups it uses."""
+    """One Dynamo graph on its way to compiled code. `found`: the live groups it uses."""
 
     def __init__(self, gm: fx.GraphModule, name: str, options: Options) -> None:
         self.name = name
@@ -60,7 +51,7 @@ class GraphCompiler:
         self._calls: Calls | None = None
         self._bodies: dict[Direction, Body] = {}
         self._feedback: Feedback | None = None
-        self.groups, self._anchors = _find_groups(gm)
+        self.found = find_groups(gm)
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The callable that Dynamo runs in place of the graph.
@@ -88,39 +79,17 @@ class GraphCompiler:
 
         The scheduled program is made from copies of them and waits for `_emit_*`.
         """
-        self._name_anchors(joint)
-        infos = tuple(_describe(i, live) for i, live in enumerate(self.groups))
-        program = Program(self.name, infos, num_fwd_outputs, joint=joint)
-        program = run_captured(program)
-        self._calls = Calls(_tangent_positions(joint, num_fwd_outputs), tuple(self._anchors))
-        groups, order = program.groups, order_of(self.groups, self._options, self.ballots)
-
-        def split(graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return default_partition(graph, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-
-        spare = copy_of(joint) if order.freedom.recompute else None
-        forward, backward = split(joint)
-        placed = self._placed(groups, num_fwd_outputs, forward, backward)
-        problem = pose(placed, order)
-        repeated = choose_recompute(placed, order, problem)
-        if spare is None or not repeated:
-            self._schedule(placed, order, problem)
-            return forward, backward
-        tag(spare.graph, repeated)
-        forward, backward = split(spare)
-        placed = self._placed(groups, num_fwd_outputs, forward, backward)
-        names = tuple(groups[unit.group].fqn for unit in repeated)
-        self._schedule(placed, order, pose(placed, order), problem, names)
-        return forward, backward
+        draft = drafted(self.name, joint, inputs, num_fwd_outputs, self.found, kwargs)
+        self._calls = Calls(_tangent_positions(joint, num_fwd_outputs), tuple(self.found.anchors))
+        order = order_of(self.groups, self._options, self.ballots)
+        proposal = propose(draft, order)
+        self._schedule(proposal, order)
+        assert proposal.parts.backward is not None
+        return proposal.parts.forward, proposal.parts.backward
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        self._name_anchors(gm)
-        infos = tuple(_describe(i, live) for i, live in enumerate(self.groups))
-        outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
-        program = run_captured(Program(self.name, infos, outputs, forward=gm))
         order = order_of(self.groups, self._options, self.ballots)
-        placed = self._placed(program.groups, outputs, gm, None)
-        self._schedule(placed, order, pose(placed, order))
+        self._schedule(propose_inference(self.name, gm, self.found, order), order)
         return self._emit_forward(gm, inputs)
 
     def _emit_forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -146,38 +115,9 @@ class GraphCompiler:
 
     # -- parts -----------------------------------------------------------------------------
 
-    def _placed(
-        self,
-        groups: tuple[GroupInfo, ...],
-        outputs: int,
-        forward: fx.GraphModule,
-        backward: fx.GraphModule | None,
-    ) -> Program:
-        program = Program(
-            self.name,
-            groups,
-            outputs,
-            forward=with_run_input(forward),
-            backward=None if backward is None else with_run_input(backward),
-        )
-        return place(program)
-
-    def _schedule(
-        self,
-        placed: Program,
-        order: Order,
-        problem: Problem,
-        baseline: Problem | None = None,
-        recompute: tuple[str, ...] = (),
-    ) -> None:
-        """Plan, and put the program in the plan's order.
-
-        problem: what `placed` poses. baseline: the problem as it was before the forward of the
-        groups `recompute` was repeated.
-        """
-        plan = plan_with_costs(placed, problem, order.freedom.reshard, baseline)
-        where = PricedOn(order.machine.name, order.settings[0].ranks_per_node)
-        plan = replace(plan, recompute=recompute, priced_on=where)
+    def _schedule(self, proposal: Proposal, order: Order) -> None:
+        """Agree on the plan, and put the program in the plan's order."""
+        placed, problem, plan = proposal.parts.placed, proposal.problem, proposal.plan
         if self.ballots:
             plan = settle(self.ballots, plan)
         after = self._options.replan_after if placed.backward is not None else None
@@ -213,6 +153,10 @@ class GraphCompiler:
             record.plans[self.name] = compiled
 
     @property
+    def groups(self) -> list[LiveGroup]:
+        return self.found.groups
+
+    @property
     def records(self) -> list[Record]:
         """The FSDP roots that this graph belongs to."""
         ports = (port_of(modules_of(live.fsdp.state)[0]) for live in self.groups)
@@ -225,14 +169,8 @@ class GraphCompiler:
             return []
         return _ballots(self.groups)
 
-    def _name_anchors(self, gm: fx.GraphModule) -> None:
-        for node in gm.graph.find_nodes(op="placeholder"):
-            described = node.meta.get("desc")
-            if isinstance(described, PlainAOTInput) and described.idx in self._anchors:
-                set_anchor_group(node, self._anchors[described.idx])
-
     def _watching(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        calls, anchors = self._calls, tuple(self._anchors)
+        calls, anchors = self._calls, tuple(self.found.anchors)
         every, off = self._options.verify == "every", self._options.verify == "off"
         feedback = self._feedback
 
@@ -285,54 +223,6 @@ def _boxed(gm: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-
-
-def _find_groups(gm: fx.GraphModule) -> tuple[list[LiveGroup], dict[int, int]]:
-    """The groups whose anchors are inputs of `gm`, and input index -> place in that list."""
-    groups: dict[LiveGroup, int] = {}
-    anchors: dict[int, int] = {}
-    for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
-        live = find(input_example(placeholder))
-        if live is not None:
-            anchors[index] = groups.setdefault(live, len(groups))
-    return list(groups), anchors
-
-
-def _describe(group_id: int, live: LiveGroup) -> GroupInfo:
-    fsdp = live.fsdp
-    params = tuple(
-        ParamInfo(
-            fqn=p.fqn,
-            shape=p.size,
-            dtype=str(p.dtype).removeprefix("torch."),
-            trainable=p.sharded.requires_grad,
-            gathered_bytes=fsdp.world_size * math.prod(p.padded_shard_size) * p.dtype.itemsize,
-        )
-        for p in fsdp.params
-    )
-    return GroupInfo(
-        id=group_id,
-        fqn=live.fqn,
-        params=params,
-        world_size=fsdp.world_size,
-        reshard_after_forward=fsdp.reshard_after_forward,
-        gathered_bytes=sum(p.gathered_bytes for p in params),
-        reduce_dtype=_reduce_dtype(live),
-        reduce_bytes=_reduce_bytes(live),
-    )
-
-
-def _reduce_dtype(live: LiveGroup) -> str:
-    dtypes = [p.reduce_dtype for p in live.fsdp.params if p.sharded.requires_grad]
-    names = list(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
-    return names[0] if len(names) == 1 else "+".join(names)
-
-
-def _reduce_bytes(live: LiveGroup) -> int:
-    fsdp = live.fsdp
-    chosen = [p for p in fsdp.params if p.sharded.requires_grad]
-    sizes = [math.prod(p.padded_shard_size) * p.reduce_dtype.itemsize for p in chosen]
-    return fsdp.world_size * sum(sizes)
 
 
 def _tangent_positions(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[int, ...]:

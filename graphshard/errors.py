@@ -7,6 +7,7 @@ GraphshardError
 |-- VerifyError          a pass broke a rule: graphshard's own bug
 |-- CostError            (also ValueError)   a preset, a profile or a calibration cannot be used
 |-- RuntimeStateError    a collective or a buffer was used out of order
+|-- OfflineError         (also ValueError)   what is to be planned offline cannot be built
 |-- DivergedRanks        the ranks would run, or run, different graphs
 `-- PlanError            (also ValueError)   what is to be planned contradicts itself
     `-- InfeasibleBudget no schedule fits the memory budget
@@ -51,6 +52,10 @@ class CostError(GraphshardError, ValueError):
 
 class RuntimeStateError(GraphshardError):
     """A gather or a reduction was used outside its life time."""
+
+
+class OfflineError(GraphshardError, ValueError):
+    """A model that is to be planned offline cannot be found, built or sharded."""
 
 
 class DivergedRanks(GraphshardError):

@@ -53,6 +53,10 @@ class ParamInfo:
     trainable: bool
     gathered_bytes: int
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
@@ -86,12 +90,14 @@ class Reason:
     what: "gain" (a kind of decision, with what it saves), "keep", "reshard", "merge", "split",
     "recompute", or a kind of step ("gather_issue", "reduce_issue": why not earlier).
     group, direction: what it is about; None: the whole plan. gain_us: microseconds saved against
-    FSDP2's predicted step; the gains of all reasons add up to the whole difference, exactly.
+    FSDP2's predicted step; gain_bytes: saved of its peak (costs, where negative). The gains of all
+    reasons add up to the whole difference, exactly.
     """
 
     what: str
     text: str
     gain_us: float = 0.0
+    gain_bytes: int = 0
     group: int | None = None
     direction: Direction | None = None
 

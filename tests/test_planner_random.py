@@ -44,4 +44,6 @@ def check(problem, share):
         assert estimate.step_time_us <= own.us
     gains_us = sum(reason.gain_us for reason in planned.reasons)
     assert gains_us == estimate.fsdp2.step_time_us - estimate.step_time_us
+    gains_bytes = sum(reason.gain_bytes for reason in planned.reasons)
+    assert gains_bytes == estimate.fsdp2.peak_bytes - estimate.peak_bytes
     assert sum(size for _, size in estimate.ours.peak_by_category) == estimate.peak_bytes

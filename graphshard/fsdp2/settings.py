@@ -42,8 +42,15 @@ class GroupSettings:
     backward_prefetch: tuple[int, ...] = ()
 
 
-def settings_of(groups: Sequence[FsdpGroup]) -> tuple[GroupSettings, ...]:
-    """Settings of the groups of one graph, in their order."""
+def settings_of(
+    groups: Sequence[FsdpGroup], ranks_per_node: int | None = None
+) -> tuple[GroupSettings, ...]:
+    """Settings of the groups of one graph, in their order.
+
+    ranks_per_node: None takes torchrun's `LOCAL_WORLD_SIZE`, without which all ranks are taken to
+    be on one node.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if ranks_per_node is None else ranks_per_node
     places = {group.state: place for place, group in enumerate(groups)}
     lanes: list[dist.ProcessGroup | None] = []
 
@@ -60,7 +67,7 @@ def settings_of(groups: Sequence[FsdpGroup]) -> tuple[GroupSettings, ...]:
             reshard=None if group.reshard_is_automatic else group.reshard_after_forward,
             is_root=is_root(group.state),
             ranks=group.world_size,
-            ranks_per_node=min(group.world_size, _ranks_per_node(group.world_size)),
+            ranks_per_node=min(group.world_size, local or group.world_size),
             gather_lane=lane(group.gather_process_group),
             reduce_lane=lane(group.reduce_process_group),
             shard_bytes=_shard_bytes(group, trainable=False),
@@ -78,8 +85,3 @@ def settings_of(groups: Sequence[FsdpGroup]) -> tuple[GroupSettings, ...]:
 def _shard_bytes(group: FsdpGroup, *, trainable: bool) -> int:
     params = (p for p in group.params if not trainable or p.sharded.requires_grad)
     return sum(math.prod(p.padded_shard_size) * p.sharded.dtype.itemsize for p in params)
-
-
-def _ranks_per_node(ranks: int) -> int:
-    """torchrun's `LOCAL_WORLD_SIZE`; without it all ranks are taken to be on one node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

@@ -62,7 +62,7 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     ours = simulated(kit, best)
     bound = lower_bound_us(kit.problem)
     estimate = Estimate(_figures(ours), _figures(theirs), budget, bound)
-    reasons = reasons_of(bench, own, best, ours, theirs.step_us)
+    reasons = reasons_of(bench, own, best, ours, theirs)
     choices = best.choices
     return Planned(
         schedules=schedules(kit, best),

@@ -24,47 +24,54 @@ from graphshard.planner.timing import why_not_earlier
 
 
 def reasons_of(
-    bench: Bench, own: Candidate, best: Candidate, ours: Simulation, fsdp2_us: float
+    bench: Bench, own: Candidate, best: Candidate, ours: Simulation, fsdp2: Simulation
 ) -> Iterator[Reason]:
-    """fsdp2_us: FSDP2's predicted step; the gains add up to what `best` saves of it."""
+    """fsdp2: FSDP2's predicted step; the gains add up to what `best` saves of it."""
     kit = bench.kit
-    yield from _gains(bench, own, best, fsdp2_us)
+    yield from _gains(bench, own, best, fsdp2)
     yield from _keeps(kit, own.choices, best.choices)
     yield from _cuts(kit, best.choices)
     yield from _recomputed(kit, best.choices)
     yield from why_not_earlier(bench, best, ours)
 
 
-def _gains(bench: Bench, own: Candidate, best: Candidate, fsdp2_us: float) -> Iterator[Reason]:
-    before_us = fsdp2_us
-    for text, us in _way(bench, own, best):
-        if us != before_us:
-            faster = "saves" if us < before_us else "costs"
+def _gains(bench: Bench, own: Candidate, best: Candidate, fsdp2: Simulation) -> Iterator[Reason]:
+    before_us, before_bytes = fsdp2.step_us, fsdp2.peak_bytes
+    for text, us, peak_bytes in _way(bench, own, best):
+        if (us, peak_bytes) != (before_us, before_bytes):
+            faster = "costs" if us > before_us else "saves"
             amount = f"{faster} {abs(before_us - us):,.3f} us of {before_us:,.3f}"
-            yield Reason("gain", f"{text}: {amount}", before_us - us)
-        before_us = us
+            gain_bytes = before_bytes - peak_bytes
+            yield Reason("gain", f"{text}: {amount}", before_us - us, gain_bytes)
+        before_us, before_bytes = us, peak_bytes
 
 
-def _way(bench: Bench, own: Candidate, best: Candidate) -> Iterator[tuple[str, float]]:
-    """From FSDP2's candidate to the chosen one: each kind of decision with the step after it."""
+def _way(bench: Bench, own: Candidate, best: Candidate) -> Iterator[tuple[str, float, int]]:
+    """From FSDP2's candidate to the chosen one: each kind of decision with the step and the peak
+    after it."""
     kit, chosen = bench.kit, best.choices
-    yield "activations that this graph computes again", own.us
+    yield "activations that this graph computes again", own.us, own.peak_bytes
     if own == best:
         return
-    now = replace(own.choices, kept=chosen.kept, across=chosen.across)
-    yield "what stays gathered", placed_as(kit, now).us
+    for text, now in _choices(own.choices, chosen):
+        placed = placed_as(kit, now)
+        yield text, placed.us, placed.peak_bytes
+    yield "order and waits of reductions", *_with_reductions(bench, best)
+    yield "issue points of gathers", best.us, best.peak_bytes
+
+
+def _choices(own: Choices, chosen: Choices) -> Iterator[tuple[str, Choices]]:
+    now = replace(own, kept=chosen.kept, across=chosen.across)
+    yield "what stays gathered", now
     now = replace(now, forward=chosen.forward, backward=chosen.backward, reduce=chosen.reduce)
-    yield "merged and split collectives", placed_as(kit, now).us
-    now = replace(now, recompute=chosen.recompute)
-    yield "recomputation of activations", placed_as(kit, now).us
-    yield "order and waits of reductions", _with_reductions(bench, best)
-    yield "issue points of gathers", best.us
+    yield "merged and split collectives", now
+    yield "recomputation of activations", replace(now, recompute=chosen.recompute)
 
 
-def _with_reductions(bench: Bench, best: Candidate) -> float:
+def _with_reductions(bench: Bench, best: Candidate) -> tuple[float, int]:
     """The chosen reductions with FSDP2's gathers."""
     theirs = placed_as(bench.kit, best.choices)
-    us = 0.0
+    us, peak_bytes = 0.0, 0
     rows = zip(bench.problem.directions, theirs.directions, best.directions, strict=True)
     for direction, their, our in rows:
         stages = [
@@ -72,8 +79,9 @@ def _with_reductions(bench: Bench, best: Candidate) -> float:
         ]
         starts = start_bytes(bench, best.choices, direction)
         placement = replace(their.placement, reductions=our.placement.reductions)
-        us += score(bench, stages, starts, placement).us
-    return us
+        scored = score(bench, stages, starts, placement)
+        us, peak_bytes = us + scored.us, max(peak_bytes, scored.peak_bytes)
+    return us, peak_bytes
 
 
 # -- decisions -----------------------------------------------------------------------------------

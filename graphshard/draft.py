@@ -1,0 +1,153 @@
+"""From a captured graph to a proposal: partitioned, placed and planned, in no order yet.
+
+In come the graph that AOTAutograd hands over, the groups that it uses, and an `Order` (settings,
+machine, freedom). Out comes a `Proposal`: the two graphs as they were partitioned, the program
+with its communication placed naively, and its plan. A run and a plan made offline differ only in
+where the order comes from. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch._functorch.partitioners import default_partition
+
+from graphshard.dynamo import input_example
+from graphshard.emit import with_run_input
+from graphshard.fsdp2.describe import describe
+from graphshard.ir import Program, copy_of, output_node, set_anchor_group
+from graphshard.pipeline import (
+    Order,
+    choose_recompute,
+    place,
+    plan_with_costs,
+    pose,
+    run_captured,
+)
+from graphshard.plan import GroupInfo, Plan, PricedOn
+from graphshard.planner.problem import Problem
+from graphshard.recompute import Unit, tag
+from graphshard.runtime.live import LiveGroup, find
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The groups that a graph uses. anchors: index of a graph input -> place in `groups`."""
+
+    groups: list[LiveGroup]
+    anchors: dict[int, int]
+
+    @property
+    def infos(self) -> tuple[GroupInfo, ...]:
+        return tuple(describe(place, live.fsdp) for place, live in enumerate(self.groups))
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A joint graph after the passes on the captured form, and AOTAutograd's way to cut it."""
+
+    program: Program
+    split: Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The two graphs of a partition, and a program made from copies of them, placed naively."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    placed: Program
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """problem: what the placed program of `parts` poses; `plan` is its answer."""
+
+    parts: Parts
+    problem: Problem
+    plan: Plan
+
+
+def find_groups(gm: fx.GraphModule) -> Found:
+    """The groups whose anchors are inputs of a graph that Dynamo captured."""
+    groups: dict[LiveGroup, int] = {}
+    anchors: dict[int, int] = {}
+    for index, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+        live = find(input_example(placeholder))
+        if live is not None:
+            anchors[index] = groups.setdefault(live, len(groups))
+    return Found(list(groups), anchors)
+
+
+def drafted(
+    name: str, joint: fx.GraphModule, inputs: Any, outputs: int, found: Found, kwargs: Any
+) -> Draft:
+    """What AOTAutograd asks to be partitioned; the arguments are those of its `partition_fn`."""
+    _name_anchors(joint, found)
+    program = run_captured(Program(name, found.infos, outputs, joint=joint))
+
+    def split(graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return default_partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
+
+    return Draft(program, split)
+
+
+def propose(draft: Draft, order: Order) -> Proposal:
+    """The plan of a draft, whose joint graph is used up. Raises InfeasibleBudget."""
+    joint = draft.program.joint
+    assert joint is not None
+    spare = copy_of(joint) if order.freedom.recompute else joint
+    return decide(parts_of(draft, joint), order, lambda chosen: parts_of(draft, spare, chosen))
+
+
+def propose_inference(name: str, gm: fx.GraphModule, found: Found, order: Order) -> Proposal:
+    """The plan of a graph under no_grad. Raises InfeasibleBudget."""
+    _name_anchors(gm, found)
+    outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
+    program = run_captured(Program(name, found.infos, outputs, forward=gm))
+    placed = place(replace(program, forward=with_run_input(gm)))
+    return decide(Parts(gm, None, placed), order, lambda chosen: Parts(gm, None, placed))
+
+
+def parts_of(draft: Draft, joint: fx.GraphModule, repeated: Sequence[Unit] = ()) -> Parts:
+    """`joint` cut in two, with the ops of `repeated` in both; it is used up."""
+    tag(joint.graph, repeated)
+    forward, backward = draft.split(joint)
+    cut = replace(
+        draft.program,
+        joint=None,
+        forward=with_run_input(forward),
+        backward=with_run_input(backward),
+    )
+    return Parts(forward, backward, place(cut))
+
+
+def decide(parts: Parts, order: Order, again: Callable[[tuple[Unit, ...]], Parts]) -> Proposal:
+    """Plan `parts`, or what `again` makes of the graph where something is to be computed again.
+
+    Raises InfeasibleBudget if no schedule fits the order's budget.
+    """
+    problem = pose(parts.placed, order)
+    repeated = choose_recompute(parts.placed, order, problem)
+    baseline = None
+    if repeated:
+        baseline, parts = problem, again(repeated)
+        problem = pose(parts.placed, order)
+    groups = parts.placed.groups
+    plan = replace(
+        plan_with_costs(parts.placed, problem, order.freedom.reshard, baseline),
+        recompute=tuple(groups[unit.group].fqn for unit in repeated),
+        priced_on=PricedOn(order.machine.name, order.settings[0].ranks_per_node),
+    )
+    return Proposal(parts, problem, plan)
+
+
+def _name_anchors(gm: fx.GraphModule, found: Found) -> None:
+    for node in gm.graph.find_nodes(op="placeholder"):
+        described = node.meta.get("desc")
+        if isinstance(described, PlainAOTInput) and described.idx in found.anchors:
+            set_anchor_group(node, found.anchors[described.idx])

@@ -1,0 +1,48 @@
+"""What a plan says of a group: sizes, dtypes and settings, as plain values."""
+
+from __future__ import annotations
+
+import math
+
+from graphshard.fsdp2.group import FsdpGroup
+from graphshard.plan import GroupInfo, ParamInfo
+
+
+def describe(group_id: int, group: FsdpGroup) -> GroupInfo:
+    """The group as it is sharded now, under the number that a program gives it."""
+    params = tuple(
+        ParamInfo(
+            fqn=p.fqn,
+            shape=p.size,
+            dtype=str(p.dtype).removeprefix("torch."),
+            trainable=p.sharded.requires_grad,
+            gathered_bytes=group.world_size * math.prod(p.padded_shard_size) * p.dtype.itemsize,
+        )
+        for p in group.params
+    )
+    return GroupInfo(
+        id=group_id,
+        fqn=name_of(group),
+        params=params,
+        world_size=group.world_size,
+        reshard_after_forward=group.reshard_after_forward,
+        gathered_bytes=sum(p.gathered_bytes for p in params),
+        reduce_dtype=_reduce_dtype(group),
+        reduce_bytes=_reduce_bytes(group),
+    )
+
+
+def name_of(group: FsdpGroup) -> str:
+    return group.fqn or "(root)"
+
+
+def _reduce_dtype(group: FsdpGroup) -> str:
+    dtypes = [p.reduce_dtype for p in group.params if p.sharded.requires_grad]
+    names = list(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
+    return names[0] if len(names) == 1 else "+".join(names)
+
+
+def _reduce_bytes(group: FsdpGroup) -> int:
+    chosen = [p for p in group.params if p.sharded.requires_grad]
+    sizes = [math.prod(p.padded_shard_size) * p.reduce_dtype.itemsize for p in chosen]
+    return group.world_size * sum(sizes)

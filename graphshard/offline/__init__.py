@@ -1,0 +1,1 @@
+"""Planning without a GPU, without weights and without other ranks."""

@@ -1,0 +1,120 @@
+"""Captures a training step of a fake model as a draft: what a run would capture, and no more.
+
+Nothing is compiled and nothing runs: Dynamo and AOTAutograd are left as soon as the joint graph is
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._pytree import tree_leaves
+
+from graphshard import backend
+from graphshard.draft import Draft, drafted, find_groups
+from graphshard.dynamo import input_example
+from graphshard.errors import CaptureError, GraphshardError
+from graphshard.offline.world import Fake
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Dimension `dim` of the input tensor number `leaf`."""
+
+    leaf: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A joint graph of a whole step. num_nodes: of the joint graph as it was captured.
+
+    symbols: names of the symbols that the graph has for sizes of inputs.
+    """
+
+    draft: Draft
+    num_nodes: int
+    symbols: dict[Place, str]
+
+
+class _Done(Exception):
+    """Carries what was captured out of the compiler."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+
+
+def capture(fake: Fake, name: str, varying: Sequence[Place] = ()) -> Captured:
+    """The forward and backward of one call of the model.
+
+    varying: sizes that should become symbols, if the model allows it. Raises CaptureError (GS810)
+    if the call cannot be captured as one graph.
+    """
+    leaves = [leaf for leaf in tree_leaves(fake.inputs) if isinstance(leaf, Tensor)]
+    for place in varying:
+        torch._dynamo.maybe_mark_dynamic(leaves[place.leaf], place.dim)
+
+    def only_capture(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        found, symbols = find_groups(gm), _symbols(gm, leaves)
+
+        def stop(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
+            count = len(joint.graph.nodes)
+            draft = drafted(name, joint, inputs, num_fwd_outputs, found, more)
+            raise _Done(Captured(draft, count, symbols))
+
+        compiler = aot_autograd(fw_compiler=_never, bw_compiler=_never, partition_fn=stop)
+        with torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False):
+            return compiler(gm, example_inputs)
+
+    only_capture.is_graphshard_backend = True  # type: ignore[attr-defined]
+    backend.install()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        fake.model, backend=only_capture, fullgraph=True, options={"fallback": "error"}
+    )
+    try:
+        with fake.mode:
+            compiled(*fake.inputs)
+    except Exception as error:
+        return _captured(error)
+    finally:
+        torch._dynamo.reset()
+    raise CaptureError("GS810", "the model ran without being captured")
+
+
+def _symbols(gm: fx.GraphModule, leaves: Sequence[Tensor]) -> dict[Place, str]:
+    """The symbols that stand for one size of one input each."""
+    numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+    found = {}
+    for placeholder in gm.graph.find_nodes(op="placeholder"):
+        leaf = numbers.get(id(input_example(placeholder)))
+        if leaf is None:
+            continue
+        for dim, size in enumerate(placeholder.meta["example_value"].shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                found[Place(leaf, dim)] = str(size.node.expr)
+    return found
+
+
+def _never(gm: fx.GraphModule, inputs: Any) -> Any:
+    raise CaptureError("GS810", "there is nothing to train: no output of the model has a gradient")
+
+
+def _captured(error: Exception) -> Captured:
+    """What `error` carries, or an error that says why there is none."""
+    chain: list[BaseException] = [error]
+    while (inner := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) is not None:
+        chain.append(inner)
+    for found in chain:
+        if isinstance(found, _Done):
+            return found.captured
+        if isinstance(found, GraphshardError):
+            raise found
+    first = str(error).strip().split("\n\n", 1)[0]
+    raise CaptureError("GS810", f"the step cannot be captured as one graph: {first}") from error
