@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from bench.models import WithLoss
 from graphshard.capture.ports import records_under
-from graphshard.plan import Estimate
+from graphshard.step_plan import Estimate
 
 
 @dataclass(frozen=True, slots=True)

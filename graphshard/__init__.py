@@ -28,13 +28,16 @@ if TYPE_CHECKING:
         DivergedRanks,
         GraphshardError,
         GraphshardWarning,
+        InfeasibleBudget,
+        OfflineError,
         OptionsError,
         RuntimeStateError,
         UnsupportedModel,
         VerifyError,
     )
-    from graphshard.plan import Plan
+    from graphshard.offline.api import plan
     from graphshard.report import Measurement, Report, explain, measurements, plans
+    from graphshard.step_plan import Plan
 
 _FSDP = (
     "CPUOffloadPolicy",
@@ -50,6 +53,8 @@ _ERRORS = (
     "DivergedRanks",
     "GraphshardError",
     "GraphshardWarning",
+    "InfeasibleBudget",
+    "OfflineError",
     "OptionsError",
     "RuntimeStateError",
     "UnsupportedModel",
@@ -59,7 +64,8 @@ _HOME = {
     **dict.fromkeys(_FSDP, "torch.distributed.fsdp"),
     **dict.fromkeys(_ERRORS, "graphshard.errors"),
     "Measurement": "graphshard.report",
-    "Plan": "graphshard.plan",
+    "Plan": "graphshard.step_plan",
+    "plan": "graphshard.offline.api",
     "Report": "graphshard.report",
     "explain": "graphshard.report",
     "measurements": "graphshard.report",
@@ -73,8 +79,10 @@ __all__ = [
     "FSDPModule",
     "GraphshardError",
     "GraphshardWarning",
+    "InfeasibleBudget",
     "Measurement",
     "MixedPrecisionPolicy",
+    "OfflineError",
     "OffloadPolicy",
     "OptionsError",
     "Plan",
@@ -87,6 +95,7 @@ __all__ = [
     "explain",
     "fully_shard",
     "measurements",
+    "plan",
     "plans",
     "register_fsdp_forward_method",
 ]

@@ -31,12 +31,12 @@ from graphshard.pipeline import (
     Order,
     apply,
 )
-from graphshard.plan import Direction, Plan
 from graphshard.planner.problem import Problem
 from graphshard.runtime.agree import Ballot, check_call, settle
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.run import Body, guarded
+from graphshard.step_plan import Direction, Plan
 
 
 class GraphCompiler:

@@ -16,22 +16,23 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._functorch.partitioners import default_partition
 
-from graphshard.dynamo import input_example
+from graphshard.dynamo import input_example, tracing_context
 from graphshard.emit import with_run_input
 from graphshard.fsdp2.describe import describe
 from graphshard.ir import Program, copy_of, output_node, set_anchor_group
 from graphshard.pipeline import (
     Order,
-    choose_recompute,
+    best_plan,
     place,
     plan_with_costs,
     pose,
     run_captured,
 )
-from graphshard.plan import GroupInfo, Plan, PricedOn
 from graphshard.planner.problem import Problem
 from graphshard.recompute import Unit, tag
 from graphshard.runtime.live import LiveGroup, find
+from graphshard.sketch import basis_of
+from graphshard.step_plan import GroupInfo, Plan, PricedOn
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,11 @@ def drafted(
     """What AOTAutograd asks to be partitioned; the arguments are those of its `partition_fn`."""
     _name_anchors(joint, found)
     program = run_captured(Program(name, found.infos, outputs, joint=joint))
+    context = tracing_context()
 
     def split(graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return default_partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
+        with context():
+            return default_partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
 
     return Draft(program, split)
 
@@ -131,19 +134,21 @@ def decide(parts: Parts, order: Order, again: Callable[[tuple[Unit, ...]], Parts
 
     Raises InfeasibleBudget if no schedule fits the order's budget.
     """
-    problem = pose(parts.placed, order)
-    repeated = choose_recompute(parts.placed, order, problem)
-    baseline = None
-    if repeated:
-        baseline, parts = problem, again(repeated)
-        problem = pose(parts.placed, order)
-    groups = parts.placed.groups
-    plan = replace(
-        plan_with_costs(parts.placed, problem, order.freedom.reshard, baseline),
-        recompute=tuple(groups[unit.group].fqn for unit in repeated),
-        priced_on=PricedOn(order.machine.name, order.settings[0].ranks_per_node),
-    )
-    return Proposal(parts, problem, plan)
+    basis = basis_of(parts.placed, order.machine, recompute=order.freedom.recompute)
+    problem = pose(basis, order)
+    plan = best_plan(basis, order, problem)
+    if plan.recompute:
+        names, baseline = plan.recompute, problem
+        parts = again(tuple(u for u in basis.units if basis.groups[u.group].fqn in names))
+        basis = basis_of(parts.placed, order.machine, recompute=False)
+        problem = pose(basis, order)
+        plan = plan_with_costs(basis, problem, order.freedom.reshard, baseline)
+        plan = replace(plan, recompute=names)
+    return Proposal(parts, problem, replace(plan, priced_on=priced_on(order)))
+
+
+def priced_on(order: Order) -> PricedOn:
+    return PricedOn(order.machine.name, order.settings[0].ranks_per_node)
 
 
 def _name_anchors(gm: fx.GraphModule, found: Found) -> None:

@@ -249,6 +249,12 @@ def input_example(placeholder: fx.Node) -> Any:
     return None if argument is None else argument.example
 
 
+def tracing_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Makes contexts in which torch's compiler finds what is being traced now, later on."""
+    now = torch._guards.TracingContext.try_get()
+    return lambda: torch._guards.tracing(now)
+
+
 def compile_variant() -> tuple[int, int]:
     """How often the frame being compiled was compiled before, and Dynamo's limit for it."""
     compile_id = torch._guards.CompileContext.current_compile_id()

@@ -11,7 +11,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from graphshard.errors import CaptureError
 from graphshard.ir import copy_of, output_node, step_of
-from graphshard.plan import Schedule, Step, StepKind
+from graphshard.step_plan import Schedule, Step, StepKind
 
 
 def with_run_input(module: fx.GraphModule) -> fx.GraphModule:
@@ -20,7 +20,6 @@ def with_run_input(module: fx.GraphModule) -> fx.GraphModule:
     first = next(iter(clone.graph.nodes))
     with clone.graph.inserting_before(first):
         clone.graph.placeholder("run")
-    clone.recompile()
     return clone
 
 
@@ -42,8 +41,11 @@ def emit(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def code_of(module: fx.GraphModule | None) -> str:
-    """The Python of one direction, readable, with group names."""
-    return "" if module is None else str(module.code)
+    """The Python of one direction, readable, with group names. Passes change graphs, not code."""
+    if module is None:
+        return ""
+    module.recompile()
+    return str(module.code)
 
 
 def with_marks(
@@ -60,7 +62,6 @@ def with_marks(
     for index, (node, _) in enumerate([*stretches, (output_node(clone.graph), None)]):
         with clone.graph.inserting_before(node):
             clone.graph.call_method("mark", (run, index))
-    clone.recompile()
     return clone, tuple(step for _, step in stretches)
 
 

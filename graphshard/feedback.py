@@ -19,12 +19,12 @@ from graphshard.emit import emit, with_marks
 from graphshard.ir import Program
 from graphshard.measured import Issued, Lap, Measured
 from graphshard.pipeline import apply, plan_with_costs
-from graphshard.plan import Direction, Plan, Reshard, Step, StepKind
 from graphshard.planner.observed import observed, travelling
 from graphshard.planner.problem import Problem
 from graphshard.runtime.agree import Ballot, told
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.run import Body
+from graphshard.step_plan import Direction, Plan, Reshard, Step, StepKind
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from graphshard.ops import REDUCE_GRAD, UNSHARD
-from graphshard.plan import Direction, GroupInfo, StepKind
+from graphshard.step_plan import Direction, GroupInfo, StepKind
 
 _GROUP = "graphshard_group"
 _STEP = "graphshard_step"
@@ -91,7 +91,7 @@ class CommStep:
 
     part: tells a step's nodes apart; a group is opened (`open`) before its `head`, and `wait`
     yields parameters by index (`head`) and one `item` for each that is used. params: where a group
-    is split, the parameters that this step is about (see `graphshard.plan.Step`).
+    is split, the parameters that this step is about (see `graphshard.step_plan.Step`).
     """
 
     kind: StepKind

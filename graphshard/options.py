@@ -71,11 +71,11 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
     dump_dir = given.get("dump_dir", os.environ.get("GRAPHSHARD_DUMP_DIR") or None)
     if dump_dir is not None and not isinstance(dump_dir, str | Path):
         raise OptionsError("GS103", f"option dump_dir={dump_dir!r} is not a path")
-    machine = given.get("machine")
+    machine, budget = given.get("machine"), given.get("memory_budget")
     if machine is not None and not isinstance(machine, str | Path):
         raise OptionsError("GS103", f"option machine={machine!r} is no preset and no path")
     return Options(
-        memory_budget_bytes=_parse_bytes("memory_budget", given.get("memory_budget")),
+        memory_budget_bytes=None if budget is None else parse_bytes("memory_budget", budget),
         machine=None if machine is None else str(machine),
         micro_steps=_parse_count("micro_steps", given.get("micro_steps"), least=1) or 1,
         replan_after=_parse_count("replan_after", given.get("replan_after"), least=2),
@@ -98,10 +98,8 @@ def _parse_count(key: str, value: object, least: int) -> int | None:
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def _parse_bytes(key: str, value: object) -> int | None:
-    """A number of bytes: an int, or text such as "70GiB" or "512 MB"."""
-    if value is None:
-        return None
+def parse_bytes(key: str, value: object) -> int:
+    """A number of bytes: an int, or text such as "70GiB" or "512 MB". Raises OptionsError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)?\s*", str(value), re.IGNORECASE)
     if isinstance(value, bool) or not isinstance(value, int | str) or found is None:
         hint = "give a number of bytes or text such as '70GiB'"

@@ -14,10 +14,10 @@ from graphshard.cost.profile import calibrated, read_profile
 from graphshard.fsdp2.settings import settings_of
 from graphshard.options import Options
 from graphshard.pipeline import Order
-from graphshard.plan import Reshard
 from graphshard.pricing import Freedom
 from graphshard.runtime.agree import Ballot, lead_costs
 from graphshard.runtime.live import LiveGroup
+from graphshard.step_plan import Reshard
 
 
 def order_of(groups: Sequence[LiveGroup], options: Options, ballots: Sequence[Ballot]) -> Order:

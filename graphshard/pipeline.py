@@ -14,21 +14,17 @@ from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.ir import (
     Program,
-    aliases,
-    compute_nodes,
-    positions,
-    steps,
 )
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.regroup import regroup
-from graphshard.plan import Direction, Plan, Reshard, Schedule, StepKind
 from graphshard.planner.one_ahead import one_ahead
-from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Problem
-from graphshard.pricing import Freedom, op_ends_us, price
-from graphshard.recompute import Unit, offered, units
+from graphshard.pricing import Freedom, price
+from graphshard.recompute import offered
+from graphshard.sketch import Basis, basis_of, outline
+from graphshard.step_plan import GroupInfo, Plan, Reshard, Schedule
 from graphshard.verify import verify
 
 logger = logging.getLogger(__name__)
@@ -72,7 +68,8 @@ def schedule(program: Program, order: Order | None = None) -> tuple[Program, Pla
     if order is None:
         plan = plan_without_costs(placed)
     else:
-        plan = plan_with_costs(placed, pose(placed, order), order.freedom.reshard)
+        basis = basis_of(placed, order.machine, recompute=False)
+        plan = plan_with_costs(basis, pose(basis, order), order.freedom.reshard)
     return apply(placed, plan), plan
 
 
@@ -81,34 +78,31 @@ def place(program: Program) -> Program:
     return run_passes(program, PLACEMENT)
 
 
-def pose(program: Program, order: Order) -> Problem:
+def pose(basis: Basis, order: Order) -> Problem:
     """The problem that a placed program poses, as it was partitioned."""
-    return price(program, _outlines(program), order.settings, order.machine, order.freedom)
+    return price(basis, order.settings, order.machine, order.freedom)
 
 
-def choose_recompute(program: Program, order: Order, problem: Problem) -> tuple[Unit, ...]:
-    """What backward should compute again: what the budget needs, or what gains WORTHWHILE.
+def best_plan(basis: Basis, order: Order, problem: Problem) -> Plan:
+    """The best plan of what `basis` poses; backward computes something again if the budget needs
+    that, or if it gains WORTHWHILE.
 
-    problem: what `program` poses. Raises InfeasibleBudget if no choice fits the order's budget.
+    Raises InfeasibleBudget if no choice fits the order's budget.
     """
-    if not order.freedom.recompute or program.forward is None or program.backward is None:
-        return ()
-    graph, reshard = program.forward.graph, order.freedom.reshard
-    uses = outline(program, graph, Direction.FORWARD)
-    found = units(program, uses, op_ends_us(graph, order.machine))
-    if not found:
-        return ()
-    chosen = plan_with_costs(program, offered(problem, program, found), reshard)
-    without = _or_none(program, problem, reshard)
+    reshard = order.freedom.reshard
+    if not order.freedom.recompute or not basis.units:
+        return plan_with_costs(basis, problem, reshard)
+    chosen = plan_with_costs(basis, offered(problem, basis.groups, basis.units), reshard)
+    without = _or_none(basis, problem, reshard) if chosen.recompute else None
     if without is not None and _step_us(chosen) > (1 - WORTHWHILE) * _step_us(without):
-        return ()
-    return tuple(unit for unit in found if program.groups[unit.group].fqn in chosen.recompute)
+        return without
+    return chosen
 
 
-def _or_none(program: Program, problem: Problem, reshard: Reshard) -> Plan | None:
+def _or_none(basis: Basis, problem: Problem, reshard: Reshard) -> Plan | None:
     """The plan, or None if nothing fits the budget."""
     try:
-        return plan_with_costs(program, problem, reshard)
+        return plan_with_costs(basis, problem, reshard)
     except InfeasibleBudget:
         return None
 
@@ -120,15 +114,20 @@ def _step_us(plan: Plan) -> float:
 
 def plan_without_costs(program: Program) -> Plan:
     """Each gather of a placed program one group ahead."""
-    return _plan_of(program, [one_ahead(o) for o in _outlines(program).values()])
+    outlines = (outline(program, g.graph, d) for d, g in program.by_direction.items())
+    return _plan_of(program.name, program.groups, [one_ahead(o) for o in outlines])
 
 
 def plan_with_costs(
-    program: Program, problem: Problem, reshard: Reshard, baseline: Problem | None = None
+    program: Program | Basis,
+    problem: Problem,
+    reshard: Reshard,
+    baseline: Problem | None = None,
 ) -> Plan:
     """The best plan that the planner finds. Raises InfeasibleBudget if none fits the budget.
 
-    baseline: the problem without recomputation, if `program` has some: what FSDP2 would run.
+    problem: what the program poses, or that with other times. baseline: the problem without
+    recomputation, if the program has some: what FSDP2 would run.
     """
     groups = tuple(
         replace(info, resharded_by=reshard if group.reshard is None else Reshard.FSDP2)
@@ -141,7 +140,7 @@ def plan_with_costs(
         groups = tuple(
             replace(info, between_micro_steps=info.id in planned.across) for info in groups
         )
-        plan = _plan_of(program.with_groups(groups), planned.schedules)
+        plan = _plan_of(program.name, groups, planned.schedules)
         names = tuple(problem.recompute[index].name for index in planned.recompute)
         plan = replace(
             plan,
@@ -164,71 +163,16 @@ def apply(program: Program, plan: Plan) -> Program:
     return program
 
 
-def _plan_of(program: Program, schedules: Sequence[Schedule]) -> Plan:
+def _plan_of(name: str, groups: tuple[GroupInfo, ...], schedules: Sequence[Schedule]) -> Plan:
     forward, *backward = schedules
     return Plan(
-        name=program.name,
+        name=name,
         torch_version=_torch_version(),
-        groups=program.groups,
+        groups=groups,
         forward=forward,
         backward=backward[0] if backward else None,
     )
 
 
-def _outlines(program: Program) -> dict[Direction, Outline]:
-    return {
-        direction: outline(program, module.graph, direction)
-        for direction, module in program.by_direction.items()
-    }
-
-
 def _torch_version() -> str:
     return torch.__version__.split("+")[0]
-
-
-def outline(program: Program, graph: torch.fx.Graph, direction: Direction) -> Outline:
-    """What the planner may know of `graph`, which has its steps placed naively."""
-    order = positions(graph)
-    compute = compute_nodes(graph)
-    # Position in graph order -> number of compute ops before it.
-    before = {}
-    ops = set(compute)
-    count = 0
-    for node in graph.nodes:
-        before[order[node]] = count
-        count += node in ops
-    released = {step.group for _, step in steps(graph, StepKind.RELEASE)}
-    uses, params = [], []
-    for wait, step in steps(graph, StepKind.GATHER_WAIT):
-        group, found = step.group, []
-        for item in wait.users:
-            readers = {u for n in aliases([item]) for u in (n, *n.users) if u in ops}
-            reads = sorted(before[order[reader]] for reader in readers) or [before[order[wait]]]
-            last = reads[-1] if group in released else None
-            found.append(ParamUse(group, int(item.args[1]), reads[0], last))  # type: ignore[arg-type]
-        lasts = [use.last for use in found if use.last is not None]
-        uses.append(GroupUse(group, before[order[wait]], max(lasts, default=None)))
-        params += found
-    reductions = tuple(
-        Ready(step.group, before[order[issue]] - 1, _comes(issue, before, order))
-        for issue, step in steps(graph, StepKind.REDUCE_ISSUE)
-        if issue.all_input_nodes[1:]
-    )
-    return Outline(direction, len(compute), tuple(uses), reductions, _kept(program), tuple(params))
-
-
-def _comes(
-    issue: torch.fx.Node, before: dict[int, int], order: dict[torch.fx.Node, int]
-) -> tuple[tuple[int, int], ...]:
-    """The parameters that `issue` reduces, and the compute op that each gradient comes with."""
-    _, grads, indices = issue.args
-    pairs = zip(indices, grads, strict=True)  # type: ignore[arg-type]
-    return tuple((int(i), before[order[g]]) for i, g in pairs)
-
-
-def _kept(program: Program) -> frozenset[int]:
-    """Groups that FSDP2's settings keep gathered until backward, if backward needs them."""
-    if program.backward is None:
-        return frozenset()
-    needed = {step.group for _, step in steps(program.backward.graph, StepKind.GATHER_WAIT)}
-    return frozenset(g.id for g in program.groups if not g.reshard_after_forward and g.id in needed)

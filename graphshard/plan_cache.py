@@ -19,8 +19,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from graphshard.errors import GraphshardWarning
-from graphshard.plan import GroupInfo, Plan
 from graphshard.planner.problem import Problem
+from graphshard.step_plan import GroupInfo, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def key_of(
 def _planner() -> str:
     """Changes with every version of graphshard that may plan otherwise."""
     here = Path(__file__).parent
-    files = [here / "plan.py", here / "schedule.py", *sorted((here / "planner").glob("*.py"))]
+    files = [here / "step_plan.py", here / "schedule.py", *sorted((here / "planner").glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -1,7 +1,7 @@
 """From a placed program to a priced problem: all that the planner knows, as plain numbers.
 
-In come the forward and backward graphs with their communication placed naively, what FSDP2's
-settings say of each group, and a machine. Out comes a `Problem`: regions with times and bytes
+In come a program's `Basis` (times and bytes of each op), what FSDP2's settings say of each group,
+and a machine. Out comes a `Problem`: regions with times and bytes
 alive, and per group its transfers, uses and gradients. Nothing here measures or communicates.
 """
 
@@ -13,18 +13,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from torch import fx
-
 from graphshard.cost.comm import Collective
 from graphshard.cost.comm import Group as Ranks
-from graphshard.cost.flops import graph_work
-from graphshard.cost.live import Live, live_bytes, saved_memory
 from graphshard.cost.machine import Machine, collective_us, launch_us
 from graphshard.cost.memory import ITEM_BYTES
-from graphshard.cost.roofline import copy_us, ends_us
+from graphshard.cost.roofline import copy_us
 from graphshard.fsdp2.settings import GroupSettings
-from graphshard.ir import Program
-from graphshard.plan import Direction, GroupInfo, ParamInfo, Reshard
 from graphshard.planner.outline import Outline
 from graphshard.planner.problem import (
     Category,
@@ -39,6 +33,8 @@ from graphshard.planner.problem import (
     Use,
     checked,
 )
+from graphshard.sketch import Basis, Sketch
+from graphshard.step_plan import Direction, GroupInfo, ParamInfo, Reshard
 
 # A long stretch of compute is cut into so many regions, so that a gather can start inside it.
 CUTS = 8
@@ -66,24 +62,12 @@ class Freedom:
 
 
 def price(
-    program: Program,
-    outlines: dict[Direction, Outline],
-    settings: Sequence[GroupSettings],
-    machine: Machine,
-    freedom: Freedom,
+    basis: Basis, settings: Sequence[GroupSettings], machine: Machine, freedom: Freedom
 ) -> Problem:
-    """The problem that `program` poses on `machine`, as it was partitioned.
-
-    Raises PlanError if it contradicts itself.
-    """
-    lanes = _lanes(program.groups, settings, machine)
-    huge = _huge(program.groups) if freedom.regroup else frozenset()
-    stages = {
-        direction: _stage(
-            module.graph, outlines[direction], machine, _live(program, direction), huge
-        )
-        for direction, module in program.by_direction.items()
-    }
+    """The problem that `basis` poses on `machine`. Raises PlanError if it contradicts itself."""
+    lanes = _lanes(basis.groups, settings, machine)
+    huge = _huge(basis.groups) if freedom.regroup else frozenset()
+    stages = {direction: _stage(sketch, huge) for direction, sketch in basis.sketches.items()}
     groups = tuple(
         _group(
             info,
@@ -94,7 +78,7 @@ def price(
             freedom.reshard,
             splits=info.id in huge,
         )
-        for info in program.groups
+        for info in basis.groups
     )
     return checked(
         Problem(
@@ -110,11 +94,6 @@ def price(
             budget_bytes=freedom.budget_bytes,
         )
     )
-
-
-def op_ends_us(graph: fx.Graph, machine: Machine) -> tuple[float, ...]:
-    """When each op ends if all run one after the other, from 0."""
-    return (0.0, *map(float, ends_us(machine.processor, graph_work(graph))))
 
 
 # -- regions -------------------------------------------------------------------------------------
@@ -133,33 +112,18 @@ class _Stage:
         return bisect_right(self.starts[:-1], op) - 1
 
 
-def _live(program: Program, direction: Direction) -> tuple[Live, ...]:
-    assert program.forward is not None
-    if direction is Direction.FORWARD:
-        return live_bytes(program.forward.graph, frees_inputs=False)
-    assert program.backward is not None
-    saved = saved_memory(program.forward.graph)
-    return live_bytes(program.backward.graph, frees_inputs=True, inputs=saved)
-
-
-def _stage(
-    graph: fx.Graph,
-    outline: Outline,
-    machine: Machine,
-    live: Sequence[Live],
-    huge: Container[int],
-) -> _Stage:
-    ends = op_ends_us(graph, machine)
-    starts = _starts(outline, ends, huge)
+def _stage(sketch: Sketch, huge: Container[int]) -> _Stage:
+    ends = sketch.ends_us
+    starts = _starts(sketch.outline, ends, huge)
     regions = tuple(
         Region(
             us=ends[stop] - ends[start],
-            activation_bytes=max(one.inputs + one.made for one in live[start:stop]),
+            activation_bytes=max(one.inputs + one.made for one in sketch.live[start:stop]),
             num_ops=stop - start,
         )
         for start, stop in pairwise(starts)
     )
-    return _Stage(outline, starts, regions)
+    return _Stage(sketch.outline, starts, regions)
 
 
 def _starts(outline: Outline, ends: Sequence[float], huge: Container[int]) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from graphshard.cost.live import owner, tensor_bytes
 from graphshard.ir import Program, compute_nodes, is_view, output_node
 from graphshard.planner.outline import GroupUse, Outline
 from graphshard.planner.problem import Problem, Recompute, checked
+from graphshard.step_plan import GroupInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +72,15 @@ def units(program: Program, forward: Outline, ends_us: Sequence[float]) -> tuple
     return tuple(found)
 
 
-def offered(problem: Problem, program: Program, found: Sequence[Unit]) -> Problem:
-    """`problem`, which `program` poses, with the units as options; same order, named by group."""
+def offered(problem: Problem, groups: Sequence[GroupInfo], found: Sequence[Unit]) -> Problem:
+    """`problem` with the units as options; same order, named by group."""
     forward, backward = (
         [0, *accumulate(region.num_ops for region in regions)]
         for regions in (problem.forward, problem.backward)
     )
     options = tuple(
         Recompute(
-            name=program.groups[unit.group].fqn,
+            name=groups[unit.group].fqn,
             after=bisect_right(forward, unit.after) - 1,
             before=bisect_right(backward, unit.before) - 1,
             saved_bytes=unit.saved_bytes,

@@ -13,7 +13,7 @@ from graphshard.capture.ports import CompiledPlan, Record, records_under
 from graphshard.compiler import GraphCompiler
 from graphshard.measured import Measured
 from graphshard.options import Options
-from graphshard.plan import Plan
+from graphshard.step_plan import Plan
 from graphshard.view.comparison import comparison_text
 
 logger = logging.getLogger(__name__)

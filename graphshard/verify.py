@@ -29,7 +29,7 @@ from graphshard.ir import (
     waits_of,
     window,
 )
-from graphshard.plan import StepKind
+from graphshard.step_plan import StepKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from graphshard.cost.machine import Machine, collective_us
 from graphshard.cost.presets import preset
 from graphshard.cost.symbolic import INTER, INTRA, WORLD, Formula, formula
 from graphshard.forecast import CollectiveTime
-from graphshard.plan import Category, Estimate, Plan, Schedule, Step, StepKind
 from graphshard.replay import critical_path, replayed
+from graphshard.step_plan import Category, Estimate, Plan, Schedule, Step, StepKind, size_bytes
 
 SHARDED = (Category.SHARDED_PARAM, Category.SHARDED_GRAD, Category.OPT_STATE)
 BATCHED = (Category.ACTIVATION, Category.TEMP, Category.INPUTS)
@@ -132,16 +132,8 @@ def _formula_us(
     gathers = step.kind is StepKind.GATHER_ISSUE
     kind = Collective.ALL_GATHER if gathers else Collective.REDUCE_SCATTER
     ranks = Group(cluster.world_size, cluster.ranks_per_node)
-    return collective_us(cluster.machine, kind, ranks, _size_bytes(plan, step))
-
-
-def _size_bytes(plan: Plan, step: Step) -> int:
     groups = [g for g in plan.groups if g.id in step.groups]
-    if step.kind is StepKind.REDUCE_ISSUE:
-        return sum(g.reduce_bytes for g in groups)
-    if step.params:
-        return sum(groups[0].params[place].gathered_bytes for place in step.params)
-    return sum(g.gathered_bytes for g in groups)
+    return collective_us(cluster.machine, kind, ranks, size_bytes(step, groups))
 
 
 def _peak(

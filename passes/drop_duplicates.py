@@ -17,5 +17,4 @@ def drop_duplicates(program: Program) -> Program:
             if kept is not mark.node:
                 mark.node.replace_all_uses_with(kept)  # type: ignore[arg-type]
                 module.graph.erase_node(mark.node)
-        module.recompile()
     return program

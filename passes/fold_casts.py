@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from graphshard.ir import Program, cast_dtype, unshard_marks
-from graphshard.plan import GroupInfo, ParamInfo
+from graphshard.step_plan import GroupInfo, ParamInfo
 
 
 def fold_casts(program: Program) -> Program:
@@ -31,7 +31,6 @@ def fold_casts(program: Program) -> Program:
             for cast in casts:
                 cast.replace_all_uses_with(mark.node)
                 module.graph.erase_node(cast)
-        module.recompile()
     if not folded:
         return program
     return program.with_groups(tuple(_with_dtypes(group, folded) for group in program.groups))

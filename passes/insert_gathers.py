@@ -16,7 +16,7 @@ from graphshard.ir import (
     set_step,
     unshard_marks,
 )
-from graphshard.plan import GroupInfo, StepKind
+from graphshard.step_plan import GroupInfo, StepKind
 
 
 def insert_gathers(program: Program) -> Program:
@@ -35,7 +35,6 @@ def insert_gathers(program: Program) -> Program:
             first = min((u for m in found for u in m.node.users), key=order.__getitem__)
             with module.graph.inserting_before(first):
                 _insert(module.graph, program.groups[group], found)
-        module.recompile()
     return program
 
 

@@ -17,7 +17,7 @@ from graphshard.ir import (
     set_step,
 )
 from graphshard.passes.insert_gathers import open_group
-from graphshard.plan import GroupInfo, StepKind
+from graphshard.step_plan import GroupInfo, StepKind
 
 
 def insert_reductions(program: Program) -> Program:
@@ -44,7 +44,6 @@ def insert_reductions(program: Program) -> Program:
         wait._rename(issue.name.replace("reduce_", "reduced_", 1))
         set_step(wait, CommStep(StepKind.REDUCE_WAIT, group))
     _drop_tokens(graph)
-    program.backward.recompile()
     return program
 
 

@@ -1,7 +1,7 @@
 """Each gathered group is released after its last use."""
 
 from graphshard.ir import CommStep, Program, aliases, awaited_group, positions, set_step, steps
-from graphshard.plan import StepKind
+from graphshard.step_plan import StepKind
 
 
 def insert_releases(program: Program) -> Program:
@@ -26,7 +26,6 @@ def insert_releases(program: Program) -> Program:
                 release = module.graph.call_method(method, (awaited_group(wait),))
             release._rename(wait.name.replace("params_", "release_", 1))
             set_step(release, CommStep(StepKind.RELEASE, step.group))
-        module.recompile()
     return program
 
 

@@ -21,7 +21,6 @@ def pin_meshes(program: Program) -> Program:
         # Only meshes: a tangent that is a tensor may be the gradient of an input.
         if is_tangent(node) and out in node.users and hasattr(node.meta["val"], "real_obj"):
             out.replace_input_with(node, _constant(program.joint, node))
-    program.joint.recompile()
     return program
 
 

@@ -4,7 +4,7 @@ from torch import fx
 
 from graphshard.errors import VerifyError
 from graphshard.ir import CommStep, Program, identifier, set_step, step_of
-from graphshard.plan import GroupInfo, Plan, Schedule, Step, StepKind
+from graphshard.step_plan import GroupInfo, Plan, Schedule, Step, StepKind
 
 
 def regroup(program: Program, plan: Plan) -> Program:
@@ -25,7 +25,6 @@ def regroup(program: Program, plan: Plan) -> Program:
                 _merge(module.graph, steps[0])
             else:
                 _split(module.graph, program.groups[steps[0].groups[0]], steps)
-        module.recompile()
     return program
 
 

@@ -20,7 +20,6 @@ def sink_views(program: Program) -> Program:
                     module.graph.erase_node(node)
                 continue
             _move_before_first_user(node)
-        module.recompile()
     return program
 
 

@@ -33,7 +33,6 @@ def sum_gradients(program: Program) -> Program:
             last.node.update_arg(0, total)
             for mark in earlier:
                 _hand_over_token(mark, last)
-        module.recompile()
     return program
 
 

@@ -8,7 +8,6 @@ is dropped. A bound on what is still to come cuts off what cannot beat `best_us`
 
 from itertools import chain, combinations, product
 
-from graphshard.plan import Direction
 from graphshard.planner.choices import Choices, Cuts
 from graphshard.planner.events import (
     given_gradients,
@@ -18,6 +17,7 @@ from graphshard.planner.events import (
 )
 from graphshard.planner.kit import Kit
 from graphshard.planner.stage import stage_of
+from graphshard.step_plan import Direction
 
 
 def subsets(items):

@@ -7,8 +7,8 @@ from planning import layers
 from plans import group, two_layers
 
 from graphshard.measured import Measured, Stretch
-from graphshard.plan import Direction, Plan, StepKind
 from graphshard.planner.plan_step import plan_step
+from graphshard.step_plan import Direction, Plan, StepKind
 from graphshard.view.comparison import comparison_text
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from plans import group, plan, two_layers
 
-from graphshard.plan import Lane, Plan, Residency, StepKind, gathered_bytes_by_step
+from graphshard.step_plan import Lane, Plan, Residency, StepKind, gathered_bytes_by_step
 
 
 def test_json_round_trip():

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from planning import layers, random_problem
 
 from graphshard.errors import InfeasibleBudget
-from graphshard.plan import Direction, StepKind
 from graphshard.planner.plan_step import fsdp2, plan_step
+from graphshard.step_plan import Direction, StepKind
 
 
 def test_without_a_budget_the_peak_is_at_most_that_of_fsdp2():

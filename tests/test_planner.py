@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.plan import Direction, StepKind
 from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.outline import GroupUse, Outline, Ready
+from graphshard.step_plan import Direction, StepKind
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 WORDS = {

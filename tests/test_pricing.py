@@ -9,11 +9,12 @@ from graphshard import pricing
 from graphshard.cost.presets import preset
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.passes import PLACEMENT
-from graphshard.pipeline import outline, run_passes
-from graphshard.plan import Direction, Schedule
+from graphshard.pipeline import run_passes
 from graphshard.planner.choices import Bucket
 from graphshard.planner.events import gather_events
 from graphshard.planner.plan_step import fsdp2, plan_step
+from graphshard.sketch import basis_of
+from graphshard.step_plan import Direction, Schedule
 
 OWN = GroupSettings(None, False, 2, 2, "lane 0", "lane 0", 64, 128, 4)
 
@@ -33,8 +34,9 @@ def two_groups(names=("q", "k", "v", "o")):
 
 def priced(made, monkeypatch, huge, settings=(OWN, OWN)):
     monkeypatch.setattr(pricing, "HUGE", huge)
-    outlines = {Direction.FORWARD: outline(made, made.forward.graph, Direction.FORWARD)}
-    return pricing.price(made, outlines, settings, preset("h100"), pricing.Freedom(regroup=True))
+    machine = preset("h100")
+    basis = basis_of(made, machine, recompute=False)
+    return pricing.price(basis, settings, machine, pricing.Freedom(regroup=True))
 
 
 def test_parts_add_up_to_the_group(monkeypatch):

@@ -12,7 +12,7 @@ from graphshard.ir import output_node, reduce_marks, steps
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.regroup import regroup
 from graphshard.pipeline import run_passes, schedule
-from graphshard.plan import StepKind
+from graphshard.step_plan import StepKind
 from graphshard.verify import RULES, verify
 
 

@@ -8,9 +8,9 @@ from plans import group, plan, two_layers
 from torch.distributed import HashStore
 
 from graphshard.errors import DivergedRanks
-from graphshard.plan import Estimate, Figures
 from graphshard.runtime import agree
 from graphshard.runtime.agree import Ballot
+from graphshard.step_plan import Estimate, Figures
 
 PLAN = two_layers()
 FQNS = ("layers.0", "layers.1")

@@ -16,9 +16,9 @@ from graphshard import fsdp2
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
 from graphshard.fsdp2.layouts import layout_number
 from graphshard.measured import Measured
-from graphshard.plan import Plan
 from graphshard.runtime.agree import Ballot, mark, open_ballots
 from graphshard.runtime.live import LiveGroup, Root, register
+from graphshard.step_plan import Plan
 
 logger = logging.getLogger(__name__)
 

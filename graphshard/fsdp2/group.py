@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2.param import FsdpParam
-from graphshard.plan import Direction
+from graphshard.step_plan import Direction
 
 
 def fsdp_groups(state: FSDPState) -> list[FsdpGroup]:

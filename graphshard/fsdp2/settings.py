@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.state import is_root
-from graphshard.plan import Direction
+from graphshard.step_plan import Direction
 
 # AdamW's and Adam's two moments. The optimizer is not known when a graph is planned.
 OPTIMIZER_TENSORS = 2

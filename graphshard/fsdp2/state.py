@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -65,6 +65,10 @@ def cast_policy(state: FSDPState) -> CastPolicy:
     policy = state._mp_policy
     cast_inputs = policy.cast_forward_inputs and policy.param_dtype is not None
     return CastPolicy(policy.param_dtype if cast_inputs else None, policy.output_dtype)
+
+
+def mixed_precision(state: FSDPState) -> MixedPrecisionPolicy:
+    return state._mp_policy
 
 
 def device_of(state: FSDPState) -> torch.device:

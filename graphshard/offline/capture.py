@@ -14,21 +14,12 @@ import torch
 import torch._functorch.config
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils._pytree import tree_leaves
 
 from graphshard import backend
 from graphshard.draft import Draft, drafted, find_groups
 from graphshard.dynamo import input_example
 from graphshard.errors import CaptureError, GraphshardError
-from graphshard.offline.world import Fake
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Dimension `dim` of the input tensor number `leaf`."""
-
-    leaf: int
-    dim: int
+from graphshard.offline.world import Fake, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +44,10 @@ class _Done(Exception):
 def capture(fake: Fake, name: str, varying: Sequence[Place] = ()) -> Captured:
     """The forward and backward of one call of the model.
 
-    varying: sizes that should become symbols, if the model allows it. Raises CaptureError (GS810)
+    varying: sizes that should become symbols, if the model allows it. Raises CaptureError (GS910)
     if the call cannot be captured as one graph.
     """
-    leaves = [leaf for leaf in tree_leaves(fake.inputs) if isinstance(leaf, Tensor)]
+    leaves = fake.leaves
     for place in varying:
         torch._dynamo.maybe_mark_dynamic(leaves[place.leaf], place.dim)
 
@@ -80,12 +71,12 @@ def capture(fake: Fake, name: str, varying: Sequence[Place] = ()) -> Captured:
     )
     try:
         with fake.mode:
-            compiled(*fake.inputs)
+            compiled(*fake.args, **fake.kwargs)
     except Exception as error:
         return _captured(error)
     finally:
         torch._dynamo.reset()
-    raise CaptureError("GS810", "the model ran without being captured")
+    raise CaptureError("GS910", "the model ran without being captured")
 
 
 def _symbols(gm: fx.GraphModule, leaves: Sequence[Tensor]) -> dict[Place, str]:
@@ -103,7 +94,7 @@ def _symbols(gm: fx.GraphModule, leaves: Sequence[Tensor]) -> dict[Place, str]:
 
 
 def _never(gm: fx.GraphModule, inputs: Any) -> Any:
-    raise CaptureError("GS810", "there is nothing to train: no output of the model has a gradient")
+    raise CaptureError("GS910", "there is nothing to train: no output of the model has a gradient")
 
 
 def _captured(error: Exception) -> Captured:
@@ -117,4 +108,4 @@ def _captured(error: Exception) -> Captured:
         if isinstance(found, GraphshardError):
             raise found
     first = str(error).strip().split("\n\n", 1)[0]
-    raise CaptureError("GS810", f"the step cannot be captured as one graph: {first}") from error
+    raise CaptureError("GS910", f"the step cannot be captured as one graph: {first}") from error

@@ -8,30 +8,41 @@ insists on numbers is captured once for each of its sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
-
-from torch import nn
 
 from graphshard.cost.machine import Machine
-from graphshard.draft import Parts, decide, parts_of
-from graphshard.errors import InfeasibleBudget, OfflineError
-from graphshard.fsdp2.describe import describe, name_of
-from graphshard.fsdp2.group import FsdpGroup, fsdp_groups
-from graphshard.fsdp2.settings import GroupSettings, settings_of
+from graphshard.draft import Parts, decide, parts_of, priced_on
+from graphshard.errors import CaptureError, InfeasibleBudget
+from graphshard.fsdp2 import fsdp_groups
+from graphshard.fsdp2.describe import describe
 from graphshard.ir import copy_of
-from graphshard.offline.capture import Captured, Place, capture
+from graphshard.offline.capture import Captured, capture
 from graphshard.offline.concrete import concrete
-from graphshard.offline.world import Fake, Shapes, built, faked, pretended, shapes
-from graphshard.pipeline import Order
-from graphshard.plan import GroupInfo, Plan
+from graphshard.offline.repeats import CAPTURED, Repeat, repeats_in, shorten
+from graphshard.offline.target import Sizes
+from graphshard.offline.unroll import unrolled
+from graphshard.offline.world import (
+    Fake,
+    Made,
+    Shapes,
+    World,
+    built,
+    faked,
+    pretended,
+    shapes,
+    varying,
+    world_of,
+)
+from graphshard.pipeline import Order, best_plan, pose
 from graphshard.pricing import Freedom
 from graphshard.recompute import Unit
+from graphshard.sketch import Basis, basis_of
+from graphshard.step_plan import Plan
 
-Sizes = tuple[tuple[str, int], ...]
-Build = Callable[[Sizes], tuple[nn.Module, Sequence[Any]]]
+Build = Callable[[Sizes], Made]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +67,40 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was captured, and how long that took; passes: partition and verified passes."""
+    """What was captured, and seconds so far; passes: partition and verified passes.
+
+    num_repeated: blocks that were not captured because they are like others.
+    """
 
     num_nodes: int
     num_groups: int
+    num_repeated: int
     num_params: int
-    captures: int
     capture_s: float
     passes_s: float
+    plan_s: float
 
 
 @dataclass(slots=True)
 class Study:
     """A model under study. Each capture, partition and world is made once.
 
-    say: is told what is being done, for people who wait.
+    Where blocks are alike, a few of them are captured and the rest is counted (see `repeats` and
+    `unroll`); `whole` captures all of them. say: is told what is being done, for people who wait.
     """
 
     name: str
     build: Build
     points: tuple[Point, ...]
     say: Callable[[str], None] = lambda text: None
-    _captures: dict[Sizes, Captured] = field(default_factory=dict)
-    _symbolic: Captured | None = None
-    _parts: dict[tuple[int, tuple[Unit, ...]], Parts] = field(default_factory=dict)
+    whole: bool = False
+    _repeats: list[Repeat] = field(default_factory=list)
+    _captures: dict[Sizes | None, Captured] = field(default_factory=dict)
     _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
-    _worlds: dict[tuple[int, int], _World] = field(default_factory=dict)
-    _placed: dict[tuple[Sizes, tuple[Unit, ...]], Parts] = field(default_factory=dict)
-    _capture_s: float = 0.0
-    _passes_s: float = 0.0
+    _parts: dict[tuple[Sizes, tuple[Unit, ...]], Parts] = field(default_factory=dict)
+    _bases: dict[tuple[Sizes, str, bool], Basis] = field(default_factory=dict)
+    _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
+    _times: dict[str, float] = field(default_factory=lambda: {"capture": 0, "passes": 0, "plan": 0})
 
     def answers(self) -> Iterator[Answer]:
         """One answer per point, in their order.
@@ -93,139 +109,154 @@ class Study:
         """
         self._prepare()
         for point in self.points:
-            world = self._worlds[point.world_size, point.ranks_per_node]
-            order = Order(world.settings, point.machine, point.freedom)
-
-            def again(chosen: tuple[Unit, ...], point: Point = point) -> Parts:
-                return self._in_world(point, chosen)
-
-            try:
-                proposal = decide(self._in_world(point), order, again)
-            except InfeasibleBudget as error:
-                yield Answer(point, None, error)
-            else:
-                yield Answer(point, replace(proposal.plan, name=self.name))
+            with self._timed("plan"):
+                answer = self._answer(point)
+            yield answer
 
     @property
     def facts(self) -> Facts:
         """Of the first capture; times are sums over all of them."""
-        first = self._symbolic or next(iter(self._captures.values()))
-        infos = first.draft.program.groups
+        infos = next(iter(self._worlds.values())).infos
         return Facts(
-            num_nodes=first.num_nodes,
+            num_nodes=next(iter(self._captures.values())).num_nodes,
             num_groups=len(infos),
+            num_repeated=sum(repeat.count - CAPTURED for repeat in self._repeats),
             num_params=sum(p.numel for g in infos for p in g.params),
-            captures=len(self._captures) or 1,
-            capture_s=self._capture_s,
-            passes_s=self._passes_s,
+            capture_s=self._times["capture"],
+            passes_s=self._times["passes"],
+            plan_s=self._times["plan"],
         )
 
-    # -- worlds and captures -------------------------------------------------------------------
+    def _answer(self, point: Point) -> Answer:
+        world = self._worlds[point.world_size, point.ranks_per_node]
+        order = Order(world.settings, point.machine, point.freedom)
+        try:
+            if self._repeats:
+                basis = replace(self._basis(point), groups=world.infos)
+                plan = best_plan(basis, order, pose(basis, order))
+                plan = replace(plan, priced_on=priced_on(order))
+            else:
+                plan = decide(
+                    self._in_world(point), order, lambda chosen: self._in_world(point, chosen)
+                ).plan
+        except InfeasibleBudget as error:
+            return Answer(point, None, error)
+        return Answer(point, replace(plan, name=self.name))
+
+    # -- captures and worlds -------------------------------------------------------------------
 
     def _prepare(self) -> None:
         """Capture what has to be captured, and look at the groups of every world."""
         every = list(dict.fromkeys(point.sizes for point in self.points))
         sizes = max(every)  # a size of 1 would be taken for a constant
-        for index, count in enumerate(dict.fromkeys(p.world_size for p in self.points)):
+        names: list[str] = []
+        for count in dict.fromkeys(point.world_size for point in self.points):
             with pretended(count):
                 self.say(f"building {self.name} on {count:,} ranks")
-                began = perf_counter()
                 fake = faked(partial(self.build, sizes))
-                if index == 0:
-                    self._capture_all(every, sizes, fake)
-                    self._capture_s += perf_counter() - began
+                if not names:
+                    names = self._capture_all(every, sizes, fake)
                 for point in self.points:
                     if point.world_size == count:
                         key = count, point.ranks_per_node
-                        self._worlds[key] = _world(fake, self._names, point.ranks_per_node)
+                        self._worlds[key] = world_of(fake, names, point.ranks_per_node)
 
-    def _capture_all(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> None:
-        self._shapes[sizes] = shapes(fake.inputs)
-        for own in every:
-            if own not in self._shapes:
-                self._shapes[own] = shapes(built(partial(self.build, own))[1])
-        places = _varying(list(self._shapes.values()))
-        self.say(f"capturing {self.name}")
+    def _capture_all(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> list[str]:
+        """The names of the groups, in the order of their numbers."""
+        with self._timed("capture"):
+            for own in every:
+                made = fake if own == sizes else built(partial(self.build, own))
+                self._shapes[own] = shapes(made)
+            self._repeats = [] if self.whole else repeats_in(fake.model)
+            if self._repeats:
+                self.say(f"capturing {CAPTURED} blocks of each list of alike blocks")
+                if names := self._captured_short(every, sizes, fake):
+                    return names
+                self._repeats = []
+            self.say("capturing the whole model")
+            self._capture(every, sizes, fake)
+        return [info.fqn for info in next(iter(self._captures.values())).draft.program.groups]
+
+    def _captured_short(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> list[str]:
+        """Empty if the short model cannot be captured, or its blocks do not repeat exactly."""
+        infos = [describe(0, g) for state in fake.states for g in fsdp_groups(state)]
+        try:
+            self._capture(every, sizes, self._fake(sizes))
+        except CaptureError as error:
+            self.say(f"a model with fewer blocks cannot be captured: {error}")
+            return []
+        for point in self.points:
+            basis: Basis | None = self._short_basis(point)
+            for repeat in self._repeats:
+                basis = basis and unrolled(basis, repeat, infos)
+            if basis is None:
+                self.say("its blocks do not repeat exactly")
+                for known in (self._captures, self._parts, self._bases):
+                    known.clear()
+                return []
+            self._bases[self._key(point)] = basis
+        return [info.fqn for info in self._basis(self.points[0]).groups]
+
+    def _fake(self, sizes: Sizes) -> Fake:
+        """A fresh model, with as many blocks as are captured."""
+
+        def build() -> Made:
+            made = self.build(sizes)
+            shorten(made.model, self._repeats)
+            return made
+
+        return faked(build)
+
+    def _capture(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> None:
+        """Once with symbols for what varies, or once for each of the sizes."""
+        places = varying(list(self._shapes.values()))
         captured = capture(fake, self.name, places)
         if all(place in captured.symbols for place in places):
-            self._symbolic = captured
+            self._captures[None] = captured
             return
         self._captures[sizes] = captured
         for own in every:
             if own not in self._captures:
-                self.say(f"capturing {self.name} for {_sizes_text(own)}")
-                self._captures[own] = capture(faked(partial(self.build, own)), self.name)
+                self.say(f"capturing for {own}")
+                self._captures[own] = capture(self._fake(own), self.name)
 
-    @property
-    def _names(self) -> list[str]:
-        captured = self._symbolic or next(iter(self._captures.values()))
-        return [info.fqn for info in captured.draft.program.groups]
-
-    # -- parts -----------------------------------------------------------------------------
+    # -- parts and bases -----------------------------------------------------------------------
 
     def _in_world(self, point: Point, chosen: tuple[Unit, ...] = ()) -> Parts:
-        """The partition for a point: with its sizes, and the groups of its world."""
-        key = point.sizes, chosen
-        if key not in self._placed:
-            parts = self._cut(point.sizes, chosen)
-            values = self._values(point.sizes)
-            self._placed[key] = replace(parts, placed=concrete(parts.placed, values))
-        parts = self._placed[key]
-        world = self._worlds[point.world_size, point.ranks_per_node]
-        return replace(parts, placed=parts.placed.with_groups(world.infos))
+        """The partition for a point, with its sizes and the groups of its world."""
+        parts = self._cut(point.sizes, chosen)
+        infos = self._worlds[point.world_size, point.ranks_per_node].infos
+        return replace(parts, placed=parts.placed.with_groups(infos))
 
-    def _cut(self, sizes: Sizes, chosen: tuple[Unit, ...]) -> Parts:
-        captured = self._symbolic or self._captures[sizes]
-        key = id(captured), chosen
-        if key not in self._parts:
-            began = perf_counter()
+    def _cut(self, sizes: Sizes, chosen: tuple[Unit, ...] = ()) -> Parts:
+        symbolic = self._captures.get(None)
+        captured = symbolic or self._captures[sizes]
+        if (sizes, chosen) not in self._parts:
             joint = captured.draft.program.joint
             assert joint is not None
-            self._parts[key] = parts_of(captured.draft, copy_of(joint), chosen)
-            self._passes_s += perf_counter() - began
-        return self._parts[key]
+            with self._timed("passes"):
+                parts = parts_of(captured.draft, copy_of(joint), chosen)
+                own = self._shapes[sizes]
+                numbers = {name: own[at.leaf][at.dim] for at, name in captured.symbols.items()}
+                placed = concrete(parts.placed, numbers)
+            self._parts[sizes, chosen] = replace(parts, placed=placed)
+        return self._parts[sizes, chosen]
 
-    def _values(self, sizes: Sizes) -> dict[str, int]:
-        """Name of each symbol of the capture -> its number at these sizes."""
-        if self._symbolic is None:
-            return {}
-        own = self._shapes[sizes]
-        return {name: own[place.leaf][place.dim] for place, name in self._symbolic.symbols.items()}
+    def _key(self, point: Point) -> tuple[Sizes, str, bool]:
+        return point.sizes, point.machine.name, point.freedom.recompute
 
+    def _basis(self, point: Point) -> Basis:
+        return self._bases[self._key(point)]
 
-@dataclass(frozen=True, slots=True)
-class _World:
-    """The groups of a program as they are sharded over one world."""
+    def _short_basis(self, point: Point) -> Basis:
+        placed = self._cut(point.sizes).placed
+        return basis_of(placed, point.machine, recompute=point.freedom.recompute)
 
-    infos: tuple[GroupInfo, ...]
-    settings: tuple[GroupSettings, ...]
-
-
-def _world(fake: Fake, names: Sequence[str], ranks_per_node: int) -> _World:
-    """Raises OfflineError (GS804) if the model has other groups than the captured one."""
-    groups: dict[str, FsdpGroup] = {
-        name_of(group): group for state in fake.states for group in fsdp_groups(state)
-    }
-    missing = [name for name in names if name not in groups]
-    if missing:
-        raise OfflineError("GS804", f"{missing[0]} is no group on every number of ranks")
-    own = [groups[name] for name in names]
-    infos = tuple(describe(place, group) for place, group in enumerate(own))
-    return _World(infos, settings_of(own, ranks_per_node))
-
-
-def _varying(every: Sequence[Shapes]) -> tuple[Place, ...]:
-    """Dimensions of input tensors that differ. Raises OfflineError (GS805) for other ranks."""
-    kinds = {tuple(map(len, own)) for own in every}
-    if len(kinds) > 1:
-        raise OfflineError("GS805", "the inputs have other numbers of dimensions at other sizes")
-    return tuple(
-        Place(leaf, dim)
-        for leaf, column in enumerate(zip(*every, strict=True))
-        for dim, found in enumerate(zip(*column, strict=True))
-        if len(set(found)) > 1
-    )
-
-
-def _sizes_text(sizes: Sizes) -> str:
-    return ", ".join(f"{name} {value:,}" for name, value in sizes) or "its inputs"
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        """Adds to the time of `what`; what is timed inside counts there only."""
+        began, inside = perf_counter(), sum(self._times.values())
+        try:
+            yield
+        finally:
+            self._times[what] += perf_counter() - began - (sum(self._times.values()) - inside)

@@ -21,18 +21,47 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphshard import fsdp2
 from graphshard.errors import OfflineError
+from graphshard.fsdp2.describe import describe, name_of
+from graphshard.fsdp2.settings import GroupSettings, settings_of
+from graphshard.step_plan import GroupInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Dimension `dim` of the input tensor number `leaf`."""
+
+    leaf: int
+    dim: int
+
 
 Shapes = tuple[tuple[int, ...], ...]
-Build = Callable[[], tuple[nn.Module, Sequence[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A sharded model and the arguments of one call."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Build = Callable[[], Made]
 
 
 @dataclass(frozen=True, slots=True)
 class Fake:
-    """A sharded model and its inputs as fake tensors of `mode`, on rank 0."""
+    """A sharded model and the arguments of one call as fake tensors of `mode`, on rank 0."""
 
     mode: FakeTensorMode
     model: nn.Module
-    inputs: tuple[Any, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return _tensors((self.args, self.kwargs))
 
     @property
     def states(self) -> list[fsdp2.State]:
@@ -41,10 +70,10 @@ class Fake:
 
 @contextmanager
 def pretended(world_size: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of `world_size`. Raises OfflineError (GS801)."""
+    """Inside, this process is rank 0 of `world_size`. Raises OfflineError (GS901)."""
     if dist.is_initialized():
         raise OfflineError(
-            "GS801",
+            "GS901",
             "this process is part of a process group already, so it cannot pretend another one; "
             "plan in a process of its own",
         )
@@ -58,29 +87,33 @@ def pretended(world_size: int) -> Iterator[None]:
 def faked(build: Build) -> Fake:
     """What `build` returns, without data; call it inside `pretended`.
 
-    Raises OfflineError: GS802 if parameters are not on the meta device, GS803 if no module was
+    Raises OfflineError: GS902 if parameters are not on the meta device, GS903 if no module was
     sharded. What FSDP2 raises for a model that it refuses comes through.
     """
-    model, inputs = built(build)
-    _check(model)
+    made = built(build)
+    _check(made.model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        model.to_empty(device="cpu")
-        inputs = tree_map_only(Tensor, _without_data, tuple(inputs))
-        for state in fsdp2.states_under(model):
+        made.model.to_empty(device="cpu")
+        args, kwargs = tree_map_only(Tensor, _without_data, (made.args, made.kwargs))
+        for state in fsdp2.states_under(made.model):
             fsdp2.lazy_init(state)
-    return Fake(mode, model, inputs)
+    return Fake(mode, made.model, args, kwargs)
 
 
-def built(build: Build) -> tuple[nn.Module, Sequence[Any]]:
+def built(build: Build) -> Made:
     """What `build` returns, made on the meta device wherever it names no device."""
     with torch.device("meta"):
         return build()
 
 
-def shapes(inputs: Sequence[Any]) -> Shapes:
-    """Of all tensors in `inputs`, in order."""
-    return tuple(tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+def shapes(made: Made | Fake) -> Shapes:
+    """Of all tensors among the arguments, in order."""
+    return tuple(tuple(leaf.shape) for leaf in _tensors((made.args, made.kwargs)))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _without_data(tensor: Tensor) -> Tensor:
@@ -93,13 +126,45 @@ def _check(model: nn.Module) -> None:
         # A buffer that code computed elsewhere is small; parameters are what must not be there.
         if not tensor.is_meta and isinstance(tensor, nn.Parameter):
             raise OfflineError(
-                "GS802",
+                "GS902",
                 f"parameter {name} is on {tensor.device}, and planning allocates nothing: build "
                 "the model on the meta device (with torch.device('meta'))",
             )
     if not fsdp2.states_under(model):
         raise OfflineError(
-            "GS803",
+            "GS903",
             f"no module of {type(model).__name__} is sharded: call fully_shard on its blocks and "
             "on the model before it is returned",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The groups of a program as they are sharded over so many ranks."""
+
+    infos: tuple[GroupInfo, ...]
+    settings: tuple[GroupSettings, ...]
+
+
+def world_of(fake: Fake, names: Sequence[str], ranks_per_node: int) -> World:
+    """names: the program's groups, in its order. Raises OfflineError (GS904) for other groups."""
+    groups = {name_of(g): g for state in fake.states for g in fsdp2.fsdp_groups(state)}
+    missing = [name for name in names if name not in groups]
+    if missing:
+        raise OfflineError("GS904", f"{missing[0]} is no group on every number of ranks")
+    own = [groups[name] for name in names]
+    infos = tuple(describe(place, group) for place, group in enumerate(own))
+    return World(infos, settings_of(own, ranks_per_node))
+
+
+def varying(every: Sequence[Shapes]) -> tuple[Place, ...]:
+    """Dimensions of input tensors that differ. Raises OfflineError (GS905) for other ranks."""
+    kinds = {tuple(map(len, own)) for own in every}
+    if len(kinds) > 1:
+        raise OfflineError("GS905", "the inputs have other numbers of dimensions at other sizes")
+    return tuple(
+        Place(leaf, dim)
+        for leaf, column in enumerate(zip(*every, strict=True))
+        for dim, found in enumerate(zip(*column, strict=True))
+        if len(set(found)) > 1
+    )

@@ -17,10 +17,10 @@ from itertools import accumulate
 
 import networkx as nx
 
-from graphshard.plan import Direction
 from graphshard.planner.events import Turn, turns
 from graphshard.planner.fsdp2 import keeps
 from graphshard.planner.problem import Group, Problem, gather_of, use_of
+from graphshard.step_plan import Direction
 
 
 @dataclass(frozen=True, slots=True)

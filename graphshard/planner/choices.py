@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from graphshard.plan import Direction
 from graphshard.planner.kit import Kit, once
 from graphshard.planner.problem import Group, Part, Problem, use_of
+from graphshard.step_plan import Direction
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from graphshard.plan import Direction, Step, StepKind
 from graphshard.planner.choices import Bucket, Choices, parts_of, transfer_us
 from graphshard.planner.problem import Category, Claim, Problem, gather_of
+from graphshard.step_plan import Direction, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)

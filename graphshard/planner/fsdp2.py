@@ -13,13 +13,13 @@ computes; a group that backward does not need is gathered in backward all the sa
 
 from __future__ import annotations
 
-from graphshard.plan import Direction, StepKind
 from graphshard.planner.choices import Choices
 from graphshard.planner.fill import UNLIMITED, Policy, fill, wait_before
 from graphshard.planner.kit import Kit
 from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.stage import Placement, Reduced, Stage, position_before
+from graphshard.step_plan import Direction, StepKind
 
 ONE_AHEAD = Policy(gathers=1)
 

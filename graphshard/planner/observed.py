@@ -11,8 +11,8 @@ from dataclasses import astuple, dataclass, replace
 from statistics import median
 
 from graphshard.measured import Measured, Stretch
-from graphshard.plan import Direction, Step, StepKind
 from graphshard.planner.problem import Group, Part, Problem, Region, Transfer, checked, gather_of
+from graphshard.step_plan import Direction, Step, StepKind
 
 WAIT_OF = {
     StepKind.GATHER_ISSUE: StepKind.GATHER_WAIT,

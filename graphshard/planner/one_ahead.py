@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from graphshard.plan import Direction, Schedule, Step, StepKind
 from graphshard.planner.outline import GroupUse, Outline, Ready
+from graphshard.step_plan import Direction, Schedule, Step, StepKind
 
 
 def one_ahead(outline: Outline) -> Schedule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphshard.plan import Direction
+from graphshard.step_plan import Direction
 
 
 @dataclass(frozen=True, slots=True)

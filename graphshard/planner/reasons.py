@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from graphshard.plan import Direction, Reason
 from graphshard.planner.choices import Bucket, Choices, Cuts, first_use
 from graphshard.planner.compare import placed_as
 from graphshard.planner.events import turns
@@ -21,6 +20,7 @@ from graphshard.planner.score import Bench, Candidate, score, start_bytes
 from graphshard.planner.simulate import Simulation
 from graphshard.planner.stage import stage_of
 from graphshard.planner.timing import why_not_earlier
+from graphshard.step_plan import Direction, Reason
 
 
 def reasons_of(

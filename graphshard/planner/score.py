@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
-from graphshard.plan import Direction
 from graphshard.planner.choices import Choices
 from graphshard.planner.events import Turn, given_gradients, start_claims, total_bytes, turns
 from graphshard.planner.fill import UNLIMITED, Policy, fill
@@ -20,6 +19,7 @@ from graphshard.planner.memory import Profile, View, profile_of, view_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of
+from graphshard.step_plan import Direction
 
 # Reduction buffers that gathers leave room for, and gathers in flight where both share a lane.
 BUFFERS = (UNLIMITED, 0, 1, 2, 4, 8)

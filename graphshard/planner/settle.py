@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from graphshard.plan import Direction
 from graphshard.planner.choices import Choices
 from graphshard.planner.events import turns
 from graphshard.planner.fill import UNLIMITED, latest_waits
@@ -24,6 +23,7 @@ from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.score import Bench, Scored, score, start_bytes
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, gather_positions, placed, stage_of
+from graphshard.step_plan import Direction
 
 ROUNDS = 4
 

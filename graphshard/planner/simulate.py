@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 from graphshard.errors import PlanError
-from graphshard.plan import Direction, Schedule, Step, StepKind
 from graphshard.planner.choices import Bucket, Choices
 from graphshard.planner.events import (
     Event,
@@ -30,6 +29,7 @@ from graphshard.planner.events import (
     turns,
 )
 from graphshard.planner.problem import Category, Claim, Problem
+from graphshard.step_plan import Direction, Schedule, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from graphshard.plan import Direction, Schedule, Step, StepKind
 from graphshard.planner.choices import (
     Bucket,
     Choices,
@@ -34,6 +33,7 @@ from graphshard.planner.events import (
     release_event,
 )
 from graphshard.planner.kit import Kit, once, recently
+from graphshard.step_plan import Direction, Schedule, Step, StepKind
 
 NEVER = -1
 REDUCE_WAIT, RELEASE, GATHER_EARLY, REDUCE_ISSUE, GATHER_NEXT, REDUCE_WAIT_LATE, GATHER_WAIT = (

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphshard.plan import Category, Direction, Reason, Step, StepKind
 from graphshard.planner.events import Event, given_gradients, start_claims, turns
 from graphshard.planner.fsdp2 import has_lists
 from graphshard.planner.kit import Kit
@@ -19,6 +18,7 @@ from graphshard.planner.problem import Claim, Problem
 from graphshard.planner.score import Bench, Candidate
 from graphshard.planner.simulate import Collective, Simulation, owners_at
 from graphshard.planner.stage import assemble, stage_of
+from graphshard.step_plan import Category, Direction, Reason, Step, StepKind
 
 OWNERS = 2
 

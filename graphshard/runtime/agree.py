@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from graphshard.errors import DivergedRanks
-from graphshard.plan import Plan
 from graphshard.skeleton import Skeleton, difference, fingerprint, from_text, same_way, to_text
+from graphshard.step_plan import Plan
 
 logger = logging.getLogger(__name__)
 

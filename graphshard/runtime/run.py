@@ -12,13 +12,13 @@ from torch import Tensor
 from graphshard.errors import DivergedRanks
 from graphshard.fsdp2 import gradients
 from graphshard.fsdp2.layouts import as_dtensor
-from graphshard.plan import Direction
 from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
 from graphshard.runtime.finish import finish_later
 from graphshard.runtime.gather import Bucket, Gather, issue, prefetch, take_prefetched
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_unreduced
 from graphshard.runtime.stopwatch import Stopwatch, stopwatch
+from graphshard.step_plan import Direction
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from graphshard.comparison import Comparison, Pair, Row
-from graphshard.plan import Plan, Step, StepKind
+from graphshard.step_plan import Plan, Step, StepKind
 from graphshard.view.text import count_text, group_name
 
 WIDTH = 92

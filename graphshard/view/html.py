@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from graphshard.plan import Lane, Plan
+from graphshard.step_plan import Lane, Plan
 from graphshard.view.text import (
     bytes_text,
     count_text,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, zip_longest
 
-from graphshard.plan import Direction, GroupInfo, Plan, Schedule, Step, StepKind, numel
+from graphshard.step_plan import Direction, GroupInfo, Plan, Schedule, Step, StepKind, numel
 from graphshard.view.timeline import Timeline, timeline
 
 WIDTH = 92

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from graphshard.plan import (
+from graphshard.step_plan import (
     Direction,
     GroupInfo,
     Lane,

@@ -6,7 +6,7 @@ import difflib
 import textwrap
 from collections.abc import Iterator
 
-from graphshard.plan import GroupInfo, Plan, Reason, StepKind
+from graphshard.step_plan import GroupInfo, Plan, Reason, StepKind
 from graphshard.view.text import STEP_WORDS, WIDTH, bytes_text, group_name
 
 LABEL_WIDTH = 32

@@ -9,7 +9,7 @@ from pool import Ctx, Pool
 
 import graphshard
 from graphshard.measured import Measured
-from graphshard.plan import StepKind
+from graphshard.step_plan import StepKind
 
 pytestmark = pytest.mark.dist
 

@@ -18,8 +18,8 @@ import graphshard
 from bench.memory import resident_bytes, step_peaks
 from bench.models import CONFIGS, Llama, WithLoss, make_batch
 from graphshard import feedback
-from graphshard.plan import Plan, Step, StepKind
 from graphshard.runtime import run
+from graphshard.step_plan import Plan, Step, StepKind
 
 pytestmark = pytest.mark.dist
 

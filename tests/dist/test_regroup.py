@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from graphshard import compiler, pricing
 from graphshard.capture.ports import port_of
-from graphshard.plan import Plan, StepKind
 from graphshard.runtime import gather, reduce
+from graphshard.step_plan import Plan, StepKind
 
 pytestmark = pytest.mark.dist
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -305,18 +305,35 @@ def _carried_bytes(group: GroupInfo, step: Step) -> int:
     return sum(chosen) if chosen else group.gathered_bytes
 
 
+def size_bytes(step: Step, groups: Sequence[GroupInfo]) -> int:
+    """What the collective that `step` issues for `groups` moves: the bucket of all ranks' parts."""
+    if step.kind is StepKind.REDUCE_ISSUE:
+        return sum(g.reduce_bytes for g in groups)
+    return sum(_carried_bytes(g, step) for g in groups)
+
+
+def received_bytes(groups: Sequence[GroupInfo], schedules: Sequence[Schedule]) -> int:
+    """What a rank receives in `schedules`: (N-1)/N of each collective's bucket, as in a ring."""
+    infos = {g.id: g for g in groups}
+    steps = (step for schedule in schedules for step in schedule.steps)
+    issues = (s for s in steps if s.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE))
+    total = 0
+    for step in issues:
+        own = [infos[number] for number in step.groups]
+        ranks = own[0].world_size
+        total += 0 if step.kept else size_bytes(step, own) * (ranks - 1) // ranks
+    return total
+
+
 def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> Entry:
     if step.kind is StepKind.GATHER_ISSUE:
-        params = [g.params[p] for g in groups for p in step.params or range(len(g.params))]
-        dtypes = [p.dtype for p in params]
-        size_bytes = sum(p.gathered_bytes for p in params)
+        dtypes = [g.params[p].dtype for g in groups for p in step.params or range(len(g.params))]
     else:
         dtypes = [g.reduce_dtype for g in groups]
-        size_bytes = sum(g.reduce_bytes for g in groups)
     uniform = len(dict.fromkeys(dtypes)) == 1
     dtype = dtypes[0] if uniform else "bytes"
     fqns = " + ".join(g.fqn for g in groups)
-    return Entry(str(direction), str(step.lane), fqns, dtype, size_bytes)
+    return Entry(str(direction), str(step.lane), fqns, dtype, size_bytes(step, groups))
 
 
 def numel(shape: tuple[int, ...]) -> int:

@@ -1,0 +1,68 @@
+"""The command line: `graphshard plan`, `view`, `show` and `calibrate`.
+
+Only plan and calibrate import torch, when they run. Results go to stdout, everything else to
+stderr. Exit status: 0 ok, 1 the model cannot be built or captured, 2 wrong usage or a file that
+cannot be read or written, 3 no schedule fits the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from graphshard.cli.calibrate import add_calibrate
+from graphshard.cli.common import (
+    EXIT_CAPTURE,
+    EXIT_INFEASIBLE,
+    EXIT_OK,
+    EXIT_USAGE,
+    BadFile,
+)
+from graphshard.cli.look import add_show, add_view
+from graphshard.cli.plan import add_plan
+from graphshard.errors import (
+    CostError,
+    GraphshardError,
+    InfeasibleBudget,
+    OptionsError,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit status (argparse itself exits for --help and usage)."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (BadFile, CostError, OptionsError) as error:
+        return _failed(error, EXIT_USAGE)
+    except InfeasibleBudget as error:
+        return _failed(error, EXIT_INFEASIBLE)
+    except GraphshardError as error:
+        return _failed(error, EXIT_CAPTURE)
+    return EXIT_OK
+
+
+def _failed(error: Exception, status: int) -> int:
+    # A message of several lines would not be one line of a log.
+    print(f"graphshard: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="graphshard",
+        description="Plan models sharded with fully_shard, look at plans, measure machines.",
+    )
+    parser.add_argument("--version", action="version", version=f"graphshard {_version()}")
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
+    for add in (add_plan, add_show, add_view, add_calibrate):
+        add(verbs)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("graphshard")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,5 @@
+"""`python -m graphshard.cli`."""
+
+from graphshard.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,167 @@
+"""`graphshard plan FILE.py:FUNCTION --world 512 --hw h100-ib400`: plan without GPUs and weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphshard.cli.common import make_folder, print_text, size, write_text
+from graphshard.view.offline import Effort, Row, plan_text, sweep_text
+
+if TYPE_CHECKING:
+    from graphshard.offline.study import Answer, Point
+    from graphshard.offline.target import Target
+
+
+def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = verbs.add_parser(
+        "plan",
+        help="plan a training step on machines that you do not have, without weights",
+        description="FUNCTION returns (model, inputs): the model sharded with fully_shard, and the "
+        "arguments of one call. It is called on the meta device, with --batch and --seq as "
+        "keyword arguments if they are given. Lists with commas plan every combination.",
+    )
+    plan.add_argument("target", metavar="FILE.py:FUNCTION")
+    plan.add_argument("--world", metavar="N", type=_counts, required=True, help="ranks")
+    plan.add_argument(
+        "--hw",
+        metavar="NAME",
+        type=lambda text: text.split(","),
+        required=True,
+        help="machine: a preset such as h100-ib400, or a profile from `graphshard calibrate`",
+    )
+    plan.add_argument(
+        "--budget", metavar="SIZE", type=_budgets, default=[None], help="peak per rank, as 72GiB"
+    )
+    plan.add_argument("--batch", metavar="N", type=_counts, help="sequences per rank")
+    plan.add_argument("--seq", metavar="N", type=_counts, help="tokens per sequence")
+    plan.add_argument("--per-node", metavar="N", type=_count, help="ranks per node (default: 8)")
+    plan.add_argument("--reshard", choices=("fsdp2", "auto"), default="fsdp2", help="who decides")
+    plan.add_argument(
+        "--micro-steps", metavar="N", type=_count, default=1, help="per optimizer step"
+    )
+    plan.add_argument(
+        "-o", "--output", metavar="PATH", type=Path, help="default: FUNCTION.plan.json"
+    )
+    plan.add_argument("--json", action="store_true", help="print the result as JSON")
+    plan.set_defaults(run=_plan)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(word) for word in text.split(",")]
+
+
+def _budgets(text: str) -> list[int | None]:
+    return [size(word) for word in text.split(",")]
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from graphshard.offline.study import Study
+    from graphshard.offline.target import target_of
+
+    target = target_of(args.target)
+    points = _points(args, target)
+    study = Study(target.name, target.build, points, say=_say)
+    answers: list[Answer] = []
+    for answer in study.answers():
+        answers.append(answer)
+        if len(points) > 1:
+            _say(f"planned {len(answers)} of {len(points)}")
+    effort = Effort(**asdict(study.facts))
+    if len(points) == 1:
+        _one(args, effort, answers[0], target.name)
+    else:
+        _many(args, effort, answers, target.name)
+
+
+def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
+    """Every combination of what is asked for."""
+    from graphshard.offline.api import RANKS_PER_NODE, machine_of
+    from graphshard.offline.study import Point
+    from graphshard.options import parse_options
+    from graphshard.order import freedom_of
+
+    machines = [machine_of(name) for name in args.hw]
+    given: dict[str, object] = {"reshard": args.reshard, "micro_steps": args.micro_steps}
+    freedoms = [
+        freedom_of(parse_options(given if size is None else {**given, "memory_budget": size}))
+        for size in args.budget
+    ]
+    batches: list[dict[str, int]] = (
+        [{}] if args.batch is None else [{"batch": n} for n in args.batch]
+    )
+    lengths: list[dict[str, int]] = [{"seq": n} for n in args.seq or ()] or [{}]
+    return tuple(
+        Point(world, args.per_node or RANKS_PER_NODE, machine, freedom, target.sizes(batch | seq))
+        for world, machine, freedom, batch, seq in product(
+            args.world, machines, freedoms, batches, lengths
+        )
+    )
+
+
+def _one(args: argparse.Namespace, effort: Effort, answer: Answer, name: str) -> None:
+    if answer.plan is None:
+        assert answer.infeasible is not None
+        raise answer.infeasible
+    path = args.output or Path(f"{name}.plan.json")
+    write_text(path, answer.plan.to_json())
+    if args.json:
+        told = {"path": str(path), "effort": asdict(effort), **answer.plan.summary()}
+        print(json.dumps(told, indent=1))
+    else:
+        print_text(plan_text(answer.plan, _where(answer.point), effort, str(path)))
+
+
+def _many(args: argparse.Namespace, effort: Effort, answers: list[Answer], name: str) -> None:
+    """A row for each point; with -o the plan of each, in a folder."""
+    rows = [_row(answer) for answer in answers]
+    if args.output is not None:
+        make_folder(args.output)
+        for number, answer in enumerate(answers, start=1):
+            if answer.plan is not None:
+                path = args.output / f"{name}-{number}.plan.json"
+                write_text(path, answer.plan.to_json(indent=None))
+    if args.json:
+        told = {"effort": asdict(effort), "rows": [asdict(row) for row in rows]}
+        print(json.dumps(told, indent=1))
+    else:
+        print_text(sweep_text(name, rows, effort))
+
+
+def _where(point: Point) -> str:
+    nodes = -(-point.world_size // point.ranks_per_node)
+    shape = f" ({nodes} x {point.ranks_per_node})" if nodes > 1 else ""
+    return f"{point.world_size:,} ranks{shape}, {point.machine.name}"
+
+
+def _row(answer: Answer) -> Row:
+    point = answer.point
+    row = Row(point.world_size, point.machine.name, point.freedom.budget_bytes, point.sizes)
+    if answer.plan is None or answer.plan.estimate is None:
+        return replace(row, why_not=str(answer.infeasible))
+    estimate, sizes = answer.plan.estimate, dict(point.sizes)
+    tokens = sizes["batch"] * sizes["seq"] if {"batch", "seq"} <= sizes.keys() else None
+    return replace(
+        row,
+        step_time_us=estimate.step_time_us,
+        exposed_us=estimate.exposed_us,
+        peak_bytes=estimate.peak_bytes,
+        fsdp2_step_time_us=estimate.fsdp2.step_time_us,
+        fsdp2_peak_bytes=estimate.fsdp2.peak_bytes,
+        tokens_per_s=None if tokens is None else tokens / estimate.step_time_us * 1e6,
+    )
+
+
+def _say(text: str) -> None:
+    print(f"graphshard: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,93 @@
+"""`graphshard.plan`: the plan of a training step on machines that nobody has here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from graphshard import fsdp2
+from graphshard.cost.machine import Machine
+from graphshard.cost.presets import preset, preset_for
+from graphshard.cost.profile import calibrated, read_profile
+from graphshard.errors import OfflineError
+from graphshard.offline.study import Point, Study
+from graphshard.offline.target import Sizes, made_of
+from graphshard.offline.world import Made
+from graphshard.options import parse_options
+from graphshard.order import freedom_of
+from graphshard.step_plan import Plan
+
+# GPUs in one node of the usual servers (DGX and HGX A100, H100, H200, B200).
+RANKS_PER_NODE = 8
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    inputs: Any,
+    *,
+    world_size: int,
+    hardware: str,
+    memory_budget: int | str | None = None,
+    ranks_per_node: int = RANKS_PER_NODE,
+    reshard: str = "fsdp2",
+    micro_steps: int = 1,
+    shard: Callable[[nn.Module], Any] | None = None,
+    name: str = "plan",
+) -> Plan:
+    """The plan of one training step, without GPUs, weights or other ranks.
+
+    model: on the meta device; or a function that makes one, which may call `fully_shard` itself.
+    inputs: the arguments of one call on one rank, as a tuple, a dict or one tensor.
+    world_size: ranks. hardware: a preset such as "h100-ib400", or a profile that `graphshard
+    calibrate` wrote. memory_budget: most bytes per rank, as in `options=`. shard: calls
+    `fully_shard` on the model's parts and on the model.
+
+    Raises OfflineError if the model cannot be built or sharded, CaptureError if its step is not
+    one graph, InfeasibleBudget if nothing fits, CostError for an unknown machine.
+    """
+    options = {"memory_budget": memory_budget, "reshard": reshard, "micro_steps": micro_steps}
+    given = {key: value for key, value in options.items() if value is not None}
+    point = Point(
+        world_size, ranks_per_node, machine_of(hardware), freedom_of(parse_options(given))
+    )
+
+    def build(sizes: Sizes) -> Made:
+        return made_of(name, (_fresh(model), inputs, *(() if shard is None else (shard,))))
+
+    answer = next(Study(name, build, (point,)).answers())
+    if answer.infeasible is not None:
+        raise answer.infeasible
+    assert answer.plan is not None
+    return answer.plan
+
+
+def machine_of(hardware: str) -> Machine:
+    """A preset by its name, or a calibrated profile by its path. Raises CostError."""
+    if not Path(hardware).suffix:
+        return preset(hardware)
+    profile = read_profile(Path(hardware))
+    return calibrated(preset_for(profile.origin.device), profile)
+
+
+def _fresh(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """The caller's own model stays as it is."""
+    if not isinstance(model, nn.Module):
+        return model()
+    if fsdp2.states_under(model):
+        raise OfflineError(
+            "GS909",
+            "the model is sharded already, over ranks of its own: give it unsharded with shard=, "
+            "or give a function that builds and shards it",
+        )
+    held = next((n for n, p in model.named_parameters() if not p.is_meta), None)
+    if held is not None:
+        raise OfflineError(
+            "GS902",
+            f"parameter {held} holds data, and planning allocates nothing: build the model on "
+            "the meta device (with torch.device('meta'))",
+        )
+    return copy.deepcopy(model)

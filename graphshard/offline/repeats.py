@@ -1,0 +1,107 @@
+"""Finds blocks of a sharded model that are alike, so that a few of them stand for all.
+
+Two modules are alike if their classes, attributes, parameters, buffers, hooks, FSDP2 policies and
+children are. Whatever differs (a layer number, say) makes them different: what is not surely alike
+is captured whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphshard import fsdp2
+
+# Two at either end have neighbours of their own: the two in between show what repeats.
+CAPTURED = 4
+_OWN = frozenset(vars(nn.Module()))
+_PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """`count` blocks in a row that are alike. names: their FQNs; `container` holds nothing else."""
+
+    container: str
+    names: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+
+def repeats_in(model: nn.Module) -> list[Repeat]:
+    """Lists of more than CAPTURED sharded blocks that are all alike."""
+    found = []
+    for name, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            continue
+        blocks = dict(container.named_children())
+        sharded = all(isinstance(block, fsdp2.ShardedModule) for block in blocks.values())
+        if len(blocks) > CAPTURED and sharded and len(set(map(signature, blocks.values()))) == 1:
+            prefix = f"{name}." if name else ""
+            found.append(Repeat(name, tuple(prefix + key for key in blocks)))
+    return found
+
+
+def shorten(model: nn.Module, repeats: list[Repeat]) -> None:
+    """Leave the first CAPTURED blocks of each list."""
+    for repeat in repeats:
+        container = model.get_submodule(repeat.container)
+        for name in repeat.names[CAPTURED:]:
+            delattr(container, name.rpartition(".")[2])
+
+
+def signature(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules that are alike."""
+    own = sorted((k, _value(v)) for k, v in vars(module).items() if _is_own(k))
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    policy: tuple[Any, ...] = ()
+    if isinstance(module, fsdp2.ShardedModule):
+        policy = (fsdp2.mixed_precision(fsdp2.state_of(module)),)
+    return (
+        type(module),
+        module.training,
+        tuple(own),
+        tuple(tuple(_function(hook) for hook in found.values()) for found in hooks),
+        policy,
+        tuple((k, *_tensor(p)) for k, p in module._parameters.items()),
+        tuple((k, *_tensor(b)) for k, b in module._buffers.items()),
+        tuple((k, None if m is None else signature(m)) for k, m in module._modules.items()),
+    )
+
+
+def _is_own(name: str) -> bool:
+    """An attribute of the module's class; not torch's, nor where `fully_shard` keeps its state."""
+    return name not in _OWN and not name.startswith("__composable_api_state_key")
+
+
+def _tensor(tensor: Tensor | None) -> tuple[Any, ...]:
+    if tensor is None:
+        return ()
+    placed = getattr(tensor, "placements", None)
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, placed
+
+
+def _value(value: Any) -> tuple[Any, ...]:
+    """Plain values by what they are, everything else by which object it is."""
+    if isinstance(value, _PLAIN):
+        return type(value).__name__, repr(value)
+    if isinstance(value, tuple | list):
+        return type(value).__name__, tuple(map(_value, value))
+    if isinstance(value, dict):
+        return "dict", tuple((repr(k), _value(v)) for k, v in value.items())
+    if isinstance(value, functools.partial):
+        return "partial", _value(value.func), _value(value.args), _value(value.keywords)
+    return type(value).__name__, str(id(value))
+
+
+def _function(hook: Any) -> int:
+    """A method without the object that it is bound to; FSDP2's hooks are bound to its states."""
+    inner = hook.func if isinstance(hook, functools.partial) else hook
+    return id(inner.__func__ if isinstance(inner, MethodType) else inner)

@@ -1,0 +1,283 @@
+"""From the basis of a model with few blocks to that of the model with all of them.
+
+In: a basis in which CAPTURED alike blocks stand in a row. Out: what the basis would be with the
+whole row, op by op; or None where the two blocks in the middle do not repeat exactly, so that
+nothing can be said. What is repeated in each direction is the block that comes second there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from graphshard.cost.live import Live
+from graphshard.offline.repeats import CAPTURED, Repeat
+from graphshard.planner.outline import GroupUse, ParamUse, Ready
+from graphshard.recompute import Unit
+from graphshard.sketch import Basis, Sketch
+from graphshard.step_plan import Direction, GroupInfo
+
+# The captured blocks: two that come first in forward, two that come last.
+_EARLY = CAPTURED // 2
+_Item = TypeVar("_Item", GroupUse, ParamUse, Ready)
+
+
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """Numbers of groups in the short basis and in the whole one.
+
+    owner: short number -> (block, suffix of the FQN below the block), for groups of blocks.
+    moved: short number -> its number in the whole. copy: (block of the whole, suffix) -> number.
+    """
+
+    groups: tuple[GroupInfo, ...]
+    owner: Mapping[int, tuple[int, str]]
+    moved: Mapping[int, int]
+    copy: Mapping[tuple[int, str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Insert:
+    """`copies` more runs of the ops [start, stop), right after them.
+
+    blocks: the captured blocks in the order of this direction.
+    """
+
+    start: int
+    stop: int
+    copies: int
+    blocks: tuple[int, ...]
+
+    @property
+    def period(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def added(self) -> int:
+        return self.copies * self.period
+
+    def moved(self, block: int | None, op: int) -> int:
+        """The new number of op `op` of a captured block, or of none."""
+        late = op >= self.stop if block is None else self.blocks.index(block) >= _EARLY
+        return op + self.added if late else op
+
+    def copied(self, copy: int, op: int) -> int:
+        return op + copy * self.period
+
+
+def unrolled(basis: Basis, repeat: Repeat, infos: Sequence[GroupInfo]) -> Basis | None:
+    """`basis` with all blocks of `repeat`. infos: the groups of the whole model, in any order."""
+    naming = _naming(basis, repeat, infos)
+    if naming is None:
+        return None
+    inserts: dict[Direction, _Insert] = {}
+    for direction, sketch in basis.sketches.items():
+        insert = _insert(sketch, naming, repeat.count - CAPTURED)
+        if insert is None:
+            return None
+        inserts[direction] = insert
+    sketches = {
+        direction: _longer(sketch, naming, inserts[direction], repeat.count)
+        for direction, sketch in basis.sketches.items()
+    }
+    units = tuple(_units(basis.units, naming, inserts, repeat.count))
+    return Basis(basis.name, naming.groups, _with_kept(sketches, naming.groups), units)
+
+
+def _naming(basis: Basis, repeat: Repeat, infos: Sequence[GroupInfo]) -> _Naming | None:
+    """None if the whole model lacks a group."""
+    owner = {g.id: found for g in basis.groups if (found := _owner(g.fqn, repeat)) is not None}
+    second = [g.id for g in basis.groups if owner.get(g.id, (None,))[0] == _EARLY - 1]
+    shift = repeat.count - CAPTURED
+    names: list[tuple[str, int | None, tuple[int, str] | None]] = []
+    for group in basis.groups:
+        block, suffix = owner.get(group.id, (None, ""))
+        if block is None:
+            names.append((group.fqn, group.id, None))
+        else:
+            place = block if block < _EARLY else block + shift
+            names.append((repeat.names[place] + suffix, group.id, None))
+        if second and group.id == second[-1]:
+            for place in range(_EARLY, _EARLY + shift):
+                for number in second:
+                    key = place, owner[number][1]
+                    names.append((repeat.names[place] + key[1], None, key))
+    known = {info.fqn: info for info in infos}
+    if not second or any(name not in known for name, _, _ in names):
+        return None
+    return _Naming(
+        tuple(replace(known[name], id=number) for number, (name, _, _) in enumerate(names)),
+        owner,
+        {short: number for number, (_, short, _) in enumerate(names) if short is not None},
+        {key: number for number, (_, _, key) in enumerate(names) if key is not None},
+    )
+
+
+def _owner(fqn: str, repeat: Repeat) -> tuple[int, str] | None:
+    for block, name in enumerate(repeat.names[:CAPTURED]):
+        if fqn == name or fqn.startswith(f"{name}."):
+            return block, fqn.removeprefix(name)
+    return None
+
+
+# -- what repeats ----------------------------------------------------------------------------------
+
+
+def _insert(sketch: Sketch, naming: _Naming, copies: int) -> _Insert | None:
+    """None unless the second and the third block of this direction are alike, op by op."""
+    firsts: dict[int, int] = {}
+    for use in sketch.outline.uses:
+        if use.group in naming.owner:
+            block = naming.owner[use.group][0]
+            firsts[block] = min(use.first, firsts.get(block, use.first))
+    blocks = sorted(firsts, key=lambda block: firsts[block])
+    forward = list(range(CAPTURED))
+    if blocks not in (forward, forward[::-1]):
+        return None
+    start, middle, stop = (firsts[block] for block in blocks[1:])
+    insert = _Insert(start, middle, copies, tuple(blocks))
+    alike = (
+        middle - start == stop - middle
+        and sketch.us[start:middle] == sketch.us[middle:stop]
+        and _growth(sketch, insert) is not None
+        and _items(sketch, naming, blocks[1], start) == _items(sketch, naming, blocks[2], middle)
+        and not _strangers(sketch, naming, range(start, stop))
+    )
+    return insert if alike else None
+
+
+def _growth(sketch: Sketch, insert: _Insert) -> Live | None:
+    """What one more block adds to the bytes alive; None if that differs from op to op."""
+    second = sketch.live[insert.start : insert.stop]
+    third = sketch.live[insert.stop : insert.stop + insert.period]
+    found = {_plus(b, a, -1) for a, b in zip(second, third, strict=True)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _plus(live: Live, other: Live, times: int) -> Live:
+    return Live(
+        live.inputs + times * other.inputs,
+        live.made + times * other.made,
+        live.grads + times * other.grads,
+    )
+
+
+def _items(sketch: Sketch, naming: _Naming, block: int, start: int) -> list[Any]:
+    """Uses and gradients of one block, counted from its start."""
+
+    def own(items: Sequence[_Item]) -> list[Any]:
+        mine = [item for item in items if naming.owner.get(item.group, (None,))[0] == block]
+        back = [replace(_shifted(item, lambda op: op - start), group=0) for item in mine]
+        return [
+            (naming.owner[item.group][1], moved) for item, moved in zip(mine, back, strict=True)
+        ]
+
+    outline = sketch.outline
+    return [own(outline.uses), own(outline.params), own(outline.reductions)]
+
+
+def _strangers(sketch: Sketch, naming: _Naming, inside: range) -> bool:
+    """A group that is in no block is first or last used, or reduced, among the repeated ops."""
+    outline = sketch.outline
+    ends = [(u.group, op) for u in outline.uses for op in (u.first, u.last) if op is not None]
+    ends += [(r.group, r.after) for r in outline.reductions]
+    return any(op in inside for group, op in ends if group not in naming.owner)
+
+
+# -- the whole row ---------------------------------------------------------------------------------
+
+
+def _longer(sketch: Sketch, naming: _Naming, insert: _Insert, count: int) -> Sketch:
+    start, stop, copies = insert.start, insert.stop, insert.copies
+    us = sketch.us[:stop] + sketch.us[start:stop] * copies + sketch.us[stop:]
+    old, growth = sketch.outline, _growth(sketch, insert)
+    assert growth is not None
+    backward = old.direction is Direction.BACKWARD
+    # Backward ends with nothing saved, however many blocks there are; all else begins alike.
+    held = Live(-copies * growth.inputs, 0, 0) if backward else Live(0, 0, 0)
+    live = [
+        *sketch.live[:stop],
+        *(_plus(one, growth, n) for n in range(1, copies + 1) for one in sketch.live[start:stop]),
+        *(_plus(one, growth, copies) for one in sketch.live[stop:]),
+    ]
+
+    def place(copy: int) -> int:
+        """The block of the whole that copy `copy` of the repeated block is."""
+        return count - _EARLY - copy if backward else _EARLY - 1 + copy
+
+    def all_of(items: Sequence[_Item]) -> tuple[_Item, ...]:
+        return tuple(_all_items(items, naming, insert, place))
+
+    outline = replace(
+        old,
+        num_ops=old.num_ops + insert.added,
+        uses=all_of(old.uses),
+        params=all_of(old.params),
+        reductions=all_of(old.reductions),
+    )
+    return Sketch(outline, us, tuple(_plus(one, held, 1) for one in live))
+
+
+def _all_items(
+    items: Sequence[_Item], naming: _Naming, insert: _Insert, place: Callable[[int], int]
+) -> Iterator[_Item]:
+    """The items with their new numbers; the copies come after those that they are copies of."""
+    owner = {item.group: naming.owner.get(item.group, (None, "")) for item in items}
+    repeated = [item for item in items if owner[item.group][0] == insert.blocks[1]]
+    for item in items:
+        block = owner[item.group][0]
+        moved = _shifted(item, partial(insert.moved, block))
+        yield replace(moved, group=naming.moved[item.group])
+        if repeated and item is repeated[-1]:
+            for copy in range(1, insert.copies + 1):
+                for one in repeated:
+                    group = naming.copy[place(copy), owner[one.group][1]]
+                    yield replace(_shifted(one, partial(insert.copied, copy)), group=group)
+
+
+def _shifted(item: _Item, at: Callable[[int], int]) -> _Item:
+    """The item with other ops. at: old op -> new one."""
+    if isinstance(item, Ready):
+        comes = tuple((param, at(op)) for param, op in item.comes)
+        return replace(item, after=at(item.after), comes=comes)
+    return replace(item, first=at(item.first), last=None if item.last is None else at(item.last))
+
+
+def _with_kept(
+    sketches: Mapping[Direction, Sketch], groups: Sequence[GroupInfo]
+) -> dict[Direction, Sketch]:
+    backward = sketches.get(Direction.BACKWARD)
+    needed = {use.group for use in backward.outline.uses} if backward is not None else set()
+    kept = frozenset(g.id for g in groups if not g.reshard_after_forward and g.id in needed)
+    return {d: replace(s, outline=replace(s.outline, kept=kept)) for d, s in sketches.items()}
+
+
+def _units(
+    units: Sequence[Unit], naming: _Naming, inserts: Mapping[Direction, _Insert], count: int
+) -> Iterator[Unit]:
+    """What may be computed again in the whole. Nodes of copies are nowhere, so they name none."""
+    if not units:
+        return
+    forward, backward = inserts[Direction.FORWARD], inserts[Direction.BACKWARD]
+    third = {s: u for u in units for b, s in [naming.owner.get(u.group, (0, ""))] if b == _EARLY}
+    for unit in units:
+        block, suffix = naming.owner.get(unit.group, (None, ""))
+        yield replace(
+            unit,
+            group=naming.moved[unit.group],
+            after=forward.moved(block, unit.after),
+            before=backward.moved(block, unit.before),
+        )
+        if block != _EARLY - 1 or suffix not in third:
+            continue
+        for copy in range(1, forward.copies + 1):
+            place = block + copy
+            late = count - _EARLY - place
+            yield replace(
+                unit,
+                group=naming.copy[place, suffix],
+                after=forward.copied(copy, unit.after),
+                before=backward.copied(late, third[suffix].before),
+            )

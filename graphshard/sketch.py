@@ -1,0 +1,118 @@
+"""What planning needs of a placed program, op by op, as plain numbers.
+
+In: a program with its communication placed naively, and a machine. Out: a `Basis`: per direction
+the time of each compute op, the bytes alive during it, and the ops at which groups are used and
+gradients come; and what backward could compute again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from graphshard.cost.flops import graph_work
+from graphshard.cost.live import Live, live_bytes, saved_memory
+from graphshard.cost.machine import Machine
+from graphshard.cost.roofline import op_us
+from graphshard.ir import Program, aliases, compute_nodes, positions, steps
+from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
+from graphshard.recompute import Unit, units
+from graphshard.step_plan import Direction, GroupInfo, StepKind
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """One direction. us, live: one entry per compute op."""
+
+    outline: Outline
+    us: tuple[float, ...]
+    live: tuple[Live, ...]
+
+    @property
+    def ends_us(self) -> tuple[float, ...]:
+        """When each op ends if all run one after the other, from 0."""
+        return tuple(accumulate(self.us, initial=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """A program as the planner sees it. units: what backward could compute again."""
+
+    name: str
+    groups: tuple[GroupInfo, ...]
+    sketches: dict[Direction, Sketch]
+    units: tuple[Unit, ...] = ()
+
+
+def basis_of(program: Program, machine: Machine, *, recompute: bool) -> Basis:
+    """recompute: say also what backward could compute again."""
+    sketches = {
+        direction: Sketch(
+            outline(program, module.graph, direction),
+            tuple(float(op_us(machine.processor, work)) for work in graph_work(module.graph)),
+            _live(program, direction),
+        )
+        for direction, module in program.by_direction.items()
+    }
+    forward = sketches[Direction.FORWARD]
+    found = units(program, forward.outline, forward.ends_us) if recompute else ()
+    return Basis(program.name, program.groups, sketches, found)
+
+
+def _live(program: Program, direction: Direction) -> tuple[Live, ...]:
+    assert program.forward is not None
+    if direction is Direction.FORWARD:
+        return live_bytes(program.forward.graph, frees_inputs=False)
+    assert program.backward is not None
+    saved = saved_memory(program.forward.graph)
+    return live_bytes(program.backward.graph, frees_inputs=True, inputs=saved)
+
+
+def outline(program: Program, graph: fx.Graph, direction: Direction) -> Outline:
+    """What the planner may know of `graph`, which has its steps placed naively."""
+    order = positions(graph)
+    compute = compute_nodes(graph)
+    # Position in graph order -> number of compute ops before it.
+    before = {}
+    ops = set(compute)
+    count = 0
+    for node in graph.nodes:
+        before[order[node]] = count
+        count += node in ops
+    released = {step.group for _, step in steps(graph, StepKind.RELEASE)}
+    uses, params = [], []
+    for wait, step in steps(graph, StepKind.GATHER_WAIT):
+        group, found = step.group, []
+        for item in wait.users:
+            readers = {u for n in aliases([item]) for u in (n, *n.users) if u in ops}
+            reads = sorted(before[order[reader]] for reader in readers) or [before[order[wait]]]
+            last = reads[-1] if group in released else None
+            found.append(ParamUse(group, int(item.args[1]), reads[0], last))  # type: ignore[arg-type]
+        lasts = [use.last for use in found if use.last is not None]
+        uses.append(GroupUse(group, before[order[wait]], max(lasts, default=None)))
+        params += found
+    reductions = tuple(
+        Ready(step.group, before[order[issue]] - 1, _comes(issue, before, order))
+        for issue, step in steps(graph, StepKind.REDUCE_ISSUE)
+        if issue.all_input_nodes[1:]
+    )
+    return Outline(direction, len(compute), tuple(uses), reductions, _kept(program), tuple(params))
+
+
+def _comes(
+    issue: fx.Node, before: dict[int, int], order: dict[fx.Node, int]
+) -> tuple[tuple[int, int], ...]:
+    """The parameters that `issue` reduces, and the compute op that each gradient comes with."""
+    _, grads, indices = issue.args
+    pairs = zip(indices, grads, strict=True)  # type: ignore[arg-type]
+    return tuple((int(i), before[order[g]]) for i, g in pairs)
+
+
+def _kept(program: Program) -> frozenset[int]:
+    """Groups that FSDP2's settings keep gathered until backward, if backward needs them."""
+    if program.backward is None:
+        return frozenset()
+    needed = {step.group for _, step in steps(program.backward.graph, StepKind.GATHER_WAIT)}
+    return frozenset(g.id for g in program.groups if not g.reshard_after_forward and g.id in needed)

@@ -1,0 +1,209 @@
+"""What `graphshard plan` prints: one plan against FSDP2's, or a table of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from graphshard.step_plan import Estimate, Plan, received_bytes
+from graphshard.view.text import WIDTH, bytes_text, count_text
+
+COLUMN = 15
+# Time and memory of a row that no other row beats in both.
+BEST = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What planning took. num_nodes: of the captured step, forward and backward together.
+
+    num_repeated: blocks that were not captured because they are like others.
+    """
+
+    num_nodes: int
+    num_groups: int
+    num_repeated: int
+    num_params: int
+    capture_s: float
+    passes_s: float
+    plan_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One point of a sweep; times and bytes are None where nothing fits.
+
+    tokens_per_s: of one rank, None if the point does not say how many tokens a step has.
+    """
+
+    world_size: int
+    hardware: str
+    budget_bytes: int | None
+    sizes: tuple[tuple[str, int], ...]
+    step_time_us: float | None = None
+    exposed_us: float | None = None
+    peak_bytes: int | None = None
+    fsdp2_step_time_us: float | None = None
+    fsdp2_peak_bytes: int | None = None
+    tokens_per_s: float | None = None
+    why_not: str = ""
+
+
+def plan_text(plan: Plan, where: str, effort: Effort, path: str) -> str:
+    """The screen of one plan. where: machine and ranks, in words. Needs a plan with costs."""
+    assert plan.estimate is not None
+    lines = [f"{plan.name}  {where}, no weights, no GPU used", ""]
+    lines += _effort(effort)
+    lines += ["", *_comparison(plan, plan.estimate), "", *_reasons(plan)]
+    lines += ["", f"wrote {path}", f"next  graphshard view {path}"]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def sweep_text(name: str, rows: Sequence[Row], effort: Effort) -> str:
+    """A table of all points; those that no other beats in time and memory are marked."""
+    lines = [name, "", *_effort(effort), ""]
+    names = list(dict.fromkeys(key for row in rows for key, _ in row.sizes))
+    heads = ["world", "hardware", "budget", *names]
+    heads += ["step", "exposed", "peak", "FSDP2 step", "its peak", "tokens/s/rank", ""]
+    front = pareto(rows)
+    table = [heads, *(_cells(row, names, index in front) for index, row in enumerate(rows))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        lines.append("  ".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)))
+    lines += ["", f"{BEST} no other row is both faster (per token and rank) and smaller"]
+    lines += [f"  {row.world_size:,} ranks, {row.hardware}: {row.why_not}" for row in _failed(rows)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def pareto(rows: Sequence[Row]) -> frozenset[int]:
+    """Indices of the rows that no other row beats in time (of a token, or of a step) and peak."""
+    found = [
+        (index, _cost(row), row.peak_bytes) for index, row in enumerate(rows) if row.peak_bytes
+    ]
+    return frozenset(
+        index
+        for index, us, peak in found
+        if not any(u <= us and p <= peak and (u, p) != (us, peak) for _, u, p in found)
+    )
+
+
+def _cost(row: Row) -> float:
+    if row.tokens_per_s:
+        return 1e6 / row.tokens_per_s
+    return row.step_time_us or 0.0
+
+
+def _effort(effort: Effort) -> Iterator[str]:
+    params = f"{effort.num_params / 1e9:,.2f} B" if effort.num_params > 1e8 else effort.num_params
+    captured = (
+        f"{count_text(effort.num_nodes, 'node')}, {effort.num_groups:,} fully_shard groups, "
+        f"{params} parameters"
+    )
+    if effort.num_repeated:
+        captured += f" ({effort.num_repeated} blocks like others)"
+    for name, text, seconds in (
+        ("capture", captured, effort.capture_s),
+        ("passes", "every check passed after each", effort.passes_s),
+        ("plan", "simulated, with its reasons", effort.plan_s),
+    ):
+        yield f"{name:10}{text}".ljust(WIDTH - 10) + f"{seconds:8.1f} s"
+
+
+def _comparison(plan: Plan, estimate: Estimate) -> Iterator[str]:
+    ours, theirs = estimate.ours, estimate.fsdp2
+    their_schedules = plan.fsdp2.schedules if plan.fsdp2 else ()
+    received = [received_bytes(plan.groups, s) for s in (their_schedules, plan.schedules)]
+    yield _line("", "FSDP2", "graphshard", "change")
+    yield _line(
+        "step time",
+        _time(theirs.step_time_us),
+        _time(ours.step_time_us),
+        _percent(theirs.step_time_us, ours.step_time_us),
+    )
+    yield _line(
+        "exposed communication",
+        _time(theirs.exposed_us),
+        _time(ours.exposed_us),
+        _percent(theirs.exposed_us, ours.exposed_us),
+    )
+    fits = "" if theirs.peak_bytes <= estimate.budget_bytes else "  FSDP2's does not fit"
+    yield (
+        _line(
+            "peak memory",
+            bytes_text(theirs.peak_bytes),
+            bytes_text(ours.peak_bytes),
+            _difference(theirs.peak_bytes, ours.peak_bytes),
+        )
+        + f"   of {bytes_text(estimate.budget_bytes)}{fits}"
+    )
+    sizes = {category: size for category, size in theirs.peak_by_category}
+    for category, size in ours.peak_by_category:
+        their = sizes.get(category, 0)
+        yield _line(f"  {category}", bytes_text(their), bytes_text(size), _difference(their, size))
+    yield _line(
+        "received per rank",
+        bytes_text(received[0]),
+        bytes_text(received[1]),
+        _difference(*received),
+    )
+    yield _line("no schedule is below", "", _time(estimate.lower_bound_us), "")
+
+
+def _reasons(plan: Plan) -> Iterator[str]:
+    """What each kind of decision saves; the rows add up to the change above."""
+    gains = [reason for reason in plan.reasons if reason.what == "gain"]
+    yield "why".ljust(46) + "saves".rjust(COLUMN) + "costs".rjust(COLUMN)
+    for reason in gains:
+        text = reason.text.rsplit(":", 1)[0]
+        yield text.ljust(46) + _time(reason.gain_us).rjust(COLUMN) + _more(-reason.gain_bytes)
+    if not gains:
+        yield "nothing: FSDP2's own schedule is as good as any that was found"
+
+
+def _more(size: int) -> str:
+    return (_difference(0, size) if size else "").rjust(COLUMN)
+
+
+def _failed(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.why_not]
+
+
+def _cells(row: Row, names: Sequence[str], best: bool) -> list[str]:
+    sizes = dict(row.sizes)
+    budget = "-" if row.budget_bytes is None else bytes_text(row.budget_bytes)
+    cells = [f"{row.world_size:,}", row.hardware, budget]
+    cells += [f"{sizes[name]:,}" if name in sizes else "-" for name in names]
+    if row.step_time_us is None or row.exposed_us is None or row.peak_bytes is None:
+        return [*cells, "does not fit", "", "", "", "", "", ""]
+    assert row.fsdp2_step_time_us is not None
+    assert row.fsdp2_peak_bytes is not None
+    tokens = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
+    return [
+        *cells,
+        _time(row.step_time_us),
+        _time(row.exposed_us),
+        bytes_text(row.peak_bytes),
+        _time(row.fsdp2_step_time_us),
+        bytes_text(row.fsdp2_peak_bytes),
+        tokens,
+        BEST if best else "",
+    ]
+
+
+def _line(name: str, *cells: str) -> str:
+    return name.ljust(24) + "".join(cell.rjust(COLUMN) for cell in cells)
+
+
+def _time(us: float) -> str:
+    if abs(us) >= 1e6:
+        return f"{us / 1e6:,.3f} s"
+    return f"{us / 1e3:,.3f} ms"
+
+
+def _percent(before: float, after: float) -> str:
+    return f"{(after - before) / before:+.1%}" if before else ""
+
+
+def _difference(before: int, after: int) -> str:
+    sign = "-" if after < before else "+"
+    return f"{sign}{bytes_text(abs(after - before))}"
