@@ -15,11 +15,12 @@ import logging
 import os
 import tempfile
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from graphshard.errors import GraphshardWarning
 from graphshard.planner.problem import Problem
+from graphshard.schedule import to_json
 from graphshard.step_plan import GroupInfo, Plan
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,7 @@ def key_of(
 ) -> str:
     """SHA-256 over all that a plan depends on. The budget, the costs and the user's settings are
     in the problem."""
-    problems = [asdict(problem), None if baseline is None else asdict(baseline)]
-    told = [_planner(), torch_version, [asdict(group) for group in groups], problems]
-    text = json.dumps(told, separators=(",", ":"), sort_keys=True)
+    text = to_json([_planner(), torch_version, groups, problem, baseline])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

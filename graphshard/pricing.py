@@ -51,6 +51,7 @@ class Freedom:
     None: as many as memory allows. reshard: OPEN leaves it groups without a setting, AUTO all.
     recompute: activations may be computed again. regroup: gathers may be merged and split.
     micro_steps: forward and backward runs per optimizer step, of which the last one reduces.
+    near: a step that is longer than the lower bound by this share of it is good enough.
     """
 
     budget_bytes: int | None = None
@@ -59,6 +60,7 @@ class Freedom:
     recompute: bool = False
     regroup: bool = False
     micro_steps: int = 1
+    near: float = 0.0
 
 
 def price(
@@ -92,6 +94,7 @@ def price(
             micro_steps=freedom.micro_steps,
             sync_each=freedom.micro_steps == 1,
             budget_bytes=freedom.budget_bytes,
+            near=freedom.near,
         )
     )
 

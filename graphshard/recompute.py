@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ class Unit:
     extra_us: float
 
 
-def units(program: Program, forward: Outline, ends_us: Sequence[float]) -> tuple[Unit, ...]:
-    """Units of a placed program that free memory. ends_us: when each forward op ends, from 0."""
+def units(program: Program, forward: Outline, us: Sequence[float]) -> tuple[Unit, ...]:
+    """Units of a placed program that free memory. us: of each forward op."""
     if program.forward is None or program.backward is None:
         return ()
     compute = compute_nodes(program.forward.graph)
@@ -49,7 +49,7 @@ def units(program: Program, forward: Outline, ends_us: Sequence[float]) -> tuple
     results, rest = outputs[: program.num_outputs], outputs[program.num_outputs :]
     saved = dict.fromkeys(n for n in rest if isinstance(n, fx.Node))
     returned = {owner(n) for n in results if isinstance(n, fx.Node)}
-    times = {node: b - a for node, (a, b) in zip(compute, pairwise(ends_us), strict=True)}
+    times = dict(zip(compute, us, strict=True))
     readers = _first_reader(program.backward.graph)
     found = []
     for group, first, last in _innermost(forward.uses):

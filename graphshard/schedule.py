@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -83,9 +84,16 @@ class Schedule:
         return sum(1 for _ in self.of_kind(StepKind.REDUCE_ISSUE))
 
 
-def step_to_dict(step: dict[str, Any]) -> dict[str, Any]:
-    """What only some steps have is written for those steps only."""
-    return {k: v for k, v in step.items() if v or k not in ("with_groups", "params")}
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Dataclasses as objects. What only some steps have is written for those steps only."""
+    return json.dumps(value, indent=indent, default=_fields)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    found = {name: getattr(value, name) for name in value.__dataclass_fields__}
+    if isinstance(value, Step):
+        return {k: v for k, v in found.items() if v or k not in ("with_groups", "params")}
+    return found
 
 
 def step_from_dict(data: dict[str, Any]) -> Step:

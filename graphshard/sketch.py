@@ -57,7 +57,7 @@ def basis_of(program: Program, machine: Machine, *, recompute: bool) -> Basis:
         for direction, module in program.by_direction.items()
     }
     forward = sketches[Direction.FORWARD]
-    found = units(program, forward.outline, forward.ends_us) if recompute else ()
+    found = units(program, forward.outline, forward.us) if recompute else ()
     return Basis(program.name, program.groups, sketches, found)
 
 

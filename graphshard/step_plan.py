@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -29,7 +29,7 @@ from graphshard.schedule import Lane as Lane
 from graphshard.schedule import Schedule as Schedule
 from graphshard.schedule import Step as Step
 from graphshard.schedule import StepKind as StepKind
-from graphshard.schedule import schedule_from_dict, step_to_dict
+from graphshard.schedule import schedule_from_dict, to_json
 from graphshard.skeleton import Entry, Skeleton
 
 SCHEMA_VERSION = 3
@@ -210,11 +210,8 @@ class Plan:
         return estimate_summary(self.estimate)
 
     def to_json(self, *, indent: int | None = 1) -> str:
-        data = {"schema": SCHEMA_VERSION, **asdict(self)}
-        theirs = data["fsdp2"]["schedules"] if data["fsdp2"] else ()
-        for schedule in filter(None, (data["forward"], data["backward"], *theirs)):
-            schedule["steps"] = [step_to_dict(step) for step in schedule["steps"]]
-        return json.dumps(data, indent=indent)
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return to_json({"schema": SCHEMA_VERSION, **own}, indent)
 
     @staticmethod
     def from_json(text: str) -> Plan:

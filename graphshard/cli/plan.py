@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from graphshard.offline.target import Target
 
 
+# A row of a sweep may be so much above its lower bound; for one plan alone more is searched.
+NEAR = 0.02
+
+
 def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = verbs.add_parser(
         "plan",
@@ -102,12 +106,15 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
         [{}] if args.batch is None else [{"batch": n} for n in args.batch]
     )
     lengths: list[dict[str, int]] = [{"seq": n} for n in args.seq or ()] or [{}]
-    return tuple(
+    points = tuple(
         Point(world, args.per_node or RANKS_PER_NODE, machine, freedom, target.sizes(batch | seq))
         for world, machine, freedom, batch, seq in product(
             args.world, machines, freedoms, batches, lengths
         )
     )
+    if len(points) == 1:
+        return points
+    return tuple(replace(point, freedom=replace(point.freedom, near=NEAR)) for point in points)
 
 
 def _one(args: argparse.Namespace, effort: Effort, answer: Answer, name: str) -> None:

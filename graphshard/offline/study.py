@@ -27,9 +27,11 @@ from graphshard.offline.unroll import unrolled
 from graphshard.offline.world import (
     Fake,
     Made,
+    Place,
     Shapes,
     World,
     built,
+    called_with,
     faked,
     pretended,
     shapes,
@@ -81,6 +83,13 @@ class Facts:
     plan_s: float
 
 
+def _captured_or_none(fake: Fake, name: str, places: Sequence[Place]) -> Captured | None:
+    try:
+        return capture(fake, name, places)
+    except CaptureError:
+        return None
+
+
 @dataclass(slots=True)
 class Study:
     """A model under study. Each capture, partition and world is made once.
@@ -98,6 +107,7 @@ class Study:
     _captures: dict[Sizes | None, Captured] = field(default_factory=dict)
     _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
     _parts: dict[tuple[Sizes, tuple[Unit, ...]], Parts] = field(default_factory=dict)
+    _cuts: dict[tuple[int, tuple[Unit, ...]], Parts] = field(default_factory=dict)
     _bases: dict[tuple[Sizes, str, bool], Basis] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
     _times: dict[str, float] = field(default_factory=lambda: {"capture": 0, "passes": 0, "plan": 0})
@@ -191,7 +201,7 @@ class Study:
                 basis = basis and unrolled(basis, repeat, infos)
             if basis is None:
                 self.say("its blocks do not repeat exactly")
-                for known in (self._captures, self._parts, self._bases):
+                for known in (self._captures, self._cuts, self._parts, self._bases):
                     known.clear()
                 return []
             self._bases[self._key(point)] = basis
@@ -210,15 +220,19 @@ class Study:
     def _capture(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> None:
         """Once with symbols for what varies, or once for each of the sizes."""
         places = varying(list(self._shapes.values()))
-        captured = capture(fake, self.name, places)
-        if all(place in captured.symbols for place in places):
+        if not places:
+            self._captures[None] = capture(fake, self.name)
+            return
+        # Not the largest: a buffer that is used whole would make its length a constant.
+        smaller = min(every, key=lambda own: (1 in dict(own).values(), own))
+        call = called_with(fake, built(partial(self.build, smaller)))
+        captured = _captured_or_none(call, self.name, places)
+        if captured is not None and all(place in captured.symbols for place in places):
             self._captures[None] = captured
             return
-        self._captures[sizes] = captured
         for own in every:
-            if own not in self._captures:
-                self.say(f"capturing for {own}")
-                self._captures[own] = capture(self._fake(own), self.name)
+            self.say(f"capturing for {', '.join(f'{k} {v:,}' for k, v in own)}")
+            self._captures[own] = capture(self._fake(own), self.name)
 
     # -- parts and bases -----------------------------------------------------------------------
 
@@ -229,18 +243,24 @@ class Study:
         return replace(parts, placed=parts.placed.with_groups(infos))
 
     def _cut(self, sizes: Sizes, chosen: tuple[Unit, ...] = ()) -> Parts:
-        symbolic = self._captures.get(None)
-        captured = symbolic or self._captures[sizes]
         if (sizes, chosen) not in self._parts:
-            joint = captured.draft.program.joint
-            assert joint is not None
+            symbolic = None in self._captures
+            captured = self._captures[None if symbolic else sizes]
+            own = self._shapes[sizes]
+            numbers = {name: own[at.leaf][at.dim] for at, name in captured.symbols.items()}
             with self._timed("passes"):
-                parts = parts_of(captured.draft, copy_of(joint), chosen)
-                own = self._shapes[sizes]
-                numbers = {name: own[at.leaf][at.dim] for at, name in captured.symbols.items()}
+                parts = self._partition(captured, chosen)
                 placed = concrete(parts.placed, numbers)
             self._parts[sizes, chosen] = replace(parts, placed=placed)
         return self._parts[sizes, chosen]
+
+    def _partition(self, captured: Captured, chosen: tuple[Unit, ...]) -> Parts:
+        key = id(captured), chosen
+        if key not in self._cuts:
+            joint = captured.draft.program.joint
+            assert joint is not None
+            self._cuts[key] = parts_of(captured.draft, copy_of(joint), chosen)
+        return self._cuts[key]
 
     def _key(self, point: Point) -> tuple[Sizes, str, bool]:
         return point.sizes, point.machine.name, point.freedom.recompute

@@ -21,6 +21,8 @@ from graphshard.step_plan import Direction, GroupInfo
 
 # The captured blocks: two that come first in forward, two that come last.
 _EARLY = CAPTURED // 2
+# A group is named in a graph by a float32 scalar (`graphshard.runtime.live.register`).
+ANCHOR_BYTES = 4
 _Item = TypeVar("_Item", GroupUse, ParamUse, Ready)
 
 
@@ -195,8 +197,10 @@ def _longer(sketch: Sketch, naming: _Naming, insert: _Insert, count: int) -> Ske
     old, growth = sketch.outline, _growth(sketch, insert)
     assert growth is not None
     backward = old.direction is Direction.BACKWARD
-    # Backward ends with nothing saved, however many blocks there are; all else begins alike.
-    held = Live(-copies * growth.inputs, 0, 0) if backward else Live(0, 0, 0)
+    # Backward ends with nothing saved, however many blocks there are; forward has the anchors of
+    # all groups from the start.
+    anchors = copies * len({suffix for _, suffix in naming.copy}) * ANCHOR_BYTES
+    held = Live(-copies * growth.inputs if backward else anchors, 0, 0)
     live = [
         *sketch.live[:stop],
         *(_plus(one, growth, n) for n in range(1, copies + 1) for one in sketch.live[start:stop]),

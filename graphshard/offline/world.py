@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -99,6 +99,13 @@ def faked(build: Build) -> Fake:
         for state in fsdp2.states_under(made.model):
             fsdp2.lazy_init(state)
     return Fake(mode, made.model, args, kwargs)
+
+
+def called_with(fake: Fake, made: Made) -> Fake:
+    """The same model with the arguments of `made`."""
+    with fake.mode:
+        args, kwargs = tree_map_only(Tensor, _without_data, (made.args, made.kwargs))
+    return replace(fake, args=args, kwargs=kwargs)
 
 
 def built(build: Build) -> Made:

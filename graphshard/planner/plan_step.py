@@ -50,7 +50,8 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     kit = Kit(checked(problem))
     own = placed_as(kit, fsdp2_choices(kit.problem))
     budget = own.peak_bytes if problem.budget_bytes is None else problem.budget_bytes
-    bench = Bench(kit, budget)
+    bound = lower_bound_us(kit.problem)
+    bench = Bench(kit, budget, enough_us=bound * (1 + problem.near) if problem.near else 0.0)
     best = _chosen(bench, own)
     if best is None:
         raise InfeasibleBudget("GS601", why_infeasible(kit.problem, budget, own.peak_bytes))
@@ -60,7 +61,6 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
         eager = placed_as(other, fsdp2_choices(other.problem))
     theirs = simulated(other, eager)
     ours = simulated(kit, best)
-    bound = lower_bound_us(kit.problem)
     estimate = Estimate(_figures(ours), _figures(theirs), budget, bound)
     reasons = reasons_of(bench, own, best, ours, theirs)
     choices = best.choices

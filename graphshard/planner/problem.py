@@ -194,6 +194,7 @@ class Problem:
     sum over more than two ranks, so it is off unless asked for.
     most_ahead: at most so many gathers in flight; None: as many as memory allows.
     budget_bytes: hard limit on the peak; None: FSDP2's own peak.
+    near: the search may stop at a step that is longer than the lower bound by this share of it.
     """
 
     groups: tuple[Group, ...]
@@ -209,6 +210,7 @@ class Problem:
     regroup_reductions: bool = False
     most_ahead: int | None = None
     budget_bytes: int | None = None
+    near: float = 0.0
 
     @property
     def directions(self) -> tuple[Direction, ...]:

@@ -62,11 +62,12 @@ class Bench:
     """A problem under a budget, with everything already found out about it.
 
     effort: events played so far. It bounds the search by work instead of by time, so that the
-    result does not depend on the machine.
+    result does not depend on the machine. enough_us: a step that is good enough.
     """
 
     kit: Kit
     budget_bytes: int
+    enough_us: float = 0.0
     effort: int = 0
     policies: dict[Direction, tuple[Policy, ...]] = field(default_factory=dict)
     scores: dict[tuple[object, ...], Scored | None] = field(default_factory=dict)

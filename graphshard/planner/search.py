@@ -31,11 +31,13 @@ def search(bench: Bench, starts: Sequence[Choices]) -> Best:
     best: Best = None
     for start in (*starts, lean_choices(bench.kit)):
         best = better(best, candidate(bench, start))
+        if best is not None and not _goes_on(bench, best, limit):
+            return best
     if best is None:
         return None
     _tune(bench, best.choices)
     before = None
-    while best is not before and bench.effort < limit:
+    while best is not before and _goes_on(bench, best, limit):
         before = best
         best = _prefixes(bench, best, limit)
         best = _flips(bench, best, limit)
@@ -43,6 +45,10 @@ def search(bench: Bench, starts: Sequence[Choices]) -> Best:
             best = _pairs(bench, best, limit)
     bench.policies.clear()
     return better(best, candidate(bench, best.choices))
+
+
+def _goes_on(bench: Bench, best: Candidate, limit: int) -> bool:
+    return bench.effort < limit and best.us > bench.enough_us
 
 
 def effort_limit(bench: Bench) -> int:
@@ -77,7 +83,7 @@ def _tune(bench: Bench, choices: Choices) -> None:
 def _prefixes(bench: Bench, best: Candidate, limit: int) -> Candidate:
     """For each family of moves: as if none of it were taken, then its first few, then more."""
     for family in families(bench.kit):
-        if bench.effort >= limit:
+        if not _goes_on(bench, best, limit):
             break
         base = unmoved(best.choices, family)
         tried: dict[int, Best] = {}
@@ -127,7 +133,7 @@ def _flips(bench: Bench, best: Candidate, limit: int) -> Candidate:
     quiet = 0
     while order and quiet < len(order):
         for move in order:
-            if quiet >= len(order) or bench.effort >= limit:
+            if quiet >= len(order) or not _goes_on(bench, best, limit):
                 return best
             found = candidate(bench, apply(best.choices, move))
             if found is not None and found.rank < best.rank:
@@ -143,7 +149,7 @@ def _pairs(bench: Bench, best: Candidate, limit: int) -> Candidate:
     if len(order) > PAIRS:
         return best
     for one, other in combinations(order, 2):
-        if bench.effort >= limit:
+        if not _goes_on(bench, best, limit):
             break
         choices = apply(apply(best.choices, one), other)
         found = candidate(bench, choices)
