@@ -1,0 +1,386 @@
+// Draws the plan in #plan: four pictures on one axis. select.js and page.js share this scope.
+//
+// A mark is a list: kind, start, end, row within its lane, group (-1: none), label, title, then
+// keys and values of its card; all texts are numbers of plan.words. plan.reached[i] is where step i
+// is reached, plan.memory.layers[k].changes are pairs of step and bytes. All words come from Python.
+"use strict";
+
+const SVG = "http://www.w3.org/2000/svg";
+const PRINT_WIDTH = 1030; // A4 landscape less the margins, in CSS pixels
+const RIGHT = 14;
+const MEMORY_HEIGHT = 200;
+const UNITS = [[1e6, "s"], [1e3, "ms"], [1, "us"]];
+const plan = JSON.parse(document.getElementById("plan").textContent);
+const numSteps = plan.reached.length - 1;
+
+const rows = Object.entries(plan.rows).flatMap(([view, found]) => found.map((row, index) => {
+  const lane = { ...row, view, marks: [] };
+  lane.marks = row.marks.map(([kind, start, end, line, group, label, title, ...card], i) => ({
+    id: `${view}.${index}.${i}`, lane, start, end, line, group, kind: plan.words[kind],
+    label: plan.words[label], title: plan.words[title],
+    card: card.flatMap((n, at) => (at % 2 ? [] : [[plan.words[n], plan.words[card[at + 1]]]])),
+  }));
+  return lane;
+}));
+const marks = new Map(rows.flatMap((row) => row.marks.map((mark) => [mark.id, mark])));
+const markOf = new WeakMap(); // element -> mark
+const stops = {}; // view -> the mark that Tab reaches
+const frames = {}; // view -> its svg, and what moves in it
+
+const shown = { from: 0, to: plan.end };
+let width = 0;
+let gutter = 0;
+
+const room = () => width - gutter - RIGHT;
+const x = (place) => ((place - shown.from) / (shown.to - shown.from)) * room();
+const placeAt = (pixel) => shown.from + (pixel / room()) * (shown.to - shown.from);
+const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+
+function add(parent, tag, attributes, text) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
+  parent.append(element);
+  return element;
+}
+
+// The end of an FQN tells more than its beginning.
+function tail(text, pixels) {
+  const most = Math.floor(pixels / 7.4);
+  return text.length <= most ? text : `...${text.slice(3 - most).replace(/^\.+/, "")}`;
+}
+
+// -- building, once per width ---------------------------------------------------------------------
+
+// An empty picture of `height` pixels; one unit of it is one CSS pixel, so text keeps its size.
+function frame(view, height) {
+  const svg = document.getElementById(view);
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  const plot = add(svg, "svg", { class: "plot", x: gutter, width: room(), height });
+  add(plot, "rect", { class: "ground", width: room(), height });
+  const made = { svg, plot, height, grid: add(plot, "path", { class: "rule" }) };
+  frames[view] = made;
+  return made;
+}
+
+// What lies above the marks: labels, where backward begins, the cursor and the two rings.
+function finish({ plot, height }, view) {
+  const line = (name) => add(plot, "line", { class: name, y1: 0, y2: height, x1: -9, x2: -9 });
+  Object.assign(frames[view], {
+    labels: add(plot, "g", { class: "labels", "aria-hidden": "true" }),
+    divider: line("divider"), cursor: line("cursor"),
+    rings: { pinned: add(plot, "rect", { class: "ring pinned" }),
+      focused: add(plot, "rect", { class: "ring" }) },
+  });
+}
+
+function drawMark(parent, mark, y, height) {
+  const said = mark.card.map(([key, value]) => `, ${key} ${value}`).join("");
+  const common = {
+    class: `mark ${mark.kind}`, role: "button", "aria-label": mark.title + said,
+    "aria-pressed": "false", tabindex: stops[mark.lane.view] === mark ? 0 : -1,
+  };
+  Object.assign(mark, { y, height, drawn: null });
+  mark.element = mark.kind === "peak"
+    ? add(parent, "g", common) : add(parent, "rect", { ...common, y, height });
+  markOf.set(mark.element, mark);
+}
+
+function drawRow(made, row, y, height) {
+  const group = add(made.plot, "g", row.name ? { role: "group", "aria-label": row.name } : {});
+  stops[row.view] ??= row.marks[0];
+  for (const mark of row.marks) drawMark(group, mark, y + mark.line * height, height - 1);
+}
+
+const rowsOf = (view) => rows.filter((row) => row.view === view);
+
+function drawLanes() {
+  const lanes = rowsOf("lanes");
+  const heights = lanes.map(({ depth }) => [26, 17, 13][depth - 1] ?? (depth < 20 ? 8 : 3));
+  const total = lanes.reduce((sum, lane, i) => sum + lane.depth * heights[i] + 8, 4);
+  const made = frame("lanes", total);
+  let y = 4;
+  lanes.forEach((lane, i) => {
+    drawRow(made, lane, y, heights[i]);
+    lane.name.split(" + ").forEach((name, line, all) => {
+      const middle = y + Math.max((lane.depth * heights[i]) / 2 + 4, 12);
+      add(made.svg, "text", { x: 0, y: middle + 13 * (line - (all.length - 1) / 2) }, name);
+    });
+    y += lane.depth * heights[i] + 8;
+  });
+  finish(made, "lanes");
+}
+
+function drawResidency() {
+  const groups = rowsOf("residency");
+  const height = groups.length <= 24 ? 16 : groups.length <= 60 ? 9 : 5;
+  const every = Math.ceil(13 / height); // names stay 12px high: where rows are thin, not all of them
+  const made = frame("residency", groups.length * height + 8);
+  groups.forEach((group, i) => {
+    const y = 4 + i * height;
+    drawRow(made, group, y, height);
+    if (i % every) return;
+    const at = { class: "fqn", x: 0, y: Math.max(y + height / 2 + 4, 12) };
+    add(made.svg, "text", at, tail(group.name, gutter - 8));
+  });
+  finish(made, "residency");
+}
+
+// Paths of the stacked layers in units of the axis; a zoom only changes their transform.
+function stackPaths(y) {
+  const heights = new Float64Array(numSteps);
+  return plan.memory.layers.map((layer) => {
+    columnOf(layer).forEach((bytes, step) => { heights[step] += bytes; });
+    let path = `M${unit(0)} ${y(0)}`;
+    heights.forEach((bytes, step) => {
+      if (step === 0 || bytes !== heights[step - 1]) {
+        path += `H${unit(plan.reached[step])}V${y(bytes)}`;
+      }
+    });
+    return `${path}H${unit(plan.reached[numSteps])}`;
+  });
+}
+
+const unit = (place) => ((place / plan.end) * 1e4).toFixed(2);
+
+function columnOf(layer) {
+  const column = new Float64Array(numSteps);
+  layer.changes.forEach(([step, bytes], i) => {
+    column.fill(bytes, step, layer.changes[i + 1]?.[0] ?? numSteps);
+  });
+  return column;
+}
+
+function drawMemory() {
+  const { layers, ticks, rival, budget_bytes: budget, peak_bytes: peak } = plan.memory;
+  const made = frame("memory", MEMORY_HEIGHT);
+  const top = ticks.at(-1)[0];
+  const y = (bytes) => (MEMORY_HEIGHT - 1 - (bytes / top) * (MEMORY_HEIGHT - 24)).toFixed(1);
+  made.stack = add(made.plot, "g", {});
+  const paths = stackPaths(y);
+  for (let k = layers.length - 1; k >= 0; k -= 1) {
+    const path = `${paths[k]}V${y(0)}Z`;
+    add(made.stack, "path", { class: `area ${layers[k].kind}`, d: path });
+  }
+  if (paths.length) add(made.stack, "path", { class: "outline", d: paths.at(-1) });
+  if (rival.length) {
+    const path = rival.map(([place, bytes]) => `H${unit(place)}V${y(bytes)}`).join("");
+    add(made.stack, "path", { class: "rival", d: `M0 ${y(0)}${path}` });
+  }
+  for (const [bytes, text] of ticks) {
+    add(made.plot, "line", { class: "rule", x1: 0, x2: room(), y1: y(bytes), y2: y(bytes) });
+    const at = { class: "quiet end", x: gutter - 8, y: clamp(+y(bytes) + 4, 11, MEMORY_HEIGHT - 1) };
+    add(made.svg, "text", at, text);
+  }
+  if (budget !== null) {
+    add(made.plot, "line", { class: "budget", x1: 0, x2: room(), y1: y(budget), y2: y(budget) });
+  }
+  rowsOf("memory").forEach((row) => drawRow(made, row, +y(peak) - 6, 13));
+  finish(made, "memory");
+}
+
+function drawCompare() {
+  if (!document.getElementById("compare")) return;
+  const strips = rowsOf("compare");
+  const made = frame("compare", strips.length * 48);
+  strips.forEach((strip, i) => {
+    const text = add(made.svg, "text", { x: 0, y: i * 48 + 15 });
+    text.append(`${strip.name}: `, Object.assign(document.createElementNS(SVG, "tspan"),
+      { textContent: strip.note }));
+    text.lastChild.setAttribute("class", "strong");
+    drawRow(made, strip, i * 48 + 21, 23);
+  });
+  finish(made, "compare");
+}
+
+function drawAll(pixels) {
+  if (pixels === width || pixels < 1) return;
+  width = pixels;
+  gutter = clamp(Math.round(width * 0.22), 96, 180);
+  const axis = document.getElementById("axis");
+  axis.setAttribute("viewBox", `0 0 ${width} 34`);
+  drawLanes();
+  drawResidency();
+  drawMemory();
+  drawCompare();
+  place();
+}
+
+// -- placing, at each change of what is shown -----------------------------------------------------
+
+// Out of sight still lies next to the picture: the keyboard reaches it.
+function placeMark(mark) {
+  const most = room() + 20;
+  const left = clamp(x(mark.start), -20, most);
+  const right = clamp(x(mark.end), -20, most);
+  const key = `${left} ${right}`;
+  if (mark.drawn === key) return;
+  Object.assign(mark, { drawn: key, left, right: Math.max(right, left + 2) });
+  if (mark.kind === "peak") {
+    placePeak(mark);
+    return;
+  }
+  const gap = right - left > 4 ? 0.8 : 0;
+  mark.element.setAttribute("x", left.toFixed(2));
+  mark.element.setAttribute("width", Math.max(right - left - gap, 1.5).toFixed(2));
+}
+
+function placePeak(mark) {
+  const { element, left, y } = mark;
+  const end = left > room() - 130;
+  element.replaceChildren();
+  add(element, "line", { class: "stem", x1: left, x2: left, y1: y + 6, y2: MEMORY_HEIGHT });
+  add(element, "circle", { cx: left, cy: y + 6, r: 5 });
+  add(element, "text", { class: end ? "end" : "start", x: left + (end ? -10 : 10), y: y + 4 }, mark.label);
+  Object.assign(mark, { left: left - 6, right: left + 6 });
+}
+
+function placeLabels(view) {
+  const made = frames[view];
+  const found = rowsOf(view).flatMap((row) => row.marks.filter((mark) => {
+    const seen = Math.min(mark.right, room()) - Math.max(mark.left, 0);
+    return mark.height >= 12 && mark.label && seen > mark.label.length * 7 + 8;
+  }));
+  made.labels.replaceChildren();
+  for (const mark of found) {
+    const middle = (Math.max(mark.left, 0) + Math.min(mark.right, room())) / 2;
+    const at = { class: `label on-${mark.kind}`, x: middle, y: mark.y + mark.height / 2 + 4 };
+    add(made.labels, "text", at, mark.label);
+  }
+}
+
+function placeRing(ring, mark) {
+  const here = mark && mark.element.isConnected;
+  ring.classList.toggle("on", Boolean(here));
+  if (!here) return;
+  const box = { x: mark.left - 2, y: mark.y - 2, width: mark.right - mark.left + 3, height: mark.height + 4 };
+  for (const [key, value] of Object.entries(box)) ring.setAttribute(key, value);
+}
+
+function placeRings() {
+  for (const [view, { rings }] of Object.entries(frames)) {
+    for (const [role, ring] of Object.entries(rings)) {
+      placeRing(ring, chosen[role]?.lane.view === view ? chosen[role] : null);
+    }
+  }
+}
+
+function niceStep(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map((n) => n * power).find((n) => n >= least);
+}
+
+// Pairs of place and text.
+function axisTicks() {
+  const most = Math.max(room() / 96, 2);
+  const span = shown.to - shown.from;
+  if (!plan.timed) return stepTicks(most);
+  const step = niceStep(span / most);
+  const [scale, name] = UNITS.find(([size]) => shown.to >= 2 * size) ?? UNITS.at(-1);
+  const digits = Math.max(0, Math.ceil(-Math.log10(step / scale) - 1e-9));
+  const first = Math.ceil(shown.from / step);
+  const count = Math.floor(shown.to / step) - first + 1;
+  return Array.from({ length: count }, (_, i) => {
+    const at = (first + i) * step;
+    return [at, `${(at / scale).toFixed(digits)} ${name}`];
+  });
+}
+
+function stepTicks(most) {
+  const first = stepAt(shown.from);
+  const every = niceStep(Math.max((stepAt(shown.to) - first + 1) / most, 1));
+  const found = [];
+  for (let step = Math.ceil(first / every) * every; step <= numSteps; step += every) {
+    if (plan.reached[step] > shown.to) break;
+    if (!found.length || x(plan.reached[step]) - x(found.at(-1)[0]) > 40) {
+      found.push([plan.reached[step], String(step)]);
+    }
+  }
+  return found;
+}
+
+function placeAxis(ticks) {
+  const axis = document.getElementById("axis");
+  axis.replaceChildren();
+  const plot = add(axis, "svg", { x: gutter, width: room() + RIGHT, height: 34, class: "plot" });
+  add(axis, "text", { class: "quiet", x: 0, y: 29 }, plan.timed ? "time" : "step, in order");
+  const names = [["forward", 0, plan.divider ?? plan.end], ["backward", plan.divider, plan.end]];
+  for (const [name, from, to] of names) {
+    if (from === null) continue;
+    const left = Math.max(x(from), 0);
+    const right = Math.min(x(to), room());
+    if (right - left > 64) add(plot, "text", { class: "quiet", x: left + 2, y: 12 }, name);
+  }
+  add(plot, "line", { class: "edge", x1: 0, x2: room(), y1: 17, y2: 17 });
+  for (const [at, text] of ticks) {
+    add(plot, "line", { class: "edge", x1: x(at), x2: x(at), y1: 17, y2: 21 });
+    const side = x(at) < 20 ? "start" : x(at) > room() - 22 ? "end" : "middle";
+    add(plot, "text", { class: side, x: x(at), y: 32 }, text);
+  }
+}
+
+function place() {
+  const ticks = axisTicks();
+  placeAxis(ticks);
+  for (const mark of marks.values()) if (mark.element) placeMark(mark);
+  for (const [view, made] of Object.entries(frames)) {
+    made.grid.setAttribute("d", ticks.map(([at]) => `M${x(at)} 0V${made.height}`).join(""));
+    moveLine(made.divider, plan.divider === null || view === "compare" ? -9 : x(plan.divider));
+  }
+  const scale = (x(plan.end) - x(0)) / 1e4;
+  frames.memory.stack.setAttribute("transform", `matrix(${scale} 0 0 1 ${x(0)} 0)`);
+  for (const view of ["lanes", "compare"]) if (frames[view]) placeLabels(view);
+  placeRings();
+}
+
+function moveLine(line, pixel) {
+  line.setAttribute("x1", pixel);
+  line.setAttribute("x2", pixel);
+}
+
+// -- the cursor -----------------------------------------------------------------------------------
+
+function digitsOf(value) {
+  return value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
+}
+
+function timeText(us) {
+  const [scale, name] = UNITS.find(([size]) => us >= size * 0.9995) ?? UNITS.at(-1);
+  return `${(us / scale).toFixed(digitsOf(us / scale))} ${name}`;
+}
+
+function bytesText(bytes) {
+  const power = bytes < 1024 ? 0 : Math.min(Math.floor(Math.log2(bytes) / 10), 4);
+  const digits = power ? 1 : 0;
+  return `${(bytes / 1024 ** power).toFixed(digits)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
+// The last step that is reached at `place`.
+function stepAt(place) {
+  let low = 0;
+  let high = Math.max(numSteps - 1, 0);
+  while (low < high) {
+    const middle = Math.ceil((low + high) / 2);
+    if (plan.reached[middle] <= place) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+function sizeAt(layer, step) {
+  return layer.changes.findLast(([from]) => from <= step)?.[1] ?? 0;
+}
+
+function point(at) {
+  for (const { cursor } of Object.values(frames)) moveLine(cursor, x(at));
+  const step = stepAt(at);
+  const sizes = plan.memory.layers.map((layer) => [sizeAt(layer, step), layer.name]);
+  const total = sizes.reduce((sum, [bytes]) => sum + bytes, 0);
+  const largest = sizes.filter(([bytes]) => bytes).sort((a, b) => b[0] - a[0]).slice(0, 3);
+  const where = plan.timed ? timeText(at) : `step ${step}`;
+  const parts = largest.map(([bytes, name]) => `${name} ${bytesText(bytes)}`).join(", ");
+  const over = plan.timed && at > plan.reached[numSteps];
+  document.getElementById("readout").textContent =
+    over ? `${where}: the step is over` : `${where}: ${bytesText(total)}${parts && ` (${parts})`}`;
+}
