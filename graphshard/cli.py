@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from graphshard.errors import CostError
+from graphshard.measured import Measured
 from graphshard.plan import Plan
 
 EXIT_OK = 0
@@ -56,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     view = verbs.add_parser("view", help="draw a plan as one HTML file and print its path")
     view.add_argument(
         "-o", "--output", metavar="OUT", type=Path, help="default: PLAN with the suffix .html"
+    )
+    view.add_argument(
+        "--measured", metavar="FILE", type=Path, help="draw what was measured in this plan, too"
     )
     show = verbs.add_parser("show", help="print a plan's summary, or why it is as it is")
     show.add_argument(
@@ -130,11 +134,27 @@ def _view(plan: Plan, args: argparse.Namespace) -> None:
     out: Path = args.output or _default_output(args.plan)
     if out.exists() and out.samefile(args.plan):
         raise _BadFile(f"cannot write {out}: it is the plan itself")
+    measured = None if args.measured is None else _read_measured(args.measured)
     try:
-        out.write_text(render(plan), encoding="utf-8")
+        page = render(plan, measured)
+    except ValueError as error:
+        raise _BadFile(f"cannot draw {args.measured} beside {args.plan}: {error}") from error
+    try:
+        out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise _BadFile(f"cannot write {out}: {error.strerror or error}") from error
     print(json.dumps({"path": str(out)}) if args.json else out)
+
+
+def _read_measured(path: Path) -> Measured:
+    from graphshard.view.measured_file import measured_of
+
+    try:
+        return measured_of(path)
+    except OSError as error:
+        raise _BadFile(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise _BadFile(f"nothing measured in {path}: {error}") from error
 
 
 def _default_output(plan: Path) -> Path:

@@ -12,7 +12,7 @@ from graphshard.plan import Direction, GroupInfo, Lane, Reason
 from graphshard.view.marks import Card
 from graphshard.view.sheet import Collective, Sheet
 from graphshard.view.text import bytes_text
-from graphshard.view.units import rate_text, time_text
+from graphshard.view.units import rate_text, reason_text, time_text
 
 DECISION_WORDS = {
     "keep": "kept until backward",
@@ -79,7 +79,7 @@ def why_then(sheet: Sheet, found: Collective) -> Iterator[tuple[str, str]]:
     for reason in sheet.plan.reasons:
         about = (reason.group, reason.direction, reason.what)
         if about == (found.step.group, found.direction, found.step.kind):
-            yield "issued then", reason.text
+            yield "issued then", reason_text(reason.text)
             return  # the parts of a split group all have the reason of the first
 
 
@@ -89,7 +89,7 @@ def decisions(
     """What was decided for `group`; of merged and split collectives those of `direction` only."""
     for reason in sheet.plan.reasons:
         if reason.group == group and _applies(reason, direction, gather):
-            yield DECISION_WORDS[reason.what], reason.text
+            yield DECISION_WORDS[reason.what], reason_text(reason.text)
 
 
 def _applies(reason: Reason, direction: Direction | None, gather: bool) -> bool:

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphshard.plan import GroupInfo, Lane
-from graphshard.view.cards import decisions
+from graphshard.view.cards import DECISION_WORDS, decisions
 from graphshard.view.residency import resident
 from graphshard.view.sheet import Collective, Sheet
-from graphshard.view.text import bytes_text, group_name, group_numel
+from graphshard.view.text import bytes_text, group_name
 from graphshard.view.timeline import ResidencyRow
 from graphshard.view.units import time_text
+
+RESHARD_WORDS = (DECISION_WORDS["keep"], DECISION_WORDS["reshard"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class _Share:
 def table_of(sheet: Sheet) -> Table:
     """With times where the plan has any."""
     shares = _shares(sheet)
-    titles: tuple[str, ...] = ("parameters", "elements", "gathered")
+    titles: tuple[str, ...] = ("parameters", "gathered")
     if sheet.axis.timed:
         titles += ("all-gathers", "reduce-scatters", "exposed", "gathered for")
     titles += ("after forward", "because")
@@ -65,7 +67,6 @@ def _line(sheet: Sheet, row: ResidencyRow, shares: Mapping[int, _Share]) -> Line
     group = row.group
     cells = [
         _count(len(group.params)),
-        _count(group_numel(group)),
         Cell(bytes_text(group.gathered_bytes), group.gathered_bytes),
     ]
     if sheet.axis.timed:
@@ -85,9 +86,9 @@ def _kept(sheet: Sheet, row: ResidencyRow) -> bool:
 
 
 def _because(sheet: Sheet, group: GroupInfo) -> str:
-    found = list(decisions(sheet, group.id))
-    if found:
-        return "; ".join(dict.fromkeys(text for _, text in found))
+    for word, text in decisions(sheet, group.id):
+        if word in RESHARD_WORDS:
+            return text
     return f"as set: reshard_after_forward={group.reshard_after_forward}"
 
 

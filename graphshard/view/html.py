@@ -150,7 +150,4 @@ def _end(sheet: Sheet, views: dict[str, list[Row]]) -> float:
 
 
 def _curves(memory: Memory) -> dict[str, Any]:
-    found = {key: value for key, value in asdict(memory).items() if key != "peak"}
-    return {**found, "peak_at": memory.peak.start if memory.peak else None}
-
-
+    return {key: value for key, value in asdict(memory).items() if key != "peak"}

@@ -55,6 +55,7 @@ class Memory:
     ticks: tuple[tuple[int, str], ...]
     budget_bytes: int | None
     peak_bytes: int
+    peak_step: int | None
     peak: Mark | None
 
 
@@ -70,21 +71,26 @@ def memory_of(sheet: Sheet) -> Memory:
         budget = None
     return Memory(
         layers=tuple(
-            Layer(name, kind, "" if at is None else bytes_text(sizes[at]), tuple(_changes(sizes)))
+            Layer(name, kind, _size_at(sizes, at), tuple(_changes(sizes)))
             for name, kind, sizes in columns
         ),
         rival=rival,
         ticks=tuple(byte_ticks(max(highest, budget or 0))),
         budget_bytes=budget,
         peak_bytes=peak_bytes,
+        peak_step=at,
         peak=None if at is None else _peak_mark(sheet, at),
     )
+
+
+def _size_at(sizes: Sequence[int], step: int | None) -> str:
+    return bytes_text(sizes[step]) if step is not None and sizes[step] else ""
 
 
 def _columns(sheet: Sheet) -> list[tuple[str, str, Sequence[int]]]:
     if not _by_category(sheet):
         return [("Unsharded Param", "held", sheet.alive_bytes)] if sheet.rows.steps else []
-    found = []
+    found: list[tuple[str, str, Sequence[int]]] = []
     for category, kind in STACK.items():
         sizes: list[int] = []
         for forecast in sheet.plan.forecasts:
@@ -114,8 +120,11 @@ def _rival(sheet: Sheet) -> Iterator[tuple[float, int]]:
         return
     axis = axis_of(course.schedules, course.forecasts)
     alive = [size for forecast in course.forecasts for size in forecast.alive_bytes]
-    for step, size in _changes(alive):
-        yield axis.reached[step], size
+    top = alive.index(max(alive)) if alive else None
+    # A step that takes no time is no more than a spike: only that of the peak says something.
+    lasting = [i for i in range(len(alive)) if axis.done[i] > axis.reached[i] or i == top]
+    for place, size in _changes(alive[i] for i in lasting):
+        yield axis.reached[lasting[place]], size
     if alive:
         yield axis.end, alive[-1]
 

@@ -46,9 +46,7 @@ def _marks(sheet: Sheet, row: ResidencyRow) -> Iterator[Mark]:
             yield _mark(sheet, row.group, "kept", turn, end, bar)
 
 
-def _mark(
-    sheet: Sheet, group: GroupInfo, kind: str, start: float, end: float, bar: Bar
-) -> Mark:
+def _mark(sheet: Sheet, group: GroupInfo, kind: str, start: float, end: float, bar: Bar) -> Mark:
     name = sheet.names[group.id]
     title = f"{name}, gathered" if kind == "held" else f"{name}, kept gathered after forward"
     card = [

@@ -104,9 +104,9 @@ def _collectives(plan: Plan, rows: Timeline, axis: Axis) -> Iterator[Collective]
         wait = segment.last if segment.awaited else None
         step = rows.steps[segment.first]
         time = timed.get(segment.first)
-        if time is None:
+        if not axis.timed:
             yield _untimed(segment, step, entry, wait, axis)
-        else:
+        elif time is not None:  # a group of one rank has no collective
             offset_us, on_lane = time
             end = offset_us + on_lane.end_us
             exposed_us = 0.0 if wait is None else axis.begun[wait] - axis.reached[wait]

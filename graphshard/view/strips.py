@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from graphshard.measured import Measured
-from graphshard.plan import Course, Direction, Estimate, Step, StepKind
+from graphshard.plan import Course, Direction, Estimate, Step
 from graphshard.view.marks import Mark, Row
 from graphshard.view.sheet import LANE_WORDS, Sheet
 from graphshard.view.units import time_text
@@ -97,6 +97,6 @@ def _work(name: str, direction: Direction, start: float, end: float) -> Mark:
 def _waiting(sheet: Sheet, name: str, piece: _Piece, start: float, end: float) -> Mark:
     groups = " + ".join(sheet.names[g] for g in piece.step.groups if g in sheet.names)
     kind = LANE_WORDS[piece.step.lane]
-    what = f"waits for the {kind} of {groups}" if piece.step.kind is not StepKind.COMPUTE else "waits"
+    what = f"waits for the {kind} of {groups}" if groups else "waits"
     card = (("start", time_text(start)), ("exposed", time_text(end - start)))
     return Mark("wait", start, end, f"{name}: {what}", card, piece.step.group)

@@ -129,17 +129,26 @@ function drawResidency() {
 
 // Paths of the stacked layers in units of the axis; a zoom only changes their transform.
 function stackPaths(y) {
+  const columns = plan.memory.layers.map(columnOf);
+  const lasting = lastingSteps();
   const heights = new Float64Array(numSteps);
-  return plan.memory.layers.map((layer) => {
-    columnOf(layer).forEach((bytes, step) => { heights[step] += bytes; });
+  return columns.map((column) => {
+    column.forEach((bytes, step) => { heights[step] += bytes; });
     let path = `M${unit(0)} ${y(0)}`;
-    heights.forEach((bytes, step) => {
-      if (step === 0 || bytes !== heights[step - 1]) {
-        path += `H${unit(plan.reached[step])}V${y(bytes)}`;
-      }
-    });
+    let before = null;
+    for (const step of lasting) {
+      if (heights[step] !== before) path += `H${unit(plan.reached[step])}V${y(heights[step])}`;
+      before = heights[step];
+    }
     return `${path}H${unit(plan.reached[numSteps])}`;
   });
+}
+
+// A step that takes no time is no more than a spike: only that of the peak says something.
+function lastingSteps() {
+  const steps = Array.from({ length: numSteps }, (_, step) => step);
+  const { peak_step: peak } = plan.memory;
+  return steps.filter((i) => i === peak || plan.reached[i + 1] > plan.reached[i]);
 }
 
 const unit = (place) => ((place / plan.end) * 1e4).toFixed(2);
@@ -222,6 +231,7 @@ function placeMark(mark) {
     return;
   }
   const gap = right - left > 4 ? 0.8 : 0;
+  mark.element.classList.toggle("thin", right - left < 6);
   mark.element.setAttribute("x", left.toFixed(2));
   mark.element.setAttribute("width", Math.max(right - left - gap, 1.5).toFixed(2));
 }
@@ -236,17 +246,18 @@ function placePeak(mark) {
   Object.assign(mark, { left: left - 6, right: left + 6 });
 }
 
+// Where a whole name does not fit, its last part may.
 function placeLabels(view) {
-  const made = frames[view];
-  const found = rowsOf(view).flatMap((row) => row.marks.filter((mark) => {
-    const seen = Math.min(mark.right, room()) - Math.max(mark.left, 0);
-    return mark.height >= 12 && mark.label && seen > mark.label.length * 7 + 8;
-  }));
-  made.labels.replaceChildren();
-  for (const mark of found) {
-    const middle = (Math.max(mark.left, 0) + Math.min(mark.right, room())) / 2;
-    const at = { class: `label on-${mark.kind}`, x: middle, y: mark.y + mark.height / 2 + 4 };
-    add(made.labels, "text", at, mark.label);
+  const { labels } = frames[view];
+  labels.replaceChildren();
+  for (const mark of rowsOf(view).flatMap((row) => row.marks)) {
+    const left = Math.max(mark.left, 0);
+    const right = Math.min(mark.right, room());
+    const texts = [mark.label, mark.label.split(/[.+ ]/).at(-1)];
+    const text = texts.find((each) => each && each.length * 6.8 + 8 < right - left);
+    if (!text || mark.height < 12) continue;
+    const at = { class: `label on-${mark.kind}`, x: (left + right) / 2, y: mark.y + mark.height / 2 + 4 };
+    add(labels, "text", at, text);
   }
 }
 
@@ -346,6 +357,7 @@ function digitsOf(value) {
 }
 
 function timeText(us) {
+  if (us < 0.0005) return "0 us";
   const [scale, name] = UNITS.find(([size]) => us >= size * 0.9995) ?? UNITS.at(-1);
   return `${(us / scale).toFixed(digitsOf(us / scale))} ${name}`;
 }
