@@ -138,7 +138,7 @@ def _view(plan: Plan, args: argparse.Namespace) -> None:
     try:
         page = render(plan, measured)
     except ValueError as error:
-        raise _BadFile(f"cannot draw {args.measured} beside {args.plan}: {error}") from error
+        raise _BadFile(f"cannot draw {args.measured or args.plan}: {error}") from error
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -200,6 +200,16 @@ def test_without_costs_everything_is_in_program_order():
     assert dict(memory.peak.card)["Unsharded Param, layers.0"] == "100 B"
 
 
+def test_forecasts_without_memory_leave_the_gathered_parameters():
+    plan = PLANS["merged"]
+    bare = replace(plan, forecasts=tuple(replace(f, memory=()) for f in plan.forecasts))
+    sheet = sheet_of(bare)
+    assert (sheet.axis.timed, sheet.alive_bytes) == (True, sheet.rows.gathered_bytes)
+    memory = memory_of(sheet)
+    assert (memory.rival, [layer.kind for layer in memory.layers]) == ((), ["held"])
+    assert "gathered then" in dict(lane_rows(sheet)[1].marks[0].card)
+
+
 def test_an_empty_plan_has_empty_views():
     sheet = sheet_of(PLANS["empty"])
     assert [row.marks for row in lane_rows(sheet)] == [()]

@@ -34,8 +34,7 @@ def collective_card(sheet: Sheet, found: Collective, infos: Mapping[int, GroupIn
     else:
         waited = "not within this plan" if found.wait is None else f"step {found.wait}"
         card += [("issued", f"step {found.issue}"), ("waited for", waited)]
-    words = "memory then" if sheet.plan.forecasts else "gathered then"
-    card.append((words, sheet.alive_text(sheet.axis.step_at(found.start))))
+    card.append((f"{sheet.alive_word} then", sheet.alive_text(sheet.axis.step_at(found.start))))
     card += why_then(sheet, found)
     card += decisions(sheet, found.step.groups[0], found.direction, gather=_gathers(found))
     return tuple(card)
@@ -69,7 +68,7 @@ def wait_card(sheet: Sheet, found: Collective) -> Card:
         ("exposed", time_text(found.exposed_us)),
         ("issued at", time_text(sheet.axis.done[found.issue])),
         ("runs", f"{time_text(found.start)} to {time_text(found.end)}"),
-        ("memory then", sheet.alive_text(found.wait)),
+        (f"{sheet.alive_word} then", sheet.alive_text(found.wait)),
         *why_then(sheet, found),
     )
 

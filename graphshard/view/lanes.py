@@ -96,7 +96,7 @@ def _work_mark(sheet: Sheet, work: _Work) -> Mark:
         card += _measured(sheet, work)
     else:
         card.insert(0, ("step", str(work.first)))
-    card.append((_held_words(sheet), _most_alive(sheet, work)))
+    card.append((f"{sheet.alive_word}, at most", _most_alive(sheet, work)))
     name = "" if work.group is None else sheet.names[work.group]
     title = f"{work.direction} compute{name and ', '}{name or ', ' + count_text(ops, 'op')}"
     label = name or count_text(ops, "op")
@@ -108,10 +108,6 @@ def _measured(sheet: Sheet, work: _Work) -> list[tuple[str, str]]:
     if not all(key in sheet.measured_us for key in keys):
         return []
     return [("measured", time_text(sum(sheet.measured_us[key] for key in keys)))]
-
-
-def _held_words(sheet: Sheet) -> str:
-    return "memory, at most" if sheet.plan.forecasts else "gathered, at most"
 
 
 def _most_alive(sheet: Sheet, work: _Work) -> str:
@@ -141,7 +137,7 @@ def _copies(sheet: Sheet) -> Iterator[Mark]:
         card = (
             ("start", time_text(start)),
             ("duration", time_text(end - start)),
-            ("memory then", sheet.alive_text(index)),
+            (f"{sheet.alive_word} then", sheet.alive_text(index)),
         )
         title = f"copy {way} the {LANE_WORDS[step.lane]} bucket of {names}"
         yield Mark("copy", start, end, title, card, step.group)

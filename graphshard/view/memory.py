@@ -88,7 +88,7 @@ def _size_at(sizes: Sequence[int], step: int | None) -> str:
 
 
 def _columns(sheet: Sheet) -> list[tuple[str, str, Sequence[int]]]:
-    if not _by_category(sheet):
+    if not sheet.by_category:
         return [("Unsharded Param", "held", sheet.alive_bytes)] if sheet.rows.steps else []
     found: list[tuple[str, str, Sequence[int]]] = []
     for category, kind in STACK.items():
@@ -99,10 +99,6 @@ def _columns(sheet: Sheet) -> list[tuple[str, str, Sequence[int]]]:
         if any(sizes):
             found.append((str(category), kind, sizes))
     return found
-
-
-def _by_category(sheet: Sheet) -> bool:
-    return any(forecast.memory for forecast in sheet.plan.forecasts)
 
 
 def _changes(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -116,7 +112,7 @@ def _changes(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
 def _rival(sheet: Sheet) -> Iterator[tuple[float, int]]:
     """The bytes alive in FSDP2's own schedule, on its own times."""
     course = sheet.plan.fsdp2
-    if course is None or not _by_category(sheet):
+    if course is None or not sheet.by_category:
         return
     axis = axis_of(course.schedules, course.forecasts)
     alive = [size for forecast in course.forecasts for size in forecast.alive_bytes]
@@ -140,7 +136,7 @@ def _peak_step(sheet: Sheet) -> int | None:
 
 
 def _figures(sheet: Sheet) -> Figures | None:
-    return sheet.plan.estimate.ours if sheet.plan.estimate and _by_category(sheet) else None
+    return sheet.plan.estimate.ours if sheet.plan.estimate and sheet.by_category else None
 
 
 def _peak_mark(sheet: Sheet, at: int) -> Mark:

@@ -50,8 +50,8 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """alive_bytes: during each step, forward steps first; all memory, or without forecasts the
-    gathered parameters. measured_us: of regions and collectives, by their step."""
+    """alive_bytes: during each step, forward steps first; all memory, or where that is not known
+    the gathered parameters. measured_us: of regions and collectives, by their step."""
 
     plan: Plan
     rows: Timeline
@@ -65,6 +65,16 @@ class Sheet:
     def place_text(self, place: float) -> str:
         """Where on the axis, in words."""
         return time_text(place) if self.axis.timed else f"step {self.axis.step_at(place)}"
+
+    @property
+    def by_category(self) -> bool:
+        """All memory is known, by category; else only that of gathered parameters."""
+        return any(forecast.memory for forecast in self.plan.forecasts)
+
+    @property
+    def alive_word(self) -> str:
+        """What `alive_bytes` counts."""
+        return "memory" if self.by_category else "gathered"
 
     def alive_text(self, step: int) -> str:
         return bytes_text(self.alive_bytes[step])
@@ -81,7 +91,7 @@ def sheet_of(plan: Plan, measured: Measured | None = None) -> Sheet:
         axis=axis,
         names={g.id: group_name(g) for g in plan.groups},
         collectives=tuple(_collectives(plan, rows, axis)),
-        alive_bytes=tuple(alive) if len(alive) == len(rows.steps) else rows.gathered_bytes,
+        alive_bytes=tuple(alive) or rows.gathered_bytes,
         measured=measured,
         measured_us=_measured_us(plan, measured),
     )

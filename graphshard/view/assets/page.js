@@ -63,7 +63,7 @@ let drag = null;
 function placeOf(event) {
   const plot = event.target.closest?.("svg.plot");
   if (!plot) return null;
-  const box = plot.getBoundingClientRect();
+  const box = plot.firstChild.getBoundingClientRect(); // its ground: the plot's own has more
   return placeAt(((event.clientX - box.left) / box.width) * room());
 }
 
@@ -152,7 +152,7 @@ document.addEventListener("wheel", onWheel, { passive: false });
 document.addEventListener("focusin", (event) => focused(itemOf(event) ?? null));
 document.addEventListener("focusout", () => {
   focused(null);
-  if (!chosen.pinned) look(null);
+  look(chosen.pinned);
 });
 document.querySelectorAll("[data-key]").forEach((button) => {
   button.addEventListener("click", () => KEYS[button.dataset.key]());
@@ -171,7 +171,7 @@ function redraw(pixels) {
   drawAll(pixels);
   mark?.element.focus();
   filtered();
-  if (chosen.pinned) look(chosen.pinned);
+  look(chosen.focused ?? chosen.pinned);
 }
 
 redraw(main.clientWidth);

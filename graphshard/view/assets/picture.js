@@ -13,7 +13,8 @@ const UNITS = [[1e6, "s"], [1e3, "ms"], [1, "us"]];
 const plan = JSON.parse(document.getElementById("plan").textContent);
 const numSteps = plan.reached.length - 1;
 
-const rows = Object.entries(plan.rows).flatMap(([view, found]) => found.map((row, index) => {
+// Top to bottom, as the arrow keys walk them.
+const rows = ["lanes", "residency", "memory", "compare"].flatMap((view) => plan.rows[view].map((row, index) => {
   const lane = { ...row, view, marks: [] };
   lane.marks = row.marks.map(([kind, start, end, line, group, label, title, ...card], i) => ({
     id: `${view}.${index}.${i}`, lane, start, end, line, group, kind: plan.words[kind],
@@ -166,6 +167,11 @@ function drawMemory() {
   const made = frame("memory", MEMORY_HEIGHT);
   const top = ticks.at(-1)[0];
   const y = (bytes) => (MEMORY_HEIGHT - 1 - (bytes / top) * (MEMORY_HEIGHT - 24)).toFixed(1);
+  for (const [bytes, text] of ticks) {
+    add(made.plot, "line", { class: "rule", x1: 0, x2: room(), y1: y(bytes), y2: y(bytes) });
+    const at = { class: "quiet end", x: gutter - 8, y: clamp(+y(bytes) + 4, 11, MEMORY_HEIGHT - 1) };
+    add(made.svg, "text", at, text);
+  }
   made.stack = add(made.plot, "g", {});
   const paths = stackPaths(y);
   for (let k = layers.length - 1; k >= 0; k -= 1) {
@@ -176,11 +182,6 @@ function drawMemory() {
   if (rival.length) {
     const path = rival.map(([place, bytes]) => `H${unit(place)}V${y(bytes)}`).join("");
     add(made.stack, "path", { class: "rival", d: `M0 ${y(0)}${path}` });
-  }
-  for (const [bytes, text] of ticks) {
-    add(made.plot, "line", { class: "rule", x1: 0, x2: room(), y1: y(bytes), y2: y(bytes) });
-    const at = { class: "quiet end", x: gutter - 8, y: clamp(+y(bytes) + 4, 11, MEMORY_HEIGHT - 1) };
-    add(made.svg, "text", at, text);
   }
   if (budget !== null) {
     add(made.plot, "line", { class: "budget", x1: 0, x2: room(), y1: y(budget), y2: y(budget) });

@@ -2,6 +2,7 @@
 
 const card = document.getElementById("card");
 const chosen = { pinned: null, focused: null };
+let looked = null; // whose card is shown
 let pending = 0;
 
 // -- what is shown --------------------------------------------------------------------------------
@@ -20,7 +21,7 @@ function settle() {
   cancelAnimationFrame(pending);
   pending = 0;
   place();
-  if (chosen.pinned) putCard(chosen.pinned);
+  if (looked) putCard(looked);
   keep();
 }
 
@@ -52,8 +53,9 @@ function putCard(mark) {
   }
   card.replaceChildren(html("strong", mark.title), list);
   card.hidden = false;
+  card.classList.toggle("pinned", mark === chosen.pinned);
   const box = mark.element.getBoundingClientRect();
-  const plot = frames[mark.lane.view].plot.getBoundingClientRect();
+  const plot = frames[mark.lane.view].plot.firstChild.getBoundingClientRect();
   const seen = document.documentElement.clientWidth;
   const below = box.bottom + card.offsetHeight + 12 < window.innerHeight;
   const left = clamp(clamp(box.left, plot.left, plot.right), 8, Math.max(seen - card.offsetWidth - 8, 8));
@@ -73,6 +75,7 @@ function same(group) {
 }
 
 function look(mark) {
+  looked = mark;
   if (!mark) {
     card.hidden = true;
     same(-1);
@@ -84,7 +87,6 @@ function look(mark) {
 
 function press(mark, on) {
   mark.element.setAttribute("aria-pressed", String(on));
-  card.classList.toggle("pinned", on);
   chosen.pinned = on ? mark : null;
 }
 
@@ -114,7 +116,7 @@ function focus(mark) {
   reveal(mark);
   mark.element.focus();
   mark.element.scrollIntoView({ block: "nearest" });
-  if (!chosen.pinned) look(mark);
+  look(mark);
 }
 
 function focused(mark) {
@@ -124,7 +126,7 @@ function focused(mark) {
     stops[mark.lane.view] = mark;
     mark.element.setAttribute("tabindex", 0);
     point(mark.start);
-    if (!chosen.pinned) look(mark);
+    look(mark);
   }
   placeRings();
 }
@@ -136,7 +138,7 @@ function neighbour(mark, key) {
   const full = rows.filter((row) => row.marks.length);
   const next = full[full.indexOf(mark.lane) + by];
   const gap = (other) => Math.max(other.start - mark.start, mark.start - other.end, 0);
-  return next?.marks.reduce((best, other) => (gap(other) < gap(best) ? other : best));
+  return next?.marks.reduce((best, other) => (gap(other) <= gap(best) ? other : best));
 }
 
 function nextWait() {
