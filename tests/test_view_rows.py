@@ -156,14 +156,14 @@ def test_the_card_of_a_collective_says_everything():
     # 7/8 of 436 MiB in 11.5 ms
     assert card["received at"] == "34.8 GB/s"
     assert card["memory then"].endswith("GiB")
-    assert "nothing computes before it" in card["issued then"]
+    assert "nothing computes before it" in card["why then"]
     assert "to keep it saves 11.5 ms" in card["resharded"]
 
 
 def test_merged_and_split_gathers_name_what_they_carry():
     merged = [m for m in lane_rows(sheet_of(PLANS["merged"]))[1].marks if " + " in m.label]
     assert merged
-    assert all("merged" in dict(m.card) or "issued then" in dict(m.card) for m in merged)
+    assert all("merged" in dict(m.card) or "why then" in dict(m.card) for m in merged)
     split = sheet_of(PLANS["split"])
     parts = [c for c in split.collectives if c.step.params]
     assert parts

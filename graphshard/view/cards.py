@@ -78,7 +78,7 @@ def why_then(sheet: Sheet, found: Collective) -> Iterator[tuple[str, str]]:
     for reason in sheet.plan.reasons:
         about = (reason.group, reason.direction, reason.what)
         if about == (found.step.group, found.direction, found.step.kind):
-            yield "issued then", reason_text(reason.text)
+            yield "why then", reason_text(reason.text)
             return  # the parts of a split group all have the reason of the first
 
 

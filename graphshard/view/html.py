@@ -31,7 +31,7 @@ from graphshard.view.strips import strip_rows
 from graphshard.view.text import ranks_text
 from graphshard.view.units import time_text
 
-SCRIPTS = ("picture.js", "select.js", "page.js")
+SCRIPTS = ("picture.js", "place.js", "select.js", "page.js")
 # On the axis: a nanosecond, or a ten-thousandth of a pixel where it is not in microseconds.
 DIGITS_US, DIGITS_SHARE = 3, 7
 
