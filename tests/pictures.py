@@ -13,7 +13,7 @@ from graphshard.planner.problem import Claim, Problem, Region
 GIB = 2**30
 
 
-def planned(problem, name, *, elements=None, world=8) -> Plan:
+def planned(problem, name, *, world=8) -> Plan:
     """The plan of `problem`, with all that the pipeline puts into one."""
     found = plan_step(problem)
     schedules = {s.direction: s for s in found.schedules}
@@ -26,7 +26,7 @@ def planned(problem, name, *, elements=None, world=8) -> Plan:
         estimate=found.estimate,
         reasons=found.reasons,
         forecasts=found.forecasts,
-        priced_on=PricedOn("h100-ib400", min(world, 8)),
+        priced_on=PricedOn("numbers by hand", min(world, 8)),
         fsdp2=found.fsdp2,
     )
 
@@ -71,14 +71,14 @@ def inference(num_layers=8) -> Problem:
 
 
 def measured(plan: Plan, compute=1.06, comm=1.2) -> Plan:
-    """As predicted, times two factors; waits are longer too."""
+    """As predicted, times two factors; waits are as long as predicted."""
     return replace(plan, measured=as_predicted(plan, compute, comm))
 
 
 def every_plan() -> dict[str, Plan]:
     """One of each kind."""
     return {
-        "llama": measured(planned(llama(budget_bytes=40 * GIB), "llama 8B")),
+        "llama": measured(planned(llama(budget_bytes=40 * GIB), "32 blocks of an 8B model")),
         "merged": planned(layers(6, gather_us=150.0, root=True, activations=500), "merged"),
         "split": planned(split_problem(), "split"),
         "random": planned(replace(random_problem(3), budget_bytes=None), "random"),

@@ -61,7 +61,7 @@ class Page(HTMLParser):
         ]
 
 
-def _mark(words, kind, start, end, row, group, label, title, *card):
+def _mark(words, kind, start, end, row, groups, label, title, *card):
     texts = [words[number] for number in card]
     return words[kind], start, end, words[title], dict(zip(texts[::2], texts[1::2], strict=True))
 
@@ -172,7 +172,7 @@ def test_a_plan_of_130_groups_stays_small():
 def files(tmp_path):
     """PLAN without and MEASURED with measured times."""
     whole = PLANS["llama"]
-    bare = planned(llama(budget_bytes=40 * 2**30), "llama 8B")
+    bare = planned(llama(budget_bytes=40 * 2**30), "bare")
     paths = tmp_path / "plan.json", tmp_path / "measured.json"
     for path, found in zip(paths, (bare, whole), strict=True):
         path.write_text(found.to_json(), encoding="utf-8")

@@ -82,7 +82,7 @@ def test_kept_groups_are_those_that_the_schedule_keeps(sheet):
     kept = {step.group for step in sheet.plan.forward.of_kind(StepKind.RELEASE) if step.kept}
     rows = residency_rows(sheet)
     marks = [mark for row in rows for mark in row.marks if mark.kind == "kept"]
-    assert {mark.group for mark in marks} == kept
+    assert {mark.groups[0] for mark in marks} == kept
     if sheet.plan.backward is not None:
         assert all(mark.end >= sheet.axis.divider for mark in marks)
 
@@ -187,8 +187,8 @@ def test_without_costs_everything_is_in_program_order():
     assert (sheet.axis.timed, sheet.axis.end) == (False, pytest.approx(1))
     compute, gathers, reductions = lane_rows(sheet)
     assert [m.label for m in compute.marks] == ["layers.0", "layers.1", "layers.1", "layers.0"]
-    assert [(m.kind, m.group) for m in gathers.marks] == [
-        ("gather", 0), ("gather", 1), ("gather", 0), ("kept", 1),
+    assert [(m.kind, m.groups) for m in gathers.marks] == [
+        ("gather", (0,)), ("gather", (1,)), ("gather", (0,)), ("kept", (1,)),
     ]  # fmt: skip
     assert [m.row for m in reductions.marks] == [0, 1]
     assert strip_rows(sheet) == []
@@ -240,11 +240,11 @@ def test_other_units():
 
 def test_packed_marks_share_their_words():
     words = Words()
-    marks = tuple(Mark("held", i, i + 0.12345, "x", (("size", "1 B"),), i) for i in range(2))
+    marks = tuple(Mark("held", i, i + 0.12345, "x", (("size", "1 B"),), (i,)) for i in range(2))
     (row,) = packed([Row("layers.0", marks)], words, 3)
-    assert sorted(words.texts) == ["", "1 B", "held", "size", "x"]
-    places = [mark[1:5] for mark in row["marks"]]
-    assert places == [[0, 0.123, 0, 0], [1, 1.123, 0, 1]]
+    assert sorted(words.texts) == ["", "0", "1", "1 B", "held", "size", "x"]
+    assert [mark[1:4] for mark in row["marks"]] == [[0, 0.123, 0], [1, 1.123, 0]]
+    assert [words.texts[mark[4]] for mark in row["marks"]] == ["0", "1"]
     first, second = ([mark[0], *mark[5:]] for mark in row["marks"])
     assert first == second
     assert [words.texts[number] for number in first] == ["held", "", "x", "size", "1 B"]

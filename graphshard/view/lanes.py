@@ -100,7 +100,8 @@ def _work_mark(sheet: Sheet, work: _Work) -> Mark:
     name = "" if work.group is None else sheet.names[work.group]
     title = f"{work.direction} compute{name and ', '}{name or ', ' + count_text(ops, 'op')}"
     label = name or count_text(ops, "op")
-    return Mark(str(work.direction), start, end, title, tuple(card), work.group, label)
+    groups = () if work.group is None else (work.group,)
+    return Mark(str(work.direction), start, end, title, tuple(card), groups, label)
 
 
 def _measured(sheet: Sheet, work: _Work) -> list[tuple[str, str]]:
@@ -122,7 +123,7 @@ def _wait_mark(sheet: Sheet, found: Collective) -> Mark:
     title = f"compute waits for the {kind} of {name}"
     start, end = sheet.axis.reached[found.wait], sheet.axis.begun[found.wait]
     card = wait_card(sheet, found)
-    return Mark("wait", start, end, title, card, found.step.group, f"waits: {name}")
+    return Mark("wait", start, end, title, card, found.step.groups, f"waits: {name}")
 
 
 def _copies(sheet: Sheet) -> Iterator[Mark]:
@@ -140,7 +141,7 @@ def _copies(sheet: Sheet) -> Iterator[Mark]:
             (f"{sheet.alive_word} then", sheet.alive_text(index)),
         )
         title = f"copy {way} the {LANE_WORDS[step.lane]} bucket of {names}"
-        yield Mark("copy", start, end, title, card, step.group)
+        yield Mark("copy", start, end, title, card, step.groups)
 
 
 # -- the other lanes -----------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def _collective_mark(sheet: Sheet, found: Collective, infos: dict[int, GroupInfo
     title = f"{found.direction} {LANE_WORDS[lane]}, {name}"
     card = collective_card(sheet, found, infos)
     kind = MARK_KINDS[lane]
-    return Mark(kind, found.start, found.end, title, card, found.step.group, name, found.row)
+    return Mark(kind, found.start, found.end, title, card, found.step.groups, name, found.row)
 
 
 def _kept(sheet: Sheet, own: Sequence[Collective]) -> Iterator[Mark]:
@@ -191,4 +192,4 @@ def _kept(sheet: Sheet, own: Sequence[Collective]) -> Iterator[Mark]:
                 title = f"{sheet.names[segment.group]}: no all-gather, kept from forward"
                 start, end = axis.reached[segment.first], axis.done[segment.last]
                 card = (("used from", f"step {segment.first}"), *decisions(sheet, segment.group))
-                yield Mark("kept", start, end, title, card, segment.group, "", segment.row)
+                yield Mark("kept", start, end, title, card, (segment.group,), "", segment.row)

@@ -16,14 +16,14 @@ Card = tuple[tuple[str, str], ...]
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A stretch of the axis. kind: a CSS class; card: what is shown and said of it, in order;
-    group: a GroupInfo.id; label: written on it where there is room; row: within its lane."""
+    groups: each a GroupInfo.id; label: written on it where there is room; row: within its lane."""
 
     kind: str
     start: float
     end: float
     title: str
     card: Card = ()
-    group: int | None = None
+    groups: tuple[int, ...] = ()
     label: str = ""
     row: int = 0
 
@@ -53,8 +53,8 @@ class Words:
 
 
 def packed(rows: Iterable[Row], words: Words, digits: int) -> list[dict[str, Any]]:
-    """Each mark as a list: kind, start, end, row, group (-1: none), label, title, then keys and
-    values of its card. All texts are numbers of `words`; places are rounded to `digits`."""
+    """Each mark as a list: kind, start, end, row, groups (with blanks between), label, title, then
+    keys and values of its card. All texts are numbers of `words`; places have `digits` digits."""
     return [
         {
             "name": row.name,
@@ -68,7 +68,7 @@ def packed(rows: Iterable[Row], words: Words, digits: int) -> list[dict[str, Any
 
 def _packed(mark: Mark, words: Words, digits: int) -> list[float]:
     card = [words.number(text) for pair in mark.card for text in pair]
-    texts = [words.number(mark.label), words.number(mark.title), *card]
-    group = -1 if mark.group is None else mark.group
+    groups = " ".join(map(str, mark.groups))
+    texts = [words.number(text) for text in (groups, mark.label, mark.title)]
     places = [round(mark.start, digits), round(mark.end, digits)]
-    return [words.number(mark.kind), *places, mark.row, group, *texts]
+    return [words.number(mark.kind), *places, mark.row, *texts, *card]

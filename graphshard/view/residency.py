@@ -18,17 +18,15 @@ from graphshard.view.timeline import Bar, ResidencyRow
 
 def residency_rows(sheet: Sheet) -> list[Row]:
     """One row per group; empty if the plan never gathers it."""
-    return [Row(sheet.names[row.group.id], tuple(_marks(sheet, row))) for row in _rows(sheet)]
+    return [
+        Row(sheet.names[row.group.id], tuple(_marks(sheet, row))) for row in sheet.rows.residency
+    ]
 
 
 def resident(sheet: Sheet, row: ResidencyRow) -> float:
     """How much of the axis the group's bars cover."""
     spans = (_span(sheet, bar) for bar in row.bars)
     return sum(end - start for start, end in spans)
-
-
-def _rows(sheet: Sheet) -> tuple[ResidencyRow, ...]:
-    return sheet.rows.residency
 
 
 def _span(sheet: Sheet, bar: Bar) -> tuple[float, float]:
@@ -57,4 +55,4 @@ def _mark(sheet: Sheet, group: GroupInfo, kind: str, start: float, end: float, b
     if sheet.axis.timed:
         card.append(("for", sheet.place_text(end - start)))
     card += decisions(sheet, group.id)
-    return Mark(kind, start, end, title, tuple(card), group.id)
+    return Mark(kind, start, end, title, tuple(card), (group.id,))

@@ -99,4 +99,4 @@ def _waiting(sheet: Sheet, name: str, piece: _Piece, start: float, end: float) -
     kind = LANE_WORDS[piece.step.lane]
     what = f"waits for the {kind} of {groups}" if groups else "waits"
     card = (("start", time_text(start)), ("exposed", time_text(end - start)))
-    return Mark("wait", start, end, f"{name}: {what}", card, piece.step.group)
+    return Mark("wait", start, end, f"{name}: {what}", card, piece.step.groups)

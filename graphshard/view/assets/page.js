@@ -47,7 +47,7 @@ function filtered() {
 // A group's name leads to its first bar.
 function goTo(group) {
   const bars = rowsOf("residency").flatMap((row) => row.marks);
-  const mark = bars.find((each) => each.group === group);
+  const mark = bars.find((each) => each.groups.includes(group));
   if (!mark) return;
   release();
   focus(mark);

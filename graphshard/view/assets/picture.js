@@ -1,6 +1,6 @@
 // Draws the plan in #plan: four pictures on one axis. The other scripts share this scope.
 //
-// A mark is a list: kind, start, end, row within its lane, group (-1: none), label, title, then
+// A mark is a list: kind, start, end, row within its lane, groups, label, title, then
 // keys and values of its card; all texts are numbers of plan.words. plan.reached[i] is where step i
 // is reached, plan.memory.layers[k].changes are pairs of step and bytes. All words come from Python.
 "use strict";
@@ -16,8 +16,9 @@ const numSteps = plan.reached.length - 1;
 // Top to bottom, as the arrow keys walk them.
 const rows = ["lanes", "residency", "memory", "compare"].flatMap((view) => plan.rows[view].map((row, index) => {
   const lane = { ...row, view, marks: [] };
-  lane.marks = row.marks.map(([kind, start, end, line, group, label, title, ...card], i) => ({
-    id: `${view}.${index}.${i}`, lane, start, end, line, group, kind: plan.words[kind],
+  lane.marks = row.marks.map(([kind, start, end, line, groups, label, title, ...card], i) => ({
+    id: `${view}.${index}.${i}`, lane, start, end, line, kind: plan.words[kind],
+    groups: plan.words[groups].split(" ").filter(Boolean).map(Number),
     label: plan.words[label], title: plan.words[title],
     card: card.flatMap((n, at) => (at % 2 ? [] : [[plan.words[n], plan.words[card[at + 1]]]])),
   }));

@@ -64,13 +64,13 @@ function putCard(mark) {
   card.style.top = `${y + window.scrollY}px`;
 }
 
-// The marks of one group belong together.
-function same(group) {
+// What is of the same groups belongs together.
+function same(groups) {
   for (const mark of marks.values()) {
-    mark.element?.classList.toggle("same", group >= 0 && mark.group === group);
+    mark.element?.classList.toggle("same", mark.groups.some((each) => groups.includes(each)));
   }
   for (const line of document.querySelectorAll("tr[data-group]")) {
-    line.classList.toggle("same", line.dataset.group === String(group));
+    line.classList.toggle("same", groups.includes(Number(line.dataset.group)));
   }
 }
 
@@ -78,11 +78,11 @@ function look(mark) {
   looked = mark;
   if (!mark) {
     card.hidden = true;
-    same(-1);
+    same([]);
     return;
   }
   putCard(mark);
-  same(mark.group);
+  same(mark.groups);
 }
 
 function press(mark, on) {
