@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from pictures import every_plan, llama, planned
@@ -17,6 +18,7 @@ from graphshard.view.measured_file import measured_of
 
 EXTERNAL = re.compile(r"https?:|//[a-z]|@import|url\((?!\"#)", re.IGNORECASE)
 LOADING = {"src", "href", "srcset", "data", "poster", "action", "formaction", "background", "style"}
+ASSETS = Path(__file__).parents[1] / "graphshard/view/assets"
 VIEWS = ("lanes", "residency", "memory", "compare")
 PLANS = every_plan()
 
@@ -101,6 +103,33 @@ def test_page_policy_admits_its_own_style_and_script_only(plan):
         f"default-src 'none'; style-src {hashed('style')}; "
         f"script-src {hashed('script')}; base-uri 'none'; form-action 'none'"
     )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out(scheme):
+    """Contrast of at least 4.5, as WCAG 2 has it, of all text and what it is written on."""
+    found = {"black": "#000", "white": "#fff", **_colours(scheme)}
+    pairs = [
+        (text, ground) for text in ("ink", "quiet") for ground in ("paper", "ground", "button")
+    ]
+    pairs += [("black", fill) for fill in ("backward", "gather", "reduce")]
+    for text, ground in [*pairs, ("white", "forward")]:
+        light, dark = sorted(map(_luminance, (found[text], found[ground])), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, ground)
+
+
+def _colours(scheme):
+    css = (ASSETS / "viewer.css").read_text()
+    light, dark, *_ = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    blocks = light if scheme == "light" else light + dark
+    return dict(re.findall(r"--(\w+): (#\w+);", blocks))
+
+
+def _luminance(colour):
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def test_page_says_what_its_axis_is():
