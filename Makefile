@@ -9,7 +9,7 @@ BIN  := $(VENV)/bin
 DONE := $(VENV)/.installed
 PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help demo test check bench contract clean
+.PHONY: help demo test browser check bench contract clean
 help:
 	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
 	@echo "make test    run the test suite"
@@ -22,8 +22,15 @@ demo: $(DONE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone \
 		--nproc-per-node $(NPROC) examples/train.py
 
-test: $(DONE)
+test: $(DONE) browser
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The viewer's tests drive a real browser; where there is none, and no right to install it, they are
+# skipped.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium fonts-dejavu-core; } || \
+		echo "no chromium: the tests of the viewer in a browser will be skipped" >&2
 
 check: $(DONE)
 	$(BIN)/python -m ruff check .

@@ -1,4 +1,4 @@
-"""The command line: `graphshard plan`, `view`, `show` and `calibrate`.
+"""The command line: `graphshard plan`, `show`, `view`, `diff` and `calibrate`.
 
 Only plan and calibrate import torch, when they run. Results go to stdout, everything else to
 stderr. Exit status: 0 ok, 1 the model cannot be built or captured, 2 wrong usage or a file that
@@ -19,12 +19,14 @@ from graphshard.cli.common import (
     EXIT_USAGE,
     BadFile,
 )
+from graphshard.cli.diff import add_diff
 from graphshard.cli.look import add_show, add_view
 from graphshard.cli.plan import add_plan
 from graphshard.errors import (
     CostError,
     GraphshardError,
     InfeasibleBudget,
+    MeasureError,
     OptionsError,
 )
 
@@ -34,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.run(args)
-    except (BadFile, CostError, OptionsError) as error:
+    except (BadFile, CostError, MeasureError, OptionsError) as error:
         return _failed(error, EXIT_USAGE)
     except InfeasibleBudget as error:
         return _failed(error, EXIT_INFEASIBLE)
@@ -56,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"graphshard {_version()}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
-    for add in (add_plan, add_show, add_view, add_calibrate):
+    for add in (add_plan, add_show, add_view, add_diff, add_calibrate):
         add(verbs)
     return parser
 

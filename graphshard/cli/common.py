@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from graphshard.errors import OptionsError
+from graphshard.measured import Measured
 from graphshard.options import parse_bytes
 from graphshard.step_plan import Plan
 
@@ -29,6 +30,19 @@ def read_plan(path: Path) -> Plan:
         raise BadFile(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise BadFile(f"{path} is not a plan: {error}") from error
+
+
+def read_measured(plan: Plan, path: Path) -> Measured:
+    """What `plan` was measured at: from a measured plan, or a trace of torch.profiler.
+
+    Raises BadFile if it cannot be read, MeasureError if it is of something else.
+    """
+    from graphshard.view.profiled import measured_of_file
+
+    try:
+        return measured_of_file(plan, path)
+    except OSError as error:
+        raise BadFile(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def write_text(path: Path, text: str) -> None:

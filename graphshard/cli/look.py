@@ -7,13 +7,33 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from graphshard.cli.common import BadFile, beside, print_text, read_plan, write_text
+from graphshard.cli.common import (
+    BadFile,
+    beside,
+    print_text,
+    read_measured,
+    read_plan,
+    write_text,
+)
+from graphshard.step_plan import Plan
 
 
 def add_view(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     view = verbs.add_parser("view", help="draw a plan as one HTML file and print its path")
     view.add_argument(
         "-o", "--output", metavar="OUT", type=Path, help="default: PLAN with the suffix .html"
+    )
+    view.add_argument(
+        "--measured",
+        metavar="FILE",
+        type=Path,
+        help="draw what was measured: a measured plan, or a trace of torch.profiler",
+    )
+    view.add_argument(
+        "--perfetto", metavar="OUT", type=Path, help="write a trace for ui.perfetto.dev (JSON)"
+    )
+    view.add_argument(
+        "--merge", metavar="TRACE", type=Path, help="add a trace of torch.profiler to it"
     )
     _add_plan(view)
     view.set_defaults(run=_view)
@@ -38,14 +58,44 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
 
 def _view(args: argparse.Namespace) -> None:
     plan = read_plan(args.plan)
+    if args.merge is not None and args.perfetto is None:
+        raise BadFile("--merge TRACE needs --perfetto OUT")
+    written = {}
+    if args.perfetto is not None:
+        _write_trace(plan, args)
+        written["perfetto"] = str(args.perfetto)
+    if args.perfetto is None or args.output is not None:
+        written["path"] = str(_write_page(plan, args))
+    print(json.dumps(written) if args.json else "\n".join(written.values()))
+
+
+def _write_page(plan: Plan, args: argparse.Namespace) -> Path:
     # Jinja2 takes longer to import than everything else here together: only for this verb.
     from graphshard.view.html import render
 
     out: Path = args.output or beside(args.plan, ".html")
     if out.exists() and out.samefile(args.plan):
         raise BadFile(f"cannot write {out}: it is the plan itself")
-    write_text(out, render(plan))
-    print(json.dumps({"path": str(out)}) if args.json else out)
+    measured = None if args.measured is None else read_measured(plan, args.measured)
+    try:
+        page = render(plan, measured)
+    except ValueError as error:
+        raise BadFile(f"cannot draw {args.measured or args.plan}: {error}") from error
+    write_text(out, page)
+    return out
+
+
+def _write_trace(plan: Plan, args: argparse.Namespace) -> None:
+    from graphshard.view.trace import write_trace
+
+    for given in (args.plan, args.merge):
+        if given is not None and args.perfetto.exists() and args.perfetto.samefile(given):
+            raise BadFile(f"cannot write {args.perfetto}: it is {given}")
+    try:
+        write_trace(plan, args.perfetto, args.merge)
+    except OSError as error:
+        where = error.filename or args.perfetto
+        raise BadFile(f"cannot use {where}: {error.strerror or error}") from error
 
 
 def _show(args: argparse.Namespace) -> None:

@@ -1,14 +1,16 @@
 """A plan as one HTML file that needs nothing else: `render(plan)`.
 
 The page's Content-Security-Policy admits the style sheet and the script below by their hashes and
-nothing else, so that the browser itself refuses any other load. The script only draws: every
-word and every number on the page is put together here.
+nothing else, so that the browser itself refuses any other load. The script draws and selects: the
+words of the page and of its cards are put together here; the script adds only the time and the
+bytes under the cursor.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from dataclasses import asdict
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -16,51 +18,64 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from graphshard.step_plan import Lane, Plan
-from graphshard.view.text import (
-    bytes_text,
-    count_text,
-    group_name,
-    group_numel,
-    group_shapes,
-    ranks_text,
-    step_text,
-)
-from graphshard.view.timeline import Bar, Segment, Timeline, timeline
+from graphshard.measured import Measured
+from graphshard.step_plan import Plan
+from graphshard.view.groups import table_of
+from graphshard.view.headline import headline
+from graphshard.view.lanes import lane_rows
+from graphshard.view.marks import Row, Words, packed
+from graphshard.view.memory import Memory, memory_of
+from graphshard.view.residency import residency_rows
+from graphshard.view.sheet import Sheet, sheet_of
+from graphshard.view.strips import strip_rows
+from graphshard.view.text import ranks_text
+from graphshard.view.units import time_text
 
-LANE_WORDS = {
-    Lane.COMPUTE: "compute",
-    Lane.ALL_GATHER: "all-gather",
-    Lane.REDUCE_SCATTER: "reduce-scatter",
-}
-# A number on the axis is rounded to this: a ten-thousandth of a pixel.
-AXIS_DIGITS = 7
+SCRIPTS = ("picture.js", "place.js", "select.js", "page.js")
+# On the axis: a nanosecond, or a ten-thousandth of a pixel where it is not in microseconds.
+DIGITS_US, DIGITS_SHARE = 3, 7
 
 
-def render(plan: Plan) -> str:
-    """The page. Equal plans give equal pages; names in the plan are data, never markup."""
-    rows = timeline(plan)
-    css, js = _asset("viewer.css"), _asset("viewer.js")
+def render(plan: Plan, measured: Measured | None = None) -> str:
+    """The page. Equal plans give equal pages; names in the plan are data, never markup.
+
+    measured: drawn beside what was predicted, instead of `plan.measured`. Raises ValueError if it
+    was measured of another graph.
+    """
+    sheet = sheet_of(plan, measured or plan.measured)
+    views = _views(sheet)
+    memory = memory_of(sheet)
+    css, js = _asset("viewer.css"), _script()
     env = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return env.from_string(_asset("viewer.html.j2")).render(
         title=plan.name,
-        subtitle=f"torch {plan.torch_version}, {ranks_text(plan)}",
+        subtitle=_subtitle(plan),
         csp=_policy(css, js),
         css=Markup(css),
         js=Markup(js),
-        headline=_headline(plan),
+        headline=headline(sheet),
+        timed=sheet.axis.timed,
         has_backward=plan.backward is not None,
-        has_kept=any(bar.kept_from is not None for row in rows.residency for bar in row.bars),
-        groups=_group_table(plan),
-        payload=_payload(plan, rows),
+        has_rival=bool(memory.rival),
+        partial=_partial(sheet),
+        kinds=_kinds(views),
+        memory=memory,
+        strips=views["compare"],
+        table=table_of(sheet),
+        payload=_payload(sheet, views, memory),
     )
 
 
 @cache
 def _asset(name: str) -> str:
     return (resources.files("graphshard.view") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _script() -> str:
+    """The files share one scope, which is not that of the page."""
+    return "(() => {\n" + "\n".join(map(_asset, SCRIPTS)) + "})();\n"
 
 
 def _policy(css: str, js: str) -> str:
@@ -75,156 +90,64 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _headline(plan: Plan) -> list[tuple[str, str]]:
-    summary = plan.summary()
-    step = "per step" if plan.backward is not None else "per forward"
-    return [
-        (f"{summary['groups']:,}", "groups"),
-        (f"{summary['all_gathers']:,}", f"all-gathers {step}"),
-        (f"{summary['reduce_scatters']:,}", f"reduce-scatters {step}"),
-        (bytes_text(summary["gathered_peak_bytes"]), "gathered parameters, peak"),
-    ]
+def _subtitle(plan: Plan) -> str:
+    words = [ranks_text(plan), f"{len(plan.groups):,} groups", f"torch {plan.torch_version}"]
+    if plan.priced_on is not None:
+        words.insert(1, f"priced on {plan.priced_on.machine}")
+    return ", ".join(words)
 
 
-def _group_table(plan: Plan) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": group.id,
-            "name": group_name(group),
-            "params": f"{len(group.params):,}",
-            "numel": f"{group_numel(group):,}",
-            "shapes": f"{group_shapes(group):,}",
-            "bytes": bytes_text(group.gathered_bytes),
-            "reshard": "yes" if group.reshard_after_forward else "no",
-        }
-        for group in plan.groups
-    ]
-
-
-def _payload(plan: Plan, rows: Timeline) -> dict[str, Any]:
-    """What viewer.js draws; see the comment at its top."""
-    names = {g.id: group_name(g) for g in plan.groups}
-    sizes = {g.id: bytes_text(g.gathered_bytes) for g in plan.groups}
-    lanes = [
-        {
-            "name": LANE_WORDS[lane.lane],
-            "depth": lane.depth,
-            "marks": [_segment_mark(s, rows, names, sizes) for s in lane.segments],
-        }
-        for lane in rows.lanes
-    ]
-    residency = [
-        {
-            "name": names[row.group.id],
-            "marks": [_bar_mark(row.group.id, bar, rows, names, sizes) for bar in row.bars],
-        }
-        for row in rows.residency
-    ]
-    return {
-        "edges": [round(edge, AXIS_DIGITS) for edge in rows.edges],
-        "divider": rows.divider,
-        "lanes": lanes,
-        "residency": residency,
-        "bytes": list(rows.gathered_bytes),
-        "ticks": _byte_ticks(max(rows.gathered_bytes, default=0)),
-        "peak": _peak_mark(plan, rows, names, sizes),
-        "steps": [_readout(i, rows, names) for i in range(len(rows.steps))],
-    }
-
-
-def _readout(index: int, rows: Timeline, names: dict[int, str]) -> str:
-    text = step_text(rows.steps[index], names)
-    alive = bytes_text(rows.gathered_bytes[index])
-    return f"step {index}, {rows.direction_of(index)}: {text}; {alive} gathered"
-
-
-def _mark(title: str, kind: str, first: int, last: int, **more: Any) -> dict[str, Any]:
-    """One thing to draw, focus and point at: `card` is shown for it, `aria` is said for it."""
-    card: list[tuple[str, str]] = more.pop("card")
-    aria = ", ".join([title, *(f"{key} {value}" for key, value in card)])
-    return {
-        "title": title,
-        "kind": kind,
-        "first": first,
-        "last": last,
-        "card": card,
-        "aria": aria,
-        "group": None,
-        "label": "",
-        "row": 0,
-        "split": None,
-        **more,
-    }
-
-
-def _segment_mark(
-    segment: Segment, rows: Timeline, names: dict[int, str], sizes: dict[int, str]
-) -> dict[str, Any]:
-    alive = bytes_text(max(rows.gathered_bytes[segment.first : segment.last + 1]))
-    lane = LANE_WORDS[segment.lane]
-    if segment.group is None:
-        step = rows.steps[segment.first]
-        ops = count_text(segment.num_ops, "op")
-        card = [
-            ("step", str(segment.first)),
-            ("ops", f"{step.start} to {step.stop - 1}" if segment.num_ops else "none"),
-            ("gathered", alive),
-        ]
-        title, kind = f"{segment.direction} compute, {ops}", str(segment.direction)
-        return _mark(title, kind, segment.first, segment.last, card=card, label=ops)
-    name = names[segment.group]
-    if segment.kept:
-        title, kind = f"{name}: no all-gather, kept from forward", "kept"
-        card = [("used from step", str(segment.first))]
-    else:
-        title = f"{name}: {segment.direction} {lane}"
-        kind = "gather" if segment.lane is Lane.ALL_GATHER else "reduce"
-        waited = f"step {segment.last}" if segment.awaited else "not within this plan"
-        card = [("issued", f"step {segment.first}"), ("waited for", waited)]
-    if segment.lane is Lane.ALL_GATHER:
-        card.append(("size", sizes[segment.group]))
-    card.append(("gathered meanwhile, at most", alive))
-    where = {"group": segment.group, "row": segment.row, "label": "" if segment.kept else name}
-    return _mark(title, kind, segment.first, segment.last, card=card, **where)
-
-
-def _bar_mark(
-    group: int, bar: Bar, rows: Timeline, names: dict[int, str], sizes: dict[int, str]
-) -> dict[str, Any]:
-    released = f"step {bar.last}" if bar.released else "not within this plan"
-    card = [("gather issued", f"step {bar.first}")]
-    if bar.kept_from is not None:
-        card.append(("kept after forward", f"from step {bar.kept_from}"))
-    card += [("released", released), ("size", sizes[group])]
-    title = f"{names[group]}: gathered"
-    return _mark(title, "held", bar.first, bar.last, card=card, group=group, split=bar.kept_from)
-
-
-def _peak_mark(
-    plan: Plan, rows: Timeline, names: dict[int, str], sizes: dict[int, str]
-) -> dict[str, Any] | None:
-    """The first step at the peak, with the groups that make it."""
-    at = rows.peak_step
-    if at is None:
-        return None
-    owners = sorted(
-        (r.group for r in plan.residency() if r.start <= at <= r.stop),
-        key=lambda g: (-next(x.gathered_bytes for x in plan.groups if x.id == g), g),
+def _partial(sheet: Sheet) -> str:
+    """What the picture leaves out of the step: all micro-steps but one."""
+    estimate = sheet.plan.estimate
+    if estimate is None or not sheet.axis.timed:
+        return ""
+    whole_us, shown_us = estimate.step_time_us, sheet.axis.end
+    if abs(whole_us - shown_us) <= 1e-6 * whole_us:
+        return ""
+    return (
+        f"The pictures show one micro-step, {time_text(shown_us)} of the step's "
+        f"{time_text(whole_us)}."
     )
-    peak = bytes_text(rows.gathered_bytes[at])
-    card = [("step", f"{at}, {step_text(rows.steps[at], names)}")]
-    card += [(names[g], sizes[g]) for g in owners[:8]]
-    if len(owners) > 8:
-        card.append((f"and {len(owners) - 8} more groups", ""))
-    extra = rows.gathered_bytes[at] - sum(g.gathered_bytes for g in plan.groups if g.id in owners)
-    if extra > 0:
-        card.append(("bucket being copied out", bytes_text(extra)))
-    return _mark(f"peak {peak} gathered", "peak", at, at, card=card, label=f"peak {peak}")
 
 
-def _byte_ticks(peak: int) -> list[tuple[int, str]]:
-    """Zero and up to four round numbers of bytes, the last at or above the peak."""
-    tick = 1
-    while tick * 4 < peak:
-        tick *= 2
-    return [(0, "0"), *((n * tick, bytes_text(n * tick)) for n in range(1, 5))]
+def _views(sheet: Sheet) -> dict[str, list[Row]]:
+    return {
+        "lanes": lane_rows(sheet),
+        "residency": residency_rows(sheet),
+        "compare": strip_rows(sheet),
+    }
+
+
+def _kinds(views: dict[str, list[Row]]) -> list[str]:
+    """Of all marks, for the legends."""
+    marks = (mark for rows in views.values() for row in rows for mark in row.marks)
+    return list(dict.fromkeys(mark.kind for mark in marks))
+
+
+def _payload(sheet: Sheet, views: dict[str, list[Row]], memory: Memory) -> dict[str, Any]:
+    """What the script draws; see the comment at the top of picture.js."""
+    digits = DIGITS_US if sheet.axis.timed else DIGITS_SHARE
+    words = Words()
+    peak = () if memory.peak is None else (memory.peak,)
+    rows = {**views, "memory": [Row("", peak)]}
+    places = [*sheet.axis.reached, sheet.axis.end]
+    return {
+        "timed": sheet.axis.timed,
+        "end": _end(sheet, views),
+        "divider": sheet.axis.divider,
+        "reached": [round(place, digits) for place in places],
+        "rows": {view: packed(found, words, digits) for view, found in rows.items()},
+        "memory": _curves(memory),
+        "words": words.texts,
+    }
+
+
+def _end(sheet: Sheet, views: dict[str, list[Row]]) -> float:
+    """Where the axis ends: with the longest strip."""
+    ends = [mark.end for row in views["compare"] for mark in row.marks]
+    return max([sheet.axis.end, *ends]) or 1.0
+
+
+def _curves(memory: Memory) -> dict[str, Any]:
+    return {key: value for key, value in asdict(memory).items() if key != "peak"}

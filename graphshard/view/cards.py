@@ -1,0 +1,101 @@
+"""What is said of a collective, of a wait for it and of a group's decisions.
+
+In come a `Sheet` and one of its collectives; out come pairs of words, in the order in which they
+are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from graphshard.step_plan import Direction, GroupInfo, Lane, Reason
+from graphshard.view.marks import Card
+from graphshard.view.sheet import Collective, Sheet
+from graphshard.view.text import bytes_text
+from graphshard.view.units import rate_text, reason_text, time_text
+
+DECISION_WORDS = {
+    "keep": "kept until backward",
+    "reshard": "resharded",
+    "merge": "merged",
+    "split": "split",
+}
+
+
+def collective_card(sheet: Sheet, found: Collective, infos: Mapping[int, GroupInfo]) -> Card:
+    """Bytes, times, slack or exposed time, rate, memory, and why it runs when it does."""
+    entry = found.entry
+    ranks = infos[found.step.groups[0]].world_size
+    card = [("bytes", bytes_text(entry.size_bytes)), ("dtype", entry.dtype or "as the gradients")]
+    card.append(("ranks", f"{ranks:,}"))
+    if sheet.axis.timed:
+        card += _times(sheet, found)
+        card += _rate(found, ranks)
+    else:
+        waited = "not within this plan" if found.wait is None else f"step {found.wait}"
+        card += [("issued", f"step {found.issue}"), ("waited for", waited)]
+    card.append((f"{sheet.alive_word} then", sheet.alive_text(sheet.axis.step_at(found.start))))
+    card += why_then(sheet, found)
+    card += decisions(sheet, found.step.groups[0], found.direction, gather=_gathers(found))
+    return tuple(card)
+
+
+def _times(sheet: Sheet, found: Collective) -> Iterator[tuple[str, str]]:
+    yield "start", time_text(found.start)
+    yield "duration", time_text(found.end - found.start)
+    measured_us = sheet.measured_us.get((found.direction, found.step))
+    if measured_us is not None:
+        yield "measured", time_text(measured_us)
+    if found.exposed_us > 0:
+        yield "exposed", f"{time_text(found.exposed_us)}: compute waits so long"
+    elif found.slack_us is not None:
+        yield "slack", f"{time_text(found.slack_us)}: done before its wait"
+
+
+def _rate(found: Collective, ranks: int) -> Iterator[tuple[str, str]]:
+    """What one rank receives from the others, per time."""
+    took_us = found.end - found.start
+    received_bytes = found.entry.size_bytes * (ranks - 1) / ranks
+    if took_us > 0 and received_bytes > 0:
+        yield "received at", rate_text(received_bytes, took_us)
+
+
+def wait_card(sheet: Sheet, found: Collective) -> Card:
+    """What compute waits for, how long, and why that was not issued earlier."""
+    assert found.wait is not None
+    return (
+        ("start", time_text(sheet.axis.reached[found.wait])),
+        ("exposed", time_text(found.exposed_us)),
+        ("issued at", time_text(sheet.axis.done[found.issue])),
+        ("runs", f"{time_text(found.start)} to {time_text(found.end)}"),
+        (f"{sheet.alive_word} then", sheet.alive_text(found.wait)),
+        *why_then(sheet, found),
+    )
+
+
+def why_then(sheet: Sheet, found: Collective) -> Iterator[tuple[str, str]]:
+    """Why the collective is issued where it is, not earlier."""
+    for reason in sheet.plan.reasons:
+        about = (reason.group, reason.direction, reason.what)
+        if about == (found.step.group, found.direction, found.step.kind):
+            yield "why then", reason_text(reason.text)
+            return  # the parts of a split group all have the reason of the first
+
+
+def decisions(
+    sheet: Sheet, group: int, direction: Direction | None = None, *, gather: bool = True
+) -> Iterator[tuple[str, str]]:
+    """What was decided for `group`; of merged and split collectives those of `direction` only."""
+    for reason in sheet.plan.reasons:
+        if reason.group == group and _applies(reason, direction, gather):
+            yield DECISION_WORDS[reason.what], reason_text(reason.text)
+
+
+def _applies(reason: Reason, direction: Direction | None, gather: bool) -> bool:
+    if reason.what in ("keep", "reshard"):
+        return gather
+    return reason.what in DECISION_WORDS and direction in (None, reason.direction)
+
+
+def _gathers(found: Collective) -> bool:
+    return found.step.lane is Lane.ALL_GATHER

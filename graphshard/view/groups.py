@@ -1,0 +1,131 @@
+"""The table of groups: the pictures' numbers as text.
+
+In comes a `Sheet`. Out comes a `Table`: titles, and a row of cells per group in the plan's order. A
+cell has its text and what the page sorts by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphshard.step_plan import GroupInfo, Lane
+from graphshard.view.cards import DECISION_WORDS, decisions
+from graphshard.view.residency import resident
+from graphshard.view.sheet import Collective, Sheet
+from graphshard.view.text import bytes_text, group_name
+from graphshard.view.timeline import ResidencyRow
+from graphshard.view.units import time_text
+
+RESHARD_WORDS = (DECISION_WORDS["keep"], DECISION_WORDS["reshard"])
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """key: numbers sort by size, texts by letter."""
+
+    text: str
+    key: float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    group: int
+    name: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """titles: of the cells, without the group's own column. The last column is prose."""
+
+    titles: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Microseconds of a group's collectives; one that is shared counts by bytes."""
+
+    gather_us: float = 0.0
+    reduce_us: float = 0.0
+    exposed_us: float = 0.0
+
+
+def table_of(sheet: Sheet) -> Table:
+    """With times where the plan has any."""
+    shares = _shares(sheet)
+    titles: tuple[str, ...] = ("parameters", "gathered")
+    if sheet.axis.timed:
+        titles += ("all-gathers", "reduce-scatters", "exposed", "gathered for")
+    titles += ("after forward", "because")
+    lines = (_line(sheet, row, shares) for row in sheet.rows.residency)
+    return Table(titles, tuple(lines))
+
+
+def _line(sheet: Sheet, row: ResidencyRow, shares: Mapping[int, _Share]) -> Line:
+    group = row.group
+    cells = [
+        _count(len(group.params)),
+        Cell(bytes_text(group.gathered_bytes), group.gathered_bytes),
+    ]
+    if sheet.axis.timed:
+        share = shares.get(group.id, _Share())
+        cells += map(_time, (share.gather_us, share.reduce_us, share.exposed_us))
+        cells.append(_time(resident(sheet, row)))
+    cells.append(_text("kept" if _kept(sheet, row) else "resharded"))
+    cells.append(_text(_because(sheet, group)))
+    return Line(group.id, group_name(group), tuple(cells))
+
+
+def _kept(sheet: Sheet, row: ResidencyRow) -> bool:
+    """As planned; of a group that is never gathered, as set."""
+    if not row.bars:
+        return not row.group.reshard_after_forward
+    return any(bar.kept_from is not None for bar in row.bars)
+
+
+def _because(sheet: Sheet, group: GroupInfo) -> str:
+    for word, text in decisions(sheet, group.id):
+        if word in RESHARD_WORDS:
+            return text
+    return f"as set: reshard_after_forward={group.reshard_after_forward}"
+
+
+def _shares(sheet: Sheet) -> dict[int, _Share]:
+    infos = {g.id: g for g in sheet.plan.groups}
+    found: dict[int, _Share] = {}
+    for collective in sheet.collectives:
+        for group, part in _parts(collective, infos):
+            found[group] = _plus(found.get(group, _Share()), collective, part)
+    return found
+
+
+def _parts(found: Collective, infos: Mapping[int, GroupInfo]) -> list[tuple[int, float]]:
+    groups = found.step.groups
+    if len(groups) == 1:
+        return [(groups[0], 1.0)]
+    whole = sum(infos[group].gathered_bytes for group in groups)
+    return [(group, infos[group].gathered_bytes / whole) for group in groups]
+
+
+def _plus(before: _Share, found: Collective, part: float) -> _Share:
+    us = part * (found.end - found.start)
+    gathers = found.step.lane is Lane.ALL_GATHER
+    return _Share(
+        before.gather_us + (us if gathers else 0.0),
+        before.reduce_us + (0.0 if gathers else us),
+        before.exposed_us + part * found.exposed_us,
+    )
+
+
+def _count(number: int) -> Cell:
+    return Cell(f"{number:,}", number)
+
+
+def _time(us: float) -> Cell:
+    return Cell(time_text(us), us)
+
+
+def _text(text: str) -> Cell:
+    return Cell(text, text)

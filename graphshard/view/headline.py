@@ -1,0 +1,76 @@
+"""The first line of a page: the figures of the plan, FSDP2's beside them, and what was measured.
+
+In comes a `Sheet`; out come `Figure`s, the most telling first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphshard.measured import Measured
+from graphshard.step_plan import Estimate
+from graphshard.view.sheet import Sheet
+from graphshard.view.text import bytes_text
+from graphshard.view.units import change_text, time_text
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number with its name; beside: what it is to be compared with, name and value each."""
+
+    name: str
+    value: str
+    beside: tuple[tuple[str, str], ...] = ()
+
+
+def headline(sheet: Sheet) -> list[Figure]:
+    """Times and peak as predicted; without the cost model, what the schedule alone says."""
+    if sheet.plan.estimate is None:
+        return list(_counts(sheet))
+    return list(_predicted(sheet.plan.estimate, sheet.measured))
+
+
+def _predicted(estimate: Estimate, measured: Measured | None) -> Iterator[Figure]:
+    ours, fsdp2 = estimate.ours, estimate.fsdp2
+    seen = measured and (measured.step_time_us, measured.exposed_us)
+    yield Figure(
+        "step", time_text(ours.step_time_us),
+        _beside(ours.step_time_us, fsdp2.step_time_us, seen[0] if seen else None),
+    )  # fmt: skip
+    yield Figure(
+        "exposed communication", time_text(ours.exposed_us),
+        _beside(ours.exposed_us, fsdp2.exposed_us, seen[1] if seen else None),
+    )  # fmt: skip
+    change = _changed(ours.peak_bytes, fsdp2.peak_bytes)
+    yield Figure(
+        "peak memory", bytes_text(ours.peak_bytes),
+        (("FSDP2", bytes_text(fsdp2.peak_bytes) + change),
+         ("budget", bytes_text(estimate.budget_bytes))),
+    )  # fmt: skip
+    bound = ("at most", f"{estimate.gap:.1%} left to gain".replace("%", " %"))
+    yield Figure("lower bound", time_text(estimate.lower_bound_us), (bound,))
+
+
+def _beside(
+    ours_us: float, fsdp2_us: float, measured_us: float | None
+) -> tuple[tuple[str, str], ...]:
+    theirs = ("FSDP2", time_text(fsdp2_us) + _changed(ours_us, fsdp2_us))
+    return (theirs,) if measured_us is None else (theirs, ("measured", time_text(measured_us)))
+
+
+def _changed(now: float, before: float) -> str:
+    """In brackets, from FSDP2's figure to the plan's."""
+    text = change_text(now, before)
+    return f" ({text})" if text and now != before else ""
+
+
+def _counts(sheet: Sheet) -> Iterator[Figure]:
+    plan = sheet.plan
+    step = "per step" if plan.backward is not None else "per forward"
+    gathers = sum(s.num_all_gathers for s in plan.schedules)
+    reductions = sum(s.num_reduce_scatters for s in plan.schedules)
+    yield Figure("groups", f"{len(plan.groups):,}")
+    yield Figure(f"all-gathers {step}", f"{gathers:,}")
+    yield Figure(f"reduce-scatters {step}", f"{reductions:,}")
+    yield Figure("gathered parameters, peak", bytes_text(plan.gathered_peak_bytes()))

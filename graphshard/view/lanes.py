@@ -1,0 +1,195 @@
+"""The lanes: what compute does and waits for, and the collectives of each in-order queue.
+
+In comes a `Sheet`. Out come rows: compute first, then one per process group in the planner's order
+(without times one per kind of collective, those that overlap below each other).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from graphshard.step_plan import Direction, GroupInfo, Lane, StepKind
+from graphshard.view.cards import collective_card, decisions, wait_card
+from graphshard.view.marks import Mark, Row
+from graphshard.view.sheet import LANE_WORDS, Collective, Sheet
+from graphshard.view.text import count_text
+from graphshard.view.units import time_text
+
+MARK_KINDS = {Lane.ALL_GATHER: "gather", Lane.REDUCE_SCATTER: "reduce"}
+
+
+def lane_rows(sheet: Sheet) -> list[Row]:
+    """Compute, then the queues of collectives."""
+    compute = sorted(_compute(sheet), key=lambda mark: mark.start)
+    return [Row("compute", tuple(compute)), *_queues(sheet)]
+
+
+# -- the compute lane ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Steps `first` to `last` of compute, nothing in between, inside the same group."""
+
+    first: int
+    last: int
+    group: int | None
+    direction: Direction
+    steps: tuple[int, ...]
+
+
+def _compute(sheet: Sheet) -> Iterator[Mark]:
+    for work in _works(sheet):
+        yield _work_mark(sheet, work)
+    for found in sheet.collectives:
+        if found.exposed_us > 0:
+            yield _wait_mark(sheet, found)
+    if sheet.axis.timed:
+        yield from _copies(sheet)
+
+
+def _works(sheet: Sheet) -> Iterator[_Work]:
+    """Neighbouring compute steps inside the same group are one piece of work."""
+    open_: _Work | None = None
+    owners = _owners(sheet)
+    for index, step in enumerate(sheet.rows.steps):
+        if step.kind is not StepKind.COMPUTE:
+            continue
+        axis, direction = sheet.axis, sheet.rows.direction_of(index)
+        here = (owners[index], direction)
+        if open_ and (open_.group, open_.direction) == here and _adjoin(axis.done, open_, index):
+            open_ = replace(open_, last=index, steps=(*open_.steps, index))
+            continue
+        if open_:
+            yield open_
+        open_ = _Work(index, index, *here, (index,))
+    if open_:
+        yield open_
+
+
+def _adjoin(done: Sequence[float], work: _Work, index: int) -> bool:
+    """Nothing lies between the end of `work` and compute step `index`."""
+    return done[work.last] == done[index - 1]
+
+
+def _owners(sheet: Sheet) -> list[int | None]:
+    """The group inside which each step computes: of those waited for and not released, the last."""
+    inside: list[int] = []
+    owners: list[int | None] = []
+    for step in sheet.rows.steps:
+        if step.kind is StepKind.GATHER_WAIT:
+            inside += [group for group in reversed(step.groups) if group not in inside]
+        elif step.kind is StepKind.RELEASE and step.group in inside:
+            inside.remove(step.group)
+        owners.append(inside[-1] if inside else None)
+    return owners
+
+
+def _work_mark(sheet: Sheet, work: _Work) -> Mark:
+    axis, steps = sheet.axis, sheet.rows.steps
+    ops = sum(steps[i].stop - steps[i].start for i in work.steps)
+    start, end = axis.begun[work.first], axis.done[work.last]
+    card = [("ops", f"{ops:,}")]
+    if axis.timed:
+        card += [("start", time_text(start)), ("duration", time_text(end - start))]
+        card += _measured(sheet, work)
+    else:
+        card.insert(0, ("step", str(work.first)))
+    card.append((f"{sheet.alive_word}, at most", _most_alive(sheet, work)))
+    name = "" if work.group is None else sheet.names[work.group]
+    title = f"{work.direction} compute{name and ', '}{name or ', ' + count_text(ops, 'op')}"
+    label = name or count_text(ops, "op")
+    groups = () if work.group is None else (work.group,)
+    return Mark(str(work.direction), start, end, title, tuple(card), groups, label)
+
+
+def _measured(sheet: Sheet, work: _Work) -> list[tuple[str, str]]:
+    keys = [(work.direction, sheet.rows.steps[i]) for i in work.steps]
+    if not all(key in sheet.measured_us for key in keys):
+        return []
+    return [("measured", time_text(sum(sheet.measured_us[key] for key in keys)))]
+
+
+def _most_alive(sheet: Sheet, work: _Work) -> str:
+    step = max(range(work.first, work.last + 1), key=lambda i: sheet.alive_bytes[i])
+    return sheet.alive_text(step)
+
+
+def _wait_mark(sheet: Sheet, found: Collective) -> Mark:
+    assert found.wait is not None
+    kind = LANE_WORDS[found.step.lane]
+    name = found.entry.group or "(root)"
+    title = f"compute waits for the {kind} of {name}"
+    start, end = sheet.axis.reached[found.wait], sheet.axis.begun[found.wait]
+    card = wait_card(sheet, found)
+    return Mark("wait", start, end, title, card, found.step.groups, f"waits: {name}")
+
+
+def _copies(sheet: Sheet) -> Iterator[Mark]:
+    """Work of communication steps: copies into and out of buckets."""
+    axis = sheet.axis
+    for index, step in enumerate(sheet.rows.steps):
+        start, end = axis.begun[index], axis.done[index]
+        if step.kind is StepKind.COMPUTE or step.group is None or end <= start:
+            continue
+        names = " + ".join(sheet.names[group] for group in step.groups)
+        way = "out of" if step.kind in (StepKind.GATHER_WAIT, StepKind.REDUCE_WAIT) else "into"
+        card = (
+            ("start", time_text(start)),
+            ("duration", time_text(end - start)),
+            (f"{sheet.alive_word} then", sheet.alive_text(index)),
+        )
+        title = f"copy {way} the {LANE_WORDS[step.lane]} bucket of {names}"
+        yield Mark("copy", start, end, title, card, step.groups)
+
+
+# -- the other lanes -----------------------------------------------------------------------------
+
+
+def _queues(sheet: Sheet) -> Iterator[Row]:
+    infos = {g.id: g for g in sheet.plan.groups}
+    lanes = sorted({found.lane: None for found in sheet.collectives})
+    names = _lane_names(sheet, lanes)
+    for lane, name in zip(lanes, names, strict=True):
+        own = [found for found in sheet.collectives if found.lane == lane]
+        marks = [_collective_mark(sheet, found, infos) for found in own]
+        if not sheet.axis.timed:
+            marks += _kept(sheet, own)
+        marks.sort(key=lambda mark: (mark.start, mark.row))
+        yield Row(name, tuple(marks), 1 + max(mark.row for mark in marks))
+
+
+def _lane_names(sheet: Sheet, lanes: Iterable[int]) -> list[str]:
+    """By what runs on it; lanes that carry the same kinds are numbered."""
+    kinds = []
+    for lane in lanes:
+        own = (LANE_WORDS[f.step.lane] for f in sheet.collectives if f.lane == lane)
+        kinds.append(" + ".join(sorted(dict.fromkeys(own))))
+    return [
+        kind if kinds.count(kind) == 1 else f"{kind} {kinds[: place + 1].count(kind)}"
+        for place, kind in enumerate(kinds)
+    ]
+
+
+def _collective_mark(sheet: Sheet, found: Collective, infos: dict[int, GroupInfo]) -> Mark:
+    lane = found.step.lane
+    name = " + ".join(sheet.names[group] for group in found.step.groups)
+    title = f"{found.direction} {LANE_WORDS[lane]}, {name}"
+    card = collective_card(sheet, found, infos)
+    kind = MARK_KINDS[lane]
+    return Mark(kind, found.start, found.end, title, card, found.step.groups, name, found.row)
+
+
+def _kept(sheet: Sheet, own: Sequence[Collective]) -> Iterator[Mark]:
+    """Gathers that find their group still gathered; drawn where there are no times to draw."""
+    if own[0].step.lane is not Lane.ALL_GATHER:
+        return
+    axis = sheet.axis
+    for lane in sheet.rows.lanes:
+        for segment in lane.segments:
+            if segment.kept and segment.group is not None:
+                title = f"{sheet.names[segment.group]}: no all-gather, kept from forward"
+                start, end = axis.reached[segment.first], axis.done[segment.last]
+                card = (("used from", f"step {segment.first}"), *decisions(sheet, segment.group))
+                yield Mark("kept", start, end, title, card, (segment.group,), "", segment.row)
