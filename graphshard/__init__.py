@@ -28,12 +28,14 @@ if TYPE_CHECKING:
         DivergedRanks,
         GraphshardError,
         GraphshardWarning,
+        MeasureError,
         OptionsError,
         RuntimeStateError,
         UnsupportedModel,
         VerifyError,
     )
     from graphshard.plan import Plan
+    from graphshard.profiling import profile
     from graphshard.report import Measurement, Report, explain, measurements, plans
 
 _FSDP = (
@@ -50,6 +52,7 @@ _ERRORS = (
     "DivergedRanks",
     "GraphshardError",
     "GraphshardWarning",
+    "MeasureError",
     "OptionsError",
     "RuntimeStateError",
     "UnsupportedModel",
@@ -64,6 +67,7 @@ _HOME = {
     "explain": "graphshard.report",
     "measurements": "graphshard.report",
     "plans": "graphshard.report",
+    "profile": "graphshard.profiling",
 }
 
 __all__ = [
@@ -73,6 +77,7 @@ __all__ = [
     "FSDPModule",
     "GraphshardError",
     "GraphshardWarning",
+    "MeasureError",
     "Measurement",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -88,6 +93,7 @@ __all__ = [
     "fully_shard",
     "measurements",
     "plans",
+    "profile",
     "register_fsdp_forward_method",
 ]
 

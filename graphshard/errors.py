@@ -7,6 +7,7 @@ GraphshardError
 |-- VerifyError          a pass broke a rule: graphshard's own bug
 |-- CostError            (also ValueError)   a preset, a profile or a calibration cannot be used
 |-- RuntimeStateError    a collective or a buffer was used out of order
+|-- MeasureError         (also ValueError)   nothing was measured, or it does not fit the plan
 |-- DivergedRanks        the ranks would run, or run, different graphs
 `-- PlanError            (also ValueError)   what is to be planned contradicts itself
     `-- InfeasibleBudget no schedule fits the memory budget
@@ -51,6 +52,10 @@ class CostError(GraphshardError, ValueError):
 
 class RuntimeStateError(GraphshardError):
     """A gather or a reduction was used outside its life time."""
+
+
+class MeasureError(GraphshardError, ValueError):
+    """Nothing was measured, or what was measured or is to be compared does not fit the plan."""
 
 
 class DivergedRanks(GraphshardError):
