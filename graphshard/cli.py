@@ -16,7 +16,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from graphshard.errors import CostError
+from graphshard.errors import CostError, MeasureError
 from graphshard.plan import Plan
 
 EXIT_OK = 0
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print_result = _view if args.verb == "view" else _show
             print_result(_read_plan(args.plan), args)
-    except (_BadFile, CostError) as error:
+    except (_BadFile, CostError, MeasureError) as error:
         # A message of several lines would not be one line of a log.
         print(f"graphshard: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE
@@ -56,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     view = verbs.add_parser("view", help="draw a plan as one HTML file and print its path")
     view.add_argument(
         "-o", "--output", metavar="OUT", type=Path, help="default: PLAN with the suffix .html"
+    )
+    view.add_argument(
+        "--perfetto", metavar="OUT", type=Path, help="write a trace for ui.perfetto.dev (JSON)"
+    )
+    view.add_argument(
+        "--merge", metavar="TRACE", type=Path, help="add a trace of torch.profiler to it"
     )
     show = verbs.add_parser("show", help="print a plan's summary, or why it is as it is")
     show.add_argument(
@@ -124,6 +130,13 @@ def _read_plan(path: Path) -> Plan:
 
 
 def _view(plan: Plan, args: argparse.Namespace) -> None:
+    if args.merge is not None and args.perfetto is None:
+        raise _BadFile("--merge TRACE needs --perfetto OUT")
+    if args.perfetto is not None:
+        _write_trace(plan, args)
+        if args.output is None:
+            print(json.dumps({"perfetto": str(args.perfetto)}) if args.json else args.perfetto)
+            return
     # Jinja2 takes longer to import than everything else here together: only for this verb.
     from graphshard.view.html import render
 
@@ -134,7 +147,24 @@ def _view(plan: Plan, args: argparse.Namespace) -> None:
         out.write_text(render(plan), encoding="utf-8")
     except OSError as error:
         raise _BadFile(f"cannot write {out}: {error.strerror or error}") from error
-    print(json.dumps({"path": str(out)}) if args.json else out)
+    if args.json:
+        trace = {} if args.perfetto is None else {"perfetto": str(args.perfetto)}
+        print(json.dumps({"path": str(out), **trace}))
+    else:
+        print(out)
+
+
+def _write_trace(plan: Plan, args: argparse.Namespace) -> None:
+    from graphshard.view.trace import write_trace
+
+    for given in (args.plan, args.merge):
+        if given is not None and args.perfetto.exists() and args.perfetto.samefile(given):
+            raise _BadFile(f"cannot write {args.perfetto}: it is {given}")
+    try:
+        write_trace(plan, args.perfetto, args.merge)
+    except OSError as error:
+        where = error.filename or args.perfetto
+        raise _BadFile(f"cannot use {where}: {error.strerror or error}") from error
 
 
 def _default_output(plan: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -81,6 +81,32 @@ class Schedule:
     @property
     def num_reduce_scatters(self) -> int:
         return sum(1 for _ in self.of_kind(StepKind.REDUCE_ISSUE))
+
+
+ISSUES = (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
+
+ISSUE_OF = {
+    StepKind.GATHER_WAIT: StepKind.GATHER_ISSUE,
+    StepKind.REDUCE_WAIT: StepKind.REDUCE_ISSUE,
+}
+
+RANGES = {
+    StepKind.GATHER_ISSUE: "all_gather",
+    StepKind.GATHER_WAIT: "all_gather_wait",
+    StepKind.RELEASE: "release",
+    StepKind.REDUCE_ISSUE: "reduce_scatter",
+    StepKind.REDUCE_WAIT: "reduce_scatter_wait",
+}
+
+
+def range_name(kind: StepKind, fqns: Sequence[str], params: Sequence[int] = ()) -> str:
+    """The name of a step in profiles and traces: "graphshard::all_gather layers.3".
+
+    fqns: of the groups that travel together. params: the places of the parameters that travel,
+    where a group is split.
+    """
+    places = f" {list(params)}" if params else ""
+    return f"graphshard::{RANGES[kind]} {' + '.join(fqns)}{places}"
 
 
 def step_to_dict(step: dict[str, Any]) -> dict[str, Any]:

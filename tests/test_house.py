@@ -99,6 +99,7 @@ LIGHT = (
     "graphshard.planner.one_ahead",
     "graphshard.view.costs",
     "graphshard.view.html",
+    "graphshard.view.trace",
 )
 
 
