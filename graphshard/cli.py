@@ -1,4 +1,4 @@
-"""The command line: `graphshard view PLAN`, `graphshard show PLAN` and `graphshard calibrate`.
+"""The command line: `graphshard view`, `show`, `diff` and `calibrate`.
 
 Only calibrate imports torch, when it runs. Results go to stdout, errors to stderr as one line. Exit
 status: 0 ok, 2 wrong usage or a file that cannot be read or written.
@@ -36,6 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.verb == "calibrate":
             _calibrate(args)
+        elif args.verb == "diff":
+            _diff(args)
         else:
             print_result = _view if args.verb == "view" else _show
             print_result(_read_plan(args.plan), args)
@@ -71,7 +73,18 @@ def _parser() -> argparse.ArgumentParser:
     for verb in (view, show):
         verb.add_argument("plan", metavar="PLAN", type=Path, help="written by Plan.to_json()")
     calibrate = _add_calibrate(verbs)
-    for verb in (view, show, calibrate):
+    diff = verbs.add_parser(
+        "diff", help="compare two plans, or a plan and what was measured: what moved, what it costs"
+    )
+    diff.add_argument("plan", metavar="A", type=Path, help="written by Plan.to_json()")
+    diff.add_argument("other", metavar="B", type=Path, nargs="?", help="another plan of the model")
+    diff.add_argument(
+        "--measured",
+        metavar="FILE",
+        type=Path,
+        help="a measured plan, or a trace of torch.profiler (default: what A was measured at)",
+    )
+    for verb in (view, show, calibrate, diff):
         verb.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -190,6 +203,29 @@ def _show(plan: Plan, args: argparse.Namespace) -> None:
         print(json.dumps(plan.summary(), indent=1))
     else:
         _print_text(summary_lines(plan))
+
+
+def _diff(args: argparse.Namespace) -> None:
+    from graphshard.view.diff import diff, diff_measured
+    from graphshard.view.diff_text import diff_dict, diff_text
+    from graphshard.view.profiled import measured_of_file
+
+    if args.other is not None and args.measured is not None:
+        raise _BadFile("give B or --measured FILE, not both")
+    plan = _read_plan(args.plan)
+    if args.other is not None:
+        found = diff(plan, _read_plan(args.other))
+    else:
+        file = args.measured or args.plan
+        try:
+            measured = measured_of_file(plan, file)
+        except OSError as error:
+            raise _BadFile(f"cannot read {file}: {error.strerror or error}") from error
+        found = diff_measured(plan, measured)
+    if args.json:
+        print(json.dumps(diff_dict(found), indent=1))
+    else:
+        _print_text(diff_text(found))
 
 
 def _calibrate(args: argparse.Namespace) -> None:

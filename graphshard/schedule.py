@@ -109,6 +109,11 @@ def range_name(kind: StepKind, fqns: Sequence[str], params: Sequence[int] = ()) 
     return f"graphshard::{RANGES[kind]} {' + '.join(fqns)}{places}"
 
 
+def direction_range_name(direction: Direction) -> str:
+    """The name in profiles of everything that one direction runs."""
+    return f"graphshard::{direction}"
+
+
 def step_to_dict(step: dict[str, Any]) -> dict[str, Any]:
     """What only some steps have is written for those steps only."""
     return {k: v for k, v in step.items() if v or k not in ("with_groups", "params")}

@@ -98,7 +98,9 @@ LIGHT = (
     "graphshard.plan",
     "graphshard.planner.one_ahead",
     "graphshard.view.costs",
+    "graphshard.view.diff_text",
     "graphshard.view.html",
+    "graphshard.view.profiled",
     "graphshard.view.trace",
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from graphshard.schedule import StepKind, range_name
+from graphshard.schedule import Direction, StepKind, direction_range_name, range_name
 
 
 def is_profiled() -> bool:
@@ -23,3 +23,8 @@ def is_profiled() -> bool:
 def step_range(kind: StepKind, *names: str) -> AbstractContextManager[Any]:
     """Around step `kind` of the groups `names` (with the places of parameters where split)."""
     return record_function(range_name(kind, names)) if is_profiled() else nullcontext()
+
+
+def direction_range(direction: Direction) -> AbstractContextManager[Any]:
+    """Around one run of a direction."""
+    return record_function(direction_range_name(direction)) if is_profiled() else nullcontext()

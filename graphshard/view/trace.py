@@ -58,20 +58,24 @@ def write_trace(plan: Plan, out: Path, merge: Path | None = None) -> None:
 
 def read_trace(path: Path) -> dict[str, Any]:
     """A trace file, gzipped or not. Raises OSError, or MeasureError (GS804) if it is none."""
+    found = read_json(path)
+    events_of(found)
+    return found if isinstance(found, dict) else {"traceEvents": found}
+
+
+def read_json(path: Path) -> object:
+    """A file, gzipped or not. Raises OSError, or MeasureError (GS804) if it is no JSON."""
     raw = path.read_bytes()
     try:
-        found = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+        found: object = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
     except (ValueError, EOFError, gzip.BadGzipFile) as error:
         raise MeasureError("GS804", f"{path} is no trace: {error}") from error
-    if isinstance(found, list):  # the format's other form
-        found = {"traceEvents": found}
-    events_of(found)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def events_of(found: object) -> list[Event]:
-    """The events of a trace file. Raises MeasureError (GS804) if it has none."""
-    events = found.get("traceEvents") if isinstance(found, Mapping) else None
+    """The events of a trace file, in either form of the format. Raises MeasureError (GS804)."""
+    events = found.get("traceEvents") if isinstance(found, Mapping) else found
     if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
         raise MeasureError("GS804", "no trace: it has no list of traceEvents")
     return events

@@ -14,7 +14,8 @@ from traces import checked
 
 import graphshard
 from graphshard.plan import Plan
-from graphshard.schedule import ISSUE_OF, ISSUES, range_name
+from graphshard.schedule import ISSUE_OF, ISSUES, Direction, direction_range_name, range_name
+from graphshard.view.profiled import measured_of_trace
 from graphshard.view.trace import merged
 
 pytestmark = pytest.mark.dist
@@ -49,11 +50,19 @@ def recorded(ctx: Ctx, name: str, folder: str, options: dict[str, Any]) -> None:
         for event in trace["traceEvents"]
         if event["ph"] == "X" and event["name"].startswith("graphshard::")
     )
+    for direction in Direction:
+        assert names.pop(direction_range_name(direction)) == STEPS
     expected = planned_names(plan, ISSUES)
     assert expected
     seen = {n: c for n, c in names.items() if "_wait " not in n}
     assert seen == {n: STEPS * count for n, count in expected.items()}
     assert names.keys() - seen.keys() == planned_names(plan, WAITS).keys()
+    measured = measured_of_trace(plan, trace)
+    assert measured.num_steps == STEPS
+    assert measured.exposed_us < measured.step_time_us
+    assert [s.step for s in measured.forward] == list(plan.forward.steps)
+    assert sum(s.us + s.exposed_us for s in measured.forward) > 0
+    assert plan.compare(measured).regions
     both = checked(merged(plan, trace))["traceEvents"]
     predicted = Counter(e["name"] for e in both if e.get("cat") == "collective")
     assert predicted == expected + theirs(plan)
