@@ -45,10 +45,11 @@ def profile(model: nn.Module, steps: int = 5) -> Iterator[None]:
                 train_step(batch)
         print(graphshard.measurements(model)[0])
 
-    A step is a forward with its backward. All ranks enter, run the same steps and leave; then
-    they exchange their times, and `graphshard.plans(model)` have `measured`. A graph that is
-    compiled inside is measured from its second step on; one that `replan_after` is still measuring,
-    afterwards. An exception that leaves the block leaves the plans as they were.
+    A step is a forward with its backward; of blocks that share a graph, each call is one. All ranks
+    enter, run the same steps and leave; then they exchange their times, and
+    `graphshard.plans(model)` have `measured`. A graph that is compiled inside is measured from its
+    second step on; one that `replan_after` is still measuring, afterwards. An exception that leaves
+    the block leaves the plans as they were.
 
     Raises MeasureError: GS801 if no graph ran a whole step, GS802 for `steps` below 1 or inside
     another profile; DivergedRanks (GS704) if a rank does not come.
@@ -112,7 +113,7 @@ class _Session:
             self._take(running)
 
     def _take(self, running: Running) -> None:
-        laps = laps_of(running)
+        laps = {d: own[: self.steps] for d, own in laps_of(running).items()}
         self.taken[running.plan.name] = _Taken(running, dict(running.stretches), laps)
         unwatch(running)
         self.watched.remove(running)

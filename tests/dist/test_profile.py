@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from models import CASES
 from parity import assert_equal, build, train
 from pool import Ctx, Pool
@@ -131,3 +132,38 @@ def replanned(ctx: Ctx) -> list[bool]:
 
 def test_a_profile_waits_for_replan_after(pool: Pool) -> None:
     assert pool.run(2, replanned) == [[True, True, True]] * 2
+
+
+def inference(ctx: Ctx) -> list[int]:
+    """Forward alone, under no_grad."""
+    case, model = CASES["llama"], compiled(ctx, "llama")
+    with torch.no_grad(), graphshard.profile(model, steps=2):
+        for step in range(4):
+            case.loss(model, case.batch(step, ctx.rank, ctx.device))
+    (plan,) = graphshard.plans(model)
+    assert plan.measured is not None
+    assert plan.measured.backward == ()
+    assert_unmarked(model)
+    return [plan.measured.num_steps, len(plan.measured.forward) > 0]
+
+
+def test_a_forward_alone_is_measured(pool: Pool) -> None:
+    assert pool.run(2, inference) == [[2, True]] * 2
+
+
+def blocks(ctx: Ctx) -> list[int]:
+    """Blocks compiled one by one share a graph: each call of it is a step of that graph."""
+    case = CASES["llama"]
+    expected = train(build(case, ctx), case, ctx, 4)
+    model = build(case, ctx)
+    for block in model.blocks:
+        block.compile(backend="graphshard", options={"fallback": "error"})
+    with graphshard.profile(model, steps=6):
+        assert_equal(expected, train(model, case, ctx, 4))
+    return [plan.measured.num_steps for plan in graphshard.plans(model) if plan.measured]
+
+
+def test_a_graph_that_blocks_share_is_measured_once(pool: Pool) -> None:
+    first, second = pool.run(2, blocks)
+    assert first == second
+    assert max(first) == 6
