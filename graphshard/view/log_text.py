@@ -12,7 +12,7 @@ from graphshard.plan import Course, Plan
 from graphshard.schedule import ISSUES, range_name
 from graphshard.view.scenario import Carried, Scenario, predicted
 from graphshard.view.text import bytes_text, count_text
-from graphshard.view.units import change_text, time_text
+from graphshard.view.units import change_text, reason_text, time_text
 
 MOST_WAITS = 5
 
@@ -77,7 +77,7 @@ def _reason(plan: Plan, own: Scenario, carried: Carried) -> str:
         and reason.group == issue.step.group
         and reason.direction is issue.direction
     )
-    return next(found, "")
+    return reason_text(next(found, ""))
 
 
 def _us(course: Course) -> float:

@@ -70,6 +70,13 @@ def recorded(ctx: Ctx, name: str, folder: str, options: dict[str, Any]) -> None:
     both = checked(merged(plan, trace))["traceEvents"]
     predicted = Counter(e["name"] for e in both if e.get("cat") == "collective")
     assert predicted == expected + theirs(plan)
+    assert plan.estimate is not None
+    first = min(e["pid"] for e in both if e.get("cat") == "collective")
+    own = [e for e in both if e["pid"] == first]
+    exposed_us = math.fsum(e["dur"] for e in own if e.get("cat") == "exposed")
+    assert math.isclose(exposed_us, plan.estimate.exposed_us, abs_tol=1e-6)
+    carried = sum(e["args"]["bytes"] for e in own if e.get("cat") == "collective")
+    assert carried == sum(entry.size_bytes for entry in plan.skeleton) > 0
 
 
 def theirs(plan: Plan) -> Counter[str]:
