@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from planning import layers
+from planning import layers, random_problem
 from plans import two_layers
 from test_comparison import as_predicted, planned
 
@@ -199,3 +199,17 @@ def test_the_command_says_what_is_wrong(files, capsys, argv, says):
     assert out == ""
     assert says in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_contributions_add_up_on_random_plans(seed):
+    after = planned(random_problem(seed, options=False, regroup=False))
+    forward, *backward = after.fsdp2.schedules
+    before = replace(
+        after, forward=forward, backward=backward[0] if backward else None,
+        forecasts=after.fsdp2.forecasts,
+        estimate=replace(after.estimate, ours=after.estimate.fsdp2),
+    )  # fmt: skip
+    found = diff(before, after)
+    assert math.isclose(total(found), found.step_time_us.change, abs_tol=1e-6)
+    diff_text(found)

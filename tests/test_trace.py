@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from planning import layers
+from planning import layers, random_problem
 from plans import two_layers
 from test_comparison import as_predicted, planned
 from traces import arrows, checked
@@ -168,3 +168,16 @@ def test_a_trace_never_replaces_what_it_was_made_of(plan, tmp_path, capsys):
     assert main(["view", str(file), "--perfetto", str(file)]) == 2
     assert main(["view", str(file), "--merge", str(file)]) == 2
     assert "--merge TRACE needs --perfetto OUT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_traces_of_random_plans_are_sound(seed):
+    plan = planned(random_problem(seed, options=False, regroup=False, micro=False))
+    found = processes(checked(trace(plan)))
+    for events, figures in zip(found.values(), (plan.estimate.ours, plan.estimate.fsdp2),
+                               strict=True):  # fmt: skip
+        exposed_us = math.fsum(e["dur"] for e in slices(events, "exposed"))
+        assert math.isclose(exposed_us, figures.exposed_us, abs_tol=1e-6)
+        counters = [sum(e["args"].values()) for e in events if e["ph"] == "C"]
+        assert max(counters, default=0) == figures.peak_bytes
+        arrows(events)
