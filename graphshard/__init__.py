@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         GraphshardError,
         GraphshardWarning,
         InfeasibleBudget,
+        MeasureError,
         OfflineError,
         OptionsError,
         RuntimeStateError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from graphshard.offline.api import plan
+    from graphshard.profiling import profile
     from graphshard.report import Measurement, Report, explain, measurements, plans
     from graphshard.step_plan import Plan
 
@@ -55,6 +57,7 @@ _ERRORS = (
     "GraphshardWarning",
     "InfeasibleBudget",
     "OfflineError",
+    "MeasureError",
     "OptionsError",
     "RuntimeStateError",
     "UnsupportedModel",
@@ -70,6 +73,7 @@ _HOME = {
     "explain": "graphshard.report",
     "measurements": "graphshard.report",
     "plans": "graphshard.report",
+    "profile": "graphshard.profiling",
 }
 
 __all__ = [
@@ -80,6 +84,7 @@ __all__ = [
     "GraphshardError",
     "GraphshardWarning",
     "InfeasibleBudget",
+    "MeasureError",
     "Measurement",
     "MixedPrecisionPolicy",
     "OfflineError",
@@ -97,6 +102,7 @@ __all__ = [
     "measurements",
     "plan",
     "plans",
+    "profile",
     "register_fsdp_forward_method",
 ]
 

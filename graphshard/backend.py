@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard import dynamo, fallback, report
+from graphshard import dynamo, fallback
+from graphshard.announce import announce
 from graphshard.compiler import GraphCompiler, without_groups
 from graphshard.errors import DivergedRanks, InfeasibleBudget
 from graphshard.options import Options, parse_options
@@ -35,7 +36,7 @@ def graphshard(
     whatever stood in the way of compiling.
     """
     settings = parse_options(options, mode)
-    compiler = GraphCompiler(gm, _graph_name(), settings)
+    compiler = GraphCompiler(gm, _graph_name(), settings, announce)
     if not compiler.groups:
         return without_groups(gm, example_inputs)
     fallback.warn_near_recompile_limit()
@@ -49,7 +50,7 @@ def graphshard(
     except Exception as error:
         _give_up(compiler, error, settings)
         raise dynamo.skip_frame(f"graphshard: {error}") from error
-    report.announce(compiler, settings)
+    compiler.announce()
     return compiled
 
 

@@ -13,9 +13,7 @@ from statistics import median
 
 from graphshard.forecast import Forecast
 from graphshard.measured import Measured, Stretch
-from graphshard.schedule import Direction, Schedule, Step, StepKind
-
-ISSUES = (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
+from graphshard.schedule import ISSUES, Direction, Schedule, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)

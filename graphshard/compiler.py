@@ -37,20 +37,30 @@ from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.run import Body, guarded
 from graphshard.step_plan import Direction, Plan
+from graphshard.watch import OBSERVER, Running
 
 
 class GraphCompiler:
     """One Dynamo graph on its way to compiled code. `found`: the live groups it uses."""
 
-    def __init__(self, gm: fx.GraphModule, name: str, options: Options) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        name: str,
+        options: Options,
+        announce: Callable[[CompiledPlan], None] = lambda compiled: None,
+    ) -> None:
+        """announce: is given each plan that begins to run."""
         self.name = name
         self._options = options
+        self._announce = announce
         self.plan: Plan | None = None
         self._gm = gm
         self._program: Program | None = None
         self._calls: Calls | None = None
         self._bodies: dict[Direction, Body] = {}
         self._feedback: Feedback | None = None
+        self.running: Running | None = None
         self.found = find_groups(gm)
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -123,19 +133,17 @@ class GraphCompiler:
         after = self._options.replan_after if placed.backward is not None else None
         spare = None if after is None else copied(placed)
         program = apply(placed, plan)
+        self.running = Running(program, plan, problem, self._bodies, self.groups, self._options)
         self._adopt(program, plan, problem)
         if after is not None and spare is not None:
+            assert self.running is not None
             self._feedback = Feedback(
+                running=self.running,
                 placed=spare,
-                problem=problem,
                 reshard=order.freedom.reshard,
-                program=program,
-                plan=plan,
-                bodies=self._bodies,
-                groups=self.groups,
                 ballots=_ballots(self.groups),
                 after=after,
-                adopt=self._adopt,
+                adopt=self._adopt_again,
             )
 
     def _adopt(
@@ -148,9 +156,22 @@ class GraphCompiler:
         before = None if measured is None else self.plan
         self._program, self.plan = program, plan
         code = code_of(program.forward), code_of(program.backward)
-        compiled = CompiledPlan(plan, *code, problem, before, measured)
+        compiled = CompiledPlan(plan, *code, problem, before, measured, self.running)
         for record in self.records:
             record.plans[self.name] = compiled
+
+    def announce(self) -> None:
+        """Tell what runs now, unless the groups went to FSDP2."""
+        found = (record.plans.get(self.name) for record in self.records)
+        compiled = next((c for c in found if c is not None), None)
+        if compiled is not None:
+            self._announce(compiled)
+
+    def _adopt_again(
+        self, program: Program, plan: Plan, problem: Problem, measured: Measured
+    ) -> None:
+        self._adopt(program, plan, problem, measured)
+        self.announce()
 
     @property
     def groups(self) -> list[LiveGroup]:
@@ -172,11 +193,13 @@ class GraphCompiler:
     def _watching(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         calls, anchors = self._calls, tuple(self.found.anchors)
         every, off = self._options.verify == "every", self._options.verify == "off"
-        feedback = self._feedback
+        feedback, running = self._feedback, self.running
 
         def call(*args: Any) -> Any:
-            if feedback is not None:
+            if feedback is not None and not feedback.done:
                 feedback.before_forward()
+            elif (observer := OBSERVER.get()) is not None and running is not None:
+                observer.before_forward(running)
             # Identical blocks share a graph, so the groups of this call are known by its inputs.
             if not off:
                 groups = [lookup(args[i]) for i in (anchors if every else anchors[:1])]

@@ -8,6 +8,7 @@ GraphshardError
 |-- CostError            (also ValueError)   a preset, a profile or a calibration cannot be used
 |-- RuntimeStateError    a collective or a buffer was used out of order
 |-- OfflineError         (also ValueError)   what is to be planned offline cannot be built
+|-- MeasureError         (also ValueError)   nothing was measured, or it does not fit the plan
 |-- DivergedRanks        the ranks would run, or run, different graphs
 `-- PlanError            (also ValueError)   what is to be planned contradicts itself
     `-- InfeasibleBudget no schedule fits the memory budget
@@ -56,6 +57,10 @@ class RuntimeStateError(GraphshardError):
 
 class OfflineError(GraphshardError, ValueError):
     """A model that is to be planned offline cannot be found, built or sharded."""
+
+
+class MeasureError(GraphshardError, ValueError):
+    """Nothing was measured, or what was measured or is to be compared does not fit the plan."""
 
 
 class DivergedRanks(GraphshardError):

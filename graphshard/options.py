@@ -26,6 +26,7 @@ class Options:
     compute: "aten" runs the captured ATen ops as they are (bitwise equal to eager FSDP2).
     fallback: "warn" runs what cannot be captured through FSDP2, "error" raises instead.
     dump_dir: folder for the emitted Python and the plan of each graph, or None.
+    report_dir: folder for the plan, its page and its trace, of each graph and rank, or None.
     memory_budget_bytes: hard limit on the predicted peak of a rank; the planner then decides what
     the user left open. None: FSDP2's predicted peak, gathers one group ahead as in FSDP2.
     reshard: "fsdp2" keeps gathered what FSDP2's settings say (with a budget: what the user set, the
@@ -48,6 +49,7 @@ class Options:
     micro_steps: int = 1
     replan_after: int | None = None
     verify: str = "compile"
+    report_dir: Path | None = None
 
 
 def parse_options(options: Mapping[str, object] | None, mode: str | None = None) -> Options:
@@ -69,8 +71,6 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
         if key in given and given[key] not in choices:
             raise OptionsError("GS103", f"option {key}={given[key]!r}; choose one of {choices}")
     dump_dir = given.get("dump_dir", os.environ.get("GRAPHSHARD_DUMP_DIR") or None)
-    if dump_dir is not None and not isinstance(dump_dir, str | Path):
-        raise OptionsError("GS103", f"option dump_dir={dump_dir!r} is not a path")
     machine, budget = given.get("machine"), given.get("memory_budget")
     if machine is not None and not isinstance(machine, str | Path):
         raise OptionsError("GS103", f"option machine={machine!r} is no preset and no path")
@@ -83,8 +83,15 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
         fallback=str(given.get("fallback", default.fallback)),
         reshard=str(given.get("reshard", default.reshard)),
         verify=str(given.get("verify", default.verify)),
-        dump_dir=Path(dump_dir) if dump_dir else None,
+        dump_dir=_parse_path("dump_dir", dump_dir),
+        report_dir=_parse_path("report_dir", given.get("report_dir")),
     )
+
+
+def _parse_path(key: str, value: object) -> Path | None:
+    if value is not None and not isinstance(value, str | Path):
+        raise OptionsError("GS103", f"option {key}={value!r} is not a path")
+    return Path(value) if value else None
 
 
 def _parse_count(key: str, value: object, least: int) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphshard import plan_cache
+from graphshard import artifacts, plan_cache
 from graphshard.cost.machine import Machine
 from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.settings import GroupSettings
@@ -38,9 +38,18 @@ Pass = Callable[[Program], Program]
 def run_passes(program: Program, passes: Iterable[Pass]) -> Program:
     """`program` after `passes`. Raises VerifyError as soon as a rule is broken."""
     for transform in passes:
-        program = transform(program)
-        verify(program, after=transform.__name__)
-        logger.debug("%s: %s done", program.name, transform.__name__)
+        program = _checked(transform(program), transform.__name__)
+    return program
+
+
+def _checked(program: Program, name: str) -> Program:
+    """`program`, as pass `name` left it, if it breaks no rule."""
+    verify(program, after=name)
+    if program.joint is not None:
+        artifacts.graph_after(name, program.joint)
+    for direction, module in program.by_direction.items():
+        artifacts.graph_after(f"{name}_{direction}", module)
+    logger.debug("%s: %s done", program.name, name)
     return program
 
 
@@ -158,8 +167,7 @@ def apply(program: Program, plan: Plan) -> Program:
     """A placed program in the plan's order."""
     program = program.with_groups(plan.groups)
     for follow in (regroup, apply_plan):
-        program = follow(program, plan)
-        verify(program, after=follow.__name__)
+        program = _checked(follow(program, plan), follow.__name__)
     return program
 
 

@@ -10,12 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from graphshard.forecast import CollectiveTime, Forecast
-from graphshard.schedule import Schedule, Step, StepKind
-
-ISSUE_OF = {
-    StepKind.GATHER_WAIT: StepKind.GATHER_ISSUE,
-    StepKind.REDUCE_WAIT: StepKind.REDUCE_ISSUE,
-}
+from graphshard.schedule import ISSUE_OF, Schedule, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,16 @@
-"""What graphshard did: plans, measurements, a short report, one log line per plan."""
+"""What graphshard did: the plans of a model, what they were measured at, and a short report."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from graphshard.capture.ports import CompiledPlan, Record, records_under
-from graphshard.compiler import GraphCompiler
 from graphshard.measured import Measured
-from graphshard.options import Options
 from graphshard.step_plan import Plan
 from graphshard.view.comparison import comparison_text
-
-logger = logging.getLogger(__name__)
 
 
 def plans(model: nn.Module) -> list[Plan]:
@@ -28,7 +22,7 @@ def plans(model: nn.Module) -> list[Plan]:
 class Measurement:
     """What a plan was measured at, the same on all ranks; `str()` of it is a table for people.
 
-    plan: the plan that ran; after `replan_after` forwards another one took its place.
+    plan: the plan that ran. If `replan_after` measured it, another one took its place then.
     """
 
     plan: Plan
@@ -41,12 +35,14 @@ class Measurement:
 def measurements(model: nn.Module) -> list[Measurement | None]:
     """The last measurement behind each plan of `plans(model)`, in the same order.
 
-    None: nothing was measured. Only `options={"replan_after": n}` measures.
+    None: nothing was measured. `graphshard.profile` measures, and `options={"replan_after": n}`.
     """
     return [_measurement(compiled) for compiled in _compiled(records_under(model))]
 
 
 def _measurement(compiled: CompiledPlan) -> Measurement | None:
+    if compiled.plan.measured is not None:
+        return Measurement(compiled.plan, compiled.plan.measured)
     if compiled.before is None or compiled.measured is None:
         return None
     return Measurement(compiled.before, compiled.measured)
@@ -101,39 +97,6 @@ def explain(model: nn.Module) -> Report:
         reasons={k: v for r in records for k, v in {**r.outside, **r.reasons}.items()},
         code=tuple((c.plan.name, c.forward_code, c.backward_code) for c in compiled),
     )
-
-
-def announce(compiler: GraphCompiler, options: Options) -> None:
-    """Log one line on rank 0; write plan and code to the dump folder if there is one."""
-    compiled = next(
-        (r.plans[compiler.name] for r in compiler.records if compiler.name in r.plans), None
-    )
-    if compiled is None:
-        return
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank == 0:
-        s = compiled.plan.summary()
-        logger.info(
-            "%s: %d groups, %d all-gathers and %d reduce-scatters per step, at most %.1f MiB of "
-            "gathered parameters",
-            s["name"],
-            s["groups"],
-            s["all_gathers"],
-            s["reduce_scatters"],
-            s["gathered_peak_bytes"] / 2**20,
-        )
-    if options.dump_dir is not None:
-        _dump(compiled, options, rank)
-
-
-def _dump(compiled: CompiledPlan, options: Options, rank: int) -> None:
-    assert options.dump_dir is not None
-    name = compiled.plan.name.replace(" ", "_").replace("/", "_")
-    stem = options.dump_dir / f"rank{rank}" / name
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".plan.json").write_text(compiled.plan.to_json())
-    stem.with_suffix(".forward.py").write_text(compiled.forward_code)
-    stem.with_suffix(".backward.py").write_text(compiled.backward_code)
 
 
 def _compiled(records: list[Record]) -> list[CompiledPlan]:

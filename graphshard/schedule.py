@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -94,6 +94,37 @@ def _fields(value: Any) -> dict[str, Any]:
     if isinstance(value, Step):
         return {k: v for k, v in found.items() if v or k not in ("with_groups", "params")}
     return found
+
+
+ISSUES = (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
+
+ISSUE_OF = {
+    StepKind.GATHER_WAIT: StepKind.GATHER_ISSUE,
+    StepKind.REDUCE_WAIT: StepKind.REDUCE_ISSUE,
+}
+
+RANGES = {
+    StepKind.GATHER_ISSUE: "all_gather",
+    StepKind.GATHER_WAIT: "all_gather_wait",
+    StepKind.RELEASE: "release",
+    StepKind.REDUCE_ISSUE: "reduce_scatter",
+    StepKind.REDUCE_WAIT: "reduce_scatter_wait",
+}
+
+
+def range_name(kind: StepKind, fqns: Sequence[str], params: Sequence[int] = ()) -> str:
+    """The name of a step in profiles and traces: "graphshard::all_gather layers.3".
+
+    fqns: of the groups that travel together. params: the places of the parameters that travel,
+    where a group is split.
+    """
+    places = f" {list(params)}" if params else ""
+    return f"graphshard::{RANGES[kind]} {' + '.join(fqns)}{places}"
+
+
+def direction_range_name(direction: Direction) -> str:
+    """The name in profiles of everything that one direction runs."""
+    return f"graphshard::{direction}"
 
 
 def step_from_dict(data: dict[str, Any]) -> Step:

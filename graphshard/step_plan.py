@@ -24,12 +24,12 @@ from graphshard.estimate import Owner as Owner
 from graphshard.estimate import estimate_from_dict, estimate_summary
 from graphshard.forecast import Forecast, forecast_from_dict
 from graphshard.measured import Measured, measured_from_dict
+from graphshard.schedule import ISSUES, schedule_from_dict, to_json
 from graphshard.schedule import Direction as Direction
 from graphshard.schedule import Lane as Lane
 from graphshard.schedule import Schedule as Schedule
 from graphshard.schedule import Step as Step
 from graphshard.schedule import StepKind as StepKind
-from graphshard.schedule import schedule_from_dict, to_json
 from graphshard.skeleton import Entry, Skeleton
 
 SCHEMA_VERSION = 3
@@ -149,13 +149,17 @@ class Plan:
     @property
     def skeleton(self) -> Skeleton:
         """The collectives in the order of issue, forward first: what all ranks must share."""
-        infos = {g.id: g for g in self.groups}
         pairs = ((s.direction, step) for s in self.schedules for step in s.steps)
         return tuple(
-            _entry(direction, step, [infos[group] for group in step.groups])
+            self.entry(direction, step)
             for direction, step in pairs
-            if step.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE) and not step.kept
+            if step.kind in ISSUES and not step.kept
         )
+
+    def entry(self, direction: Direction, issue: Step) -> Entry:
+        """What the collective that step `issue` starts is on the wire."""
+        infos = {g.id: g for g in self.groups}
+        return _entry(direction, issue, [infos[group] for group in issue.groups])
 
     @property
     def fingerprint(self) -> str:
@@ -306,7 +310,8 @@ def size_bytes(step: Step, groups: Sequence[GroupInfo]) -> int:
     """What the collective that `step` issues for `groups` moves: the bucket of all ranks' parts."""
     if step.kind is StepKind.REDUCE_ISSUE:
         return sum(g.reduce_bytes for g in groups)
-    return sum(_carried_bytes(g, step) for g in groups)
+    params = (g.params[p] for g in groups for p in step.params or range(len(g.params)))
+    return sum(p.gathered_bytes for p in params)
 
 
 def received_bytes(groups: Sequence[GroupInfo], schedules: Sequence[Schedule]) -> int:

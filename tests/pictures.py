@@ -6,9 +6,9 @@ from planning import layers, random_problem
 from plans import group, plan, two_layers
 from test_comparison import as_predicted
 
-from graphshard.step_plan import Category, ParamInfo, Plan, PricedOn, StepKind
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Claim, Problem, Region
+from graphshard.step_plan import Category, ParamInfo, Plan, PricedOn, StepKind
 
 GIB = 2**30
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from plans import two_layers
 
-from graphshard import cli
 from graphshard.cli import main
+from graphshard.cli.common import sizes as sizes_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -138,7 +138,7 @@ def test_calibrate_runs_under_torchrun_only(capsys, monkeypatch):
     assert "GS504: start it with torchrun" in fails(capsys, "calibrate")
 
 
-@pytest.mark.parametrize("sizes", ["", "64KB", "1.5MiB", "-4096", "4096,,8192"])
+@pytest.mark.parametrize("sizes", ["", "64XB", "MiB", "-4096", "4096,,8192"])
 def test_sizes_that_are_none(sizes, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["calibrate", f"--sizes={sizes}"])
@@ -146,4 +146,4 @@ def test_sizes_that_are_none(sizes, capsys):
 
 
 def test_sizes_in_bytes():
-    assert cli._sizes("4096, 64KiB,1mib") == (4096, 65536, 2**20)
+    assert sizes_of("4096, 64KiB,1mib") == (4096, 65536, 2**20)

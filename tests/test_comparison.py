@@ -19,7 +19,7 @@ def planned(problem, name="toy"):
     groups = tuple(group(g.id, g.fqn, g.gathered_bytes) for g in problem.groups)
     return Plan(
         name, "2.13.0", groups, forward, backward, found.estimate, (), found.reasons,
-        found.forecasts,
+        found.forecasts, fsdp2=found.fsdp2,
     )  # fmt: skip
 
 

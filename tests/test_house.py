@@ -98,7 +98,10 @@ LIGHT = (
     "graphshard.step_plan",
     "graphshard.planner.one_ahead",
     "graphshard.view.costs",
+    "graphshard.view.diff_text",
     "graphshard.view.html",
+    "graphshard.view.profiled",
+    "graphshard.view.trace",
 )
 
 

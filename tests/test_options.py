@@ -9,7 +9,7 @@ from graphshard.options import Options, is_disabled, parse_options
 
 KEYS = (
     "compute, fallback, dump_dir, memory_budget, reshard, machine, micro_steps, replan_after, "
-    "verify"
+    "verify, report_dir"
 )
 
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"
@@ -49,6 +49,7 @@ def test_options_go_over_the_environment_over_the_default(monkeypatch):
         ({"fallback": True}, "GS103", "option fallback=True; choose one of ('warn', 'error')"),
         ({"fallback": None}, "GS103", "option fallback=None; choose one of ('warn', 'error')"),
         ({"dump_dir": 7}, "GS103", "option dump_dir=7 is not a path"),
+        ({"report_dir": 7}, "GS103", "option report_dir=7 is not a path"),
     ],
 )
 def test_what_is_wrong_is_named(options, code, message):

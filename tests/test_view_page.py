@@ -14,7 +14,7 @@ from plans import two_layers
 
 from graphshard.cli import main
 from graphshard.view.html import render
-from graphshard.view.measured_file import measured_of
+from graphshard.view.profiled import measured_of_file
 
 EXTERNAL = re.compile(r"https?:|//[a-z]|@import|url\((?!\"#)", re.IGNORECASE)
 LOADING = {"src", "href", "srcset", "data", "poster", "action", "formaction", "background", "style"}
@@ -211,7 +211,7 @@ def files(tmp_path):
 def test_view_draws_what_another_file_measured(files, tmp_path, capsys):
     out = tmp_path / "out.html"
     bare, with_times = files
-    assert measured_of(with_times) == PLANS["llama"].measured
+    assert measured_of_file(PLANS["llama"], with_times) == PLANS["llama"].measured
     assert main(["view", str(bare), "--measured", str(with_times), "-o", str(out)]) == 0
     names = [row["name"] for row in Page(out.read_text()).payload["rows"]["compare"]]
     assert names == ["FSDP2, predicted", "graphshard, predicted", "measured"]
@@ -221,11 +221,11 @@ def test_view_draws_what_another_file_measured(files, tmp_path, capsys):
 @pytest.mark.parametrize("case", ["not measured", "missing", "not a plan", "another graph"])
 def test_view_refuses_what_was_not_measured(case, files, tmp_path, capsys):
     bare, with_times = files
-    other, text = bare, "it is a plan that was not measured"
+    other, text = bare, "is a plan that was not measured"
     if case == "missing":
         other, text = tmp_path / "none.json", "No such file"
     elif case == "not a plan":
-        other, text = tmp_path / "bad.json", "bad.json: not a graphshard plan"
+        other, text = tmp_path / "bad.json", "GS804: no trace"
         other.write_text("{}")
     elif case == "another graph":
         bare.write_text(planned(llama(33), "longer").to_json())

@@ -69,7 +69,8 @@ class CompiledPlan:
     """A plan, the Python that was emitted for it, and what it was made from.
 
     problem: the `graphshard.planner.problem.Problem`, if costs were known. before, measured: the
-    plan that ran before this one, and what it was measured at.
+    plan that ran before this one, and what it was measured at. running: the
+    `graphshard.watch.Running` that runs it.
     """
 
     plan: Plan
@@ -78,6 +79,7 @@ class CompiledPlan:
     problem: object = None
     before: Plan | None = None
     measured: Measured | None = None
+    running: object = None
 
 
 class PortParam:

@@ -58,7 +58,8 @@ class Ballot:
     """What the ranks of one mesh have agreed on about one FSDP root.
 
     groups: FQNs of the root's groups on this mesh. slot: the number of the next question. calls:
-    forward calls so far (`verify="every"`). running: the plan of the last call.
+    forward calls so far (`verify="every"`). profiles: blocks of `graphshard.profile` so far.
+    running: the plan of the last call.
     """
 
     store: Any
@@ -68,6 +69,7 @@ class Ballot:
     limit_s: float
     slot: int = 0
     calls: int = 0
+    profiles: int = 0
     agreed: list[Plan] = field(default_factory=list)
     running: Plan | None = None
 

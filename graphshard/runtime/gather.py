@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import FsdpParam
 from graphshard.runtime.live import Held, LiveGroup
+from graphshard.runtime.ranges import step_range
 from graphshard.runtime.waiting import finish
+from graphshard.schedule import StepKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,12 +44,12 @@ class Load:
 class Bucket:
     """One all-gather over several ranks, from its issue until everything is copied out."""
 
-    __slots__ = ("_buffer", "_flats", "_live", "_name", "_places", "_ranks", "work")
+    __slots__ = ("_buffer", "_flats", "_live", "_names", "_places", "_ranks", "work")
 
     def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
         first = loads[0].live
         comm = first.fsdp.gather_comm
-        self._name = " + ".join(load.name for load in loads)
+        self._names = [load.name for load in loads]
         self._ranks = group.size()
         self._flats: dict[tuple[LiveGroup, int], Tensor] = {}
         # Sizes only: what the parts are views of may be freed while the collective runs.
@@ -59,7 +60,7 @@ class Bucket:
         ]
         parts = [part for load in loads for part in load.parts]
         dtypes = tuple(dtype for load in loads for dtype in load.dtypes)
-        with record_function(f"graphshard::all_gather {self._name}"):
+        with step_range(StepKind.GATHER_ISSUE, *self._names):
             buffer, own = _bucket(parts, dtypes, group, comm)
             self.work = all_gather(buffer, own, group, comm)
         self._buffer: Tensor | None = buffer
@@ -69,7 +70,7 @@ class Bucket:
     def take(self, live: LiveGroup, index: int) -> Tensor:
         """A gathered parameter, one-dimensional. The first call waits and copies all of them."""
         if self._buffer is not None:
-            with record_function(f"graphshard::all_gather_wait {self._name}"):
+            with step_range(StepKind.GATHER_WAIT, *self._names):
                 self.drain()
                 flats = [memory(*place) for place in self._places]
                 _copy_out(self._buffer, flats, self._ranks)

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
 from graphshard.fsdp2.layouts import copy_of
 from graphshard.runtime.live import LiveGroup
+from graphshard.runtime.ranges import step_range
 from graphshard.runtime.waiting import finish
+from graphshard.schedule import StepKind
 
 
 class Reduction:
@@ -33,7 +34,7 @@ class Reduction:
         self._input: Tensor | None = None
         if not grads:
             return
-        with record_function(f"graphshard::reduce_scatter {live.fqn}"):
+        with step_range(StepKind.REDUCE_ISSUE, live.fqn):
             self._issue(list(grads.values()))
 
     def _issue(self, grads: list[Tensor]) -> None:
@@ -62,7 +63,7 @@ class Reduction:
         """Wait, then set or add to each `.grad` and run its hooks, in registration order."""
         if not self._params:
             return
-        with record_function(f"graphshard::reduce_scatter_wait {self._live.fqn}"):
+        with step_range(StepKind.REDUCE_WAIT, self._live.fqn):
             self.drain()
             if self._all_reduce():
                 self._assign()

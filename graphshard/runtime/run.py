@@ -16,6 +16,7 @@ from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_
 from graphshard.runtime.finish import finish_later
 from graphshard.runtime.gather import Bucket, Gather, issue, prefetch, take_prefetched
 from graphshard.runtime.live import LiveGroup, lookup
+from graphshard.runtime.ranges import direction_range
 from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_unreduced
 from graphshard.runtime.stopwatch import Stopwatch, stopwatch
 from graphshard.step_plan import Direction
@@ -254,7 +255,8 @@ def guarded(
             run.stopwatch = stopwatch(device)
         args.insert(0, run)
         try:
-            outputs = body.call(args)
+            with direction_range(direction):
+                outputs = body.call(args)
         except BaseException as error:
             run.abort(waits=not isinstance(error, DivergedRanks))
             raise

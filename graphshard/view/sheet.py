@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from graphshard.forecast import CollectiveTime
 from graphshard.measured import Measured
-from graphshard.step_plan import Direction, Lane, Plan, Step
 from graphshard.skeleton import Entry
+from graphshard.step_plan import Direction, Lane, Plan, Step
 from graphshard.view.axis import Axis, axis_of, offsets_us
 from graphshard.view.text import bytes_text, group_name
 from graphshard.view.timeline import Segment, Timeline, timeline

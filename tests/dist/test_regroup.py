@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard import compiler, pricing
+from graphshard import pipeline, pricing, sketch
 from graphshard.capture.ports import port_of
 from graphshard.runtime import gather, reduce
 from graphshard.step_plan import Plan, StepKind
@@ -45,7 +45,7 @@ def planned_as(name: str) -> Iterator[None]:
     def changed(original: Callable[[Any], Plan]) -> Callable[[Any], Plan]:
         return lambda *args: PLANS[name](original(*args))
 
-    with patched(compiler, "plan_with_costs", changed):
+    with patched(pipeline, "plan_with_costs", changed):
         yield
 
 
@@ -292,7 +292,7 @@ def budgeted(ctx: Ctx, case_name: str, shares: list[float]) -> list[dict[str, An
         options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
         model.compile(backend="graphshard", fullgraph=True, options=options)
         # Small groups are split too, and nothing is computed again instead.
-        with patched(compiler, "choose_recompute", nothing), patched(pricing, "HUGE", lambda _: 0):
+        with patched(sketch, "units", nothing), patched(pricing, "HUGE", lambda _: 0):
             assert_equal(expected, train(model, case, ctx, 2))
         with watch_gathered() as seen, count_collectives() as counts:
             case.loss(model, case.batch(2, ctx.rank, ctx.device)).backward()

@@ -1,0 +1,119 @@
+"""What moved between two plans of one model: `moves(before, after)`.
+
+Out come `Move`s in the order of the schedule: what stays gathered, what travels together, what is
+computed again, and each collective that is issued, or waited for, at another place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from graphshard.schedule import ISSUE_OF, ISSUES
+from graphshard.step_plan import Direction, Plan, Schedule, Step, StepKind
+
+WORDS = {
+    StepKind.GATHER_ISSUE: ("all-gather", "issued"),
+    StepKind.GATHER_WAIT: ("all-gather", "awaited"),
+    StepKind.REDUCE_ISSUE: ("reduce-scatter", "issued"),
+    StepKind.REDUCE_WAIT: ("reduce-scatter", "awaited"),
+}
+
+# A communication step of a direction, by the names of its groups.
+Key = tuple[StepKind, tuple[str, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """groups: FQNs. what: "kept", "resharded", "recomputed", "not recomputed", "together", "split",
+    "alone", "earlier" or "later"; the last two with `num_ops`: over so many ops."""
+
+    what: str
+    groups: tuple[str, ...]
+    text: str
+    direction: Direction | None = None
+    num_ops: int = 0
+
+
+def moves(before: Plan, after: Plan) -> Iterator[Move]:
+    """Nothing for two plans with equal schedules."""
+    yield from _kept(before, after)
+    yield from _recomputed(before, after)
+    for ours, theirs in zip(before.schedules, after.schedules, strict=True):
+        old, new = _places(before, ours), _places(after, theirs)
+        yield from _regrouped(ours.direction, old, new)
+        if _num_ops(ours) == _num_ops(theirs):
+            yield from _moved(ours.direction, old, new)
+
+
+def _kept(before: Plan, after: Plan) -> Iterator[Move]:
+    """From forward to backward."""
+    old, new = ([_keeps(plan, group.fqn) for group in before.groups] for plan in (before, after))
+    for group, was, is_now in zip(before.groups, old, new, strict=True):
+        if was != is_now:
+            text = "kept gathered until backward" if is_now else "resharded after forward"
+            yield Move("kept" if is_now else "resharded", (group.fqn,), text)
+
+
+def _keeps(plan: Plan, fqn: str) -> bool:
+    groups = {group.id: group.fqn for group in plan.groups}
+    released = plan.forward.of_kind(StepKind.RELEASE)
+    return any(step.kept and fqn in [groups[g] for g in step.groups] for step in released)
+
+
+def _recomputed(before: Plan, after: Plan) -> Iterator[Move]:
+    for fqn in after.recompute:
+        if fqn not in before.recompute:
+            yield Move("recomputed", (fqn,), "computed again in backward")
+    for fqn in before.recompute:
+        if fqn not in after.recompute:
+            yield Move("not recomputed", (fqn,), "no longer computed again in backward")
+
+
+def _places(plan: Plan, schedule: Schedule) -> dict[Key, int]:
+    """Communication step -> ops that come before it."""
+    fqns = {group.id: group.fqn for group in plan.groups}
+    done, found = 0, {}
+    for step in schedule.steps:
+        if step.kind is StepKind.COMPUTE:
+            done = step.stop
+        elif step.kind in ISSUES or step.kind in ISSUE_OF:
+            found[_key(step, fqns)] = done
+    return found
+
+
+def _key(step: Step, fqns: Mapping[int, str]) -> Key:
+    return step.kind, tuple(fqns[group] for group in step.groups), step.params
+
+
+def _num_ops(schedule: Schedule) -> int:
+    return max((step.stop for step in schedule.steps), default=0)
+
+
+def _regrouped(
+    direction: Direction, old: Mapping[Key, int], new: Mapping[Key, int]
+) -> Iterator[Move]:
+    for kind, groups, params in new:
+        if kind not in ISSUES or (kind, groups, params) in old:
+            continue
+        name = f"{WORDS[kind][0]} in {direction}"
+        if len(groups) > 1:
+            yield Move("together", groups, f"{name}: one for all", direction)
+        elif params:
+            places = ", ".join(map(str, params))
+            yield Move("split", groups, f"{name}: one for parameters {places}", direction)
+        elif any(k is kind and groups[0] in others for k, others, _ in old):
+            yield Move("alone", groups, f"{name}: alone, not split or with others", direction)
+
+
+def _moved(direction: Direction, old: Mapping[Key, int], new: Mapping[Key, int]) -> Iterator[Move]:
+    """Issues of what both have; waits of reductions, since a gather's stands where it is used."""
+    for key, place in new.items():
+        kind, groups, _ = key
+        if key not in old or kind is StepKind.GATHER_WAIT or place == old[key]:
+            continue
+        num_ops = abs(place - old[key])
+        way = "earlier" if place < old[key] else "later"
+        noun, verb = WORDS[kind]
+        text = f"{noun} in {direction}: {verb} {num_ops:,} op{'s'[: num_ops != 1]} {way}"
+        yield Move(way, groups, text, direction, num_ops)

@@ -1,0 +1,220 @@
+"""One run of a step on a common clock: of this plan or FSDP2's, predicted, or as it was measured.
+
+In comes a `Plan`; out come its scenarios. Times count in microseconds from the start of the
+forward; the backward begins when it ends. Traces are drawn and plans compared from these alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from graphshard.estimate import Category
+from graphshard.forecast import CollectiveTime, Forecast, StepTime
+from graphshard.measured import Measured, Stretch
+from graphshard.schedule import ISSUE_OF, ISSUES, range_name
+from graphshard.skeleton import Entry
+from graphshard.step_plan import Direction, Plan, Schedule, Step, StepKind
+
+OURS, FSDP2, MEASURED = "graphshard, predicted", "FSDP2, predicted", "graphshard, measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One step on the compute lane: it waits `exposed_us`, then works for `us`.
+
+    where: what is computed, as "forward layers.3"; or the name of the communication step.
+    memory: bytes alive during it by category; empty if nobody knows.
+    """
+
+    direction: Direction
+    step: Step
+    where: str
+    start_us: float
+    exposed_us: float
+    us: float
+    memory: tuple[tuple[Category, int], ...] = ()
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.exposed_us + self.us
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """One collective on lane `lane`.
+
+    issue, wait: places in `Scenario.works` (wait: None if nothing waits for it).
+    """
+
+    entry: Entry
+    name: str
+    lane: int
+    issue: int
+    wait: int | None
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything on one clock. works follow one another without a gap."""
+
+    title: str
+    works: tuple[Work, ...]
+    collectives: tuple[Carried, ...]
+
+    @property
+    def us(self) -> float:
+        return self.works[-1].end_us if self.works else 0.0
+
+    @property
+    def exposed_us(self) -> float:
+        return sum(work.exposed_us for work in self.works)
+
+
+def scenarios(plan: Plan) -> tuple[Scenario, ...]:
+    """This plan, FSDP2's and what was measured, as far as `plan` has them."""
+    found = []
+    if plan.forecasts:
+        found.append(predicted(plan))
+    if plan.fsdp2 is not None and plan.fsdp2.forecasts:
+        forward, *backward = plan.fsdp2.schedules
+        theirs = replace(
+            plan,
+            forward=forward,
+            backward=backward[0] if backward else None,
+            forecasts=plan.fsdp2.forecasts,
+        )
+        found.append(predicted(theirs, FSDP2))
+    if plan.measured is not None:
+        found.append(measured(plan, plan.measured))
+    return tuple(found)
+
+
+def predicted(plan: Plan, title: str = OURS) -> Scenario:
+    """What the cost model expects. Raises ValueError if the plan was made without it."""
+    if not plan.forecasts:
+        raise ValueError(f"{plan.name} was made without the cost model: it predicts no times")
+    return _scenario(plan, title, list(zip(plan.schedules, plan.forecasts, strict=True)))
+
+
+def measured(plan: Plan, found: Measured) -> Scenario:
+    """Medians one after another; a collective starts when it was issued and its lane was free.
+
+    One whose end was not seen ends with its wait, at the latest.
+    """
+    pairs = []
+    for schedule in plan.schedules:
+        stretches = found.of(schedule.direction)
+        own = Schedule(schedule.direction, tuple(stretch.step for stretch in stretches))
+        pairs.append((own, _laid_out(schedule.direction, stretches, _lanes(plan))))
+    return _scenario(plan, MEASURED, pairs)
+
+
+def _laid_out(
+    direction: Direction, stretches: Sequence[Stretch], lanes: dict[tuple[object, ...], int]
+) -> Forecast:
+    steps: list[StepTime] = []
+    for stretch in stretches:
+        start_us = steps[-1].end_us if steps else 0.0
+        steps.append(StepTime(start_us, stretch.us, stretch.exposed_us))
+    waits = waits_of([stretch.step for stretch in stretches])
+    collectives: list[CollectiveTime] = []
+    free_at: dict[int, float] = {}
+    for index, stretch in enumerate(stretches):
+        step = stretch.step
+        if step.kind not in ISSUES or step.kept:
+            continue
+        lane = lanes.get(_identity(direction, step), 0)
+        start_us = max(steps[index].end_us, free_at.get(lane, 0.0))
+        if stretch.comm_us is not None:
+            end_us = start_us + stretch.comm_us
+        else:
+            wait = steps[waits[index]] if index in waits else steps[-1]
+            end_us = max(start_us, wait.start_us + wait.exposed_us)
+        free_at[lane] = end_us
+        collectives.append(CollectiveTime(index, lane, start_us, end_us))
+    return Forecast(tuple(steps), tuple(collectives))
+
+
+def waits_of(steps: Sequence[Step]) -> dict[int, int]:
+    """Place of an issue -> place of its wait."""
+    waits = {
+        (ISSUE_OF[s.kind], s.groups, s.params): i for i, s in enumerate(steps) if s.kind in ISSUE_OF
+    }
+    keys = ((i, (s.kind, s.groups, s.params)) for i, s in enumerate(steps) if s.kind in ISSUES)
+    return {index: waits[key] for index, key in keys if key in waits}
+
+
+def _lanes(plan: Plan) -> dict[tuple[object, ...], int]:
+    return {
+        _identity(schedule.direction, schedule.steps[c.issue]): c.lane
+        for schedule, forecast in zip(plan.schedules, plan.forecasts, strict=False)
+        for c in forecast.collectives
+    }
+
+
+def _identity(direction: Direction, step: Step) -> tuple[object, ...]:
+    return direction, step.kind, step.groups, step.params
+
+
+def _scenario(plan: Plan, title: str, pairs: Sequence[tuple[Schedule, Forecast]]) -> Scenario:
+    works: list[Work] = []
+    collectives: list[Carried] = []
+    names = {group.id: group.fqn for group in plan.groups}
+    start_us = 0.0
+    for schedule, forecast in pairs:
+        collectives += _carried(plan, schedule, forecast, len(works), start_us)
+        works += _works(schedule, forecast, names, start_us)
+        start_us += forecast.us
+    return Scenario(title, tuple(works), tuple(collectives))
+
+
+def _works(
+    schedule: Schedule, forecast: Forecast, names: dict[int, str], start_us: float
+) -> Iterator[Work]:
+    inside: list[int] = []
+    for index, (step, time) in enumerate(zip(schedule.steps, forecast.steps, strict=True)):
+        if step.kind is StepKind.COMPUTE:
+            # Of the groups that are waited for and not released, the last is being computed.
+            owner = [names[inside[-1]]] if inside else []
+            where = " ".join([str(schedule.direction), *owner])
+        else:
+            where = _name(step, names)
+        if step.kind is StepKind.GATHER_WAIT:
+            inside += [group for group in reversed(step.groups) if group not in inside]
+        elif step.kind is StepKind.RELEASE and step.group in inside:
+            inside.remove(step.group)
+        yield Work(
+            direction=schedule.direction,
+            step=step,
+            where=where,
+            start_us=start_us + time.start_us,
+            exposed_us=time.exposed_us,
+            us=time.work_us,
+            memory=tuple((category, sizes[index]) for category, sizes in forecast.memory),
+        )
+
+
+def _carried(
+    plan: Plan, schedule: Schedule, forecast: Forecast, first: int, start_us: float
+) -> Iterator[Carried]:
+    """first: the place of the schedule's first step among all works."""
+    names = {group.id: group.fqn for group in plan.groups}
+    waits = waits_of(schedule.steps)
+    for found in forecast.collectives:
+        step = schedule.steps[found.issue]
+        yield Carried(
+            entry=plan.entry(schedule.direction, step),
+            name=_name(step, names),
+            lane=found.lane,
+            issue=first + found.issue,
+            wait=first + waits[found.issue] if found.issue in waits else None,
+            start_us=start_us + found.start_us,
+            end_us=start_us + found.end_us,
+        )
+
+
+def _name(step: Step, names: dict[int, str]) -> str:
+    return range_name(step.kind, [names[group] for group in step.groups], step.params)

@@ -1,0 +1,120 @@
+"""Running graphs under a stopwatch: marks in, times of all ranks out, and the unmarked code back.
+
+In goes a `Running`, one graph pair with its plan. Between `watch` and `unwatch` every run of it
+leaves a lap; `combined` makes one `Measured` of the laps of all ranks. What is computed stays the
+same: only calls of `run.mark` are added between the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol, TypeAlias
+
+from graphshard import measured as times
+from graphshard.emit import emit, with_marks
+from graphshard.ir import Program
+from graphshard.measured import Issued, Lap, Measured
+from graphshard.options import Options
+from graphshard.planner.observed import travelling
+from graphshard.planner.problem import Problem
+from graphshard.runtime.live import LiveGroup
+from graphshard.runtime.run import Body
+from graphshard.step_plan import Direction, Plan, Step, StepKind
+
+Laps: TypeAlias = dict[Direction, list[Lap]]
+Stretches: TypeAlias = dict[Direction, tuple[Step, ...]]
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One graph pair as it runs now. stretches: what its marks separate; empty if unwatched."""
+
+    program: Program
+    plan: Plan
+    problem: Problem
+    bodies: Mapping[Direction, Body]
+    groups: list[LiveGroup]
+    options: Options
+    stretches: Stretches = field(default_factory=dict)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Both directions have code; AOTAutograd may ask for the backward late."""
+        return len(self.bodies) == len(self.program.by_direction)
+
+
+class Observer(Protocol):
+    """Whoever measures what runs."""
+
+    def before_forward(self, running: Running) -> None:
+        """`running` is about to run forward."""
+
+
+# Asked at every forward of the context (thread), so that graphs that compile meanwhile are seen.
+OBSERVER: ContextVar[Observer | None] = ContextVar("graphshard observer", default=None)
+
+
+def watch(running: Running) -> None:
+    """Every run from now on leaves a lap, until `unwatch`."""
+    schedules = {schedule.direction: schedule for schedule in running.plan.schedules}
+    for direction, module in running.program.by_direction.items():
+        cut = cuts(running.problem, direction)
+        marked, steps = with_marks(module, schedules[direction], cut)
+        running.stretches[direction] = steps
+        running.bodies[direction].call = emit(marked)
+        running.bodies[direction].watched = True
+
+
+def unwatch(running: Running) -> None:
+    """Back to the code of `running.program`, without marks; the laps are gone."""
+    running.stretches.clear()
+    for direction, module in running.program.by_direction.items():
+        body = running.bodies[direction]
+        body.call, body.watched = emit(module), False
+        body.watches.clear()
+
+
+def num_laps(running: Running) -> int:
+    """Complete runs since `watch`: of the direction that has fewest."""
+    return min((len(running.bodies[d].watches) for d in running.stretches), default=0)
+
+
+def laps_of(running: Running) -> Laps:
+    """The laps of this rank; blocks until the device is done with them."""
+    return {d: [w.lap() for w in running.bodies[d].watches] for d in running.stretches}
+
+
+def combined(problem: Problem, stretches: Stretches, ranks: Sequence[Laps]) -> Measured | None:
+    """What all ranks' laps come to, the last ones that all have; None if there is no such lap."""
+    count = min((len(laps) for own in ranks for laps in own.values()), default=0)
+    if count == 0:
+        return None
+    laps = {d: [own[d][-count:] for own in ranks] for d in stretches}
+    found = {
+        direction: times.combine(steps, laps[direction], issued(problem, direction, steps))
+        for direction, steps in stretches.items()
+    }
+    step_us, exposed_us = times.whole(list(stretches.values()), list(laps.values()))
+    backward = found.get(Direction.BACKWARD, ())
+    return Measured(count, step_us, exposed_us, found[Direction.FORWARD], backward)
+
+
+def cuts(problem: Problem, direction: Direction) -> frozenset[int]:
+    """The ops at which the problem's regions start."""
+    return frozenset(accumulate(r.num_ops for r in problem.regions(direction)))
+
+
+def issued(problem: Problem, direction: Direction, steps: Sequence[Step]) -> dict[int, Issued]:
+    """What is known of the collective of each issuing stretch."""
+    found = {}
+    for index, step in enumerate(steps):
+        if step.group is None or step.kind not in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE):
+            continue
+        group = problem.groups[step.group]
+        gathers = step.kind is StepKind.GATHER_ISSUE
+        lane = group.lane_in(direction) if gathers else group.reduce_lane
+        found[index] = Issued(lane, sum(t.us for _, t in travelling(problem, direction, step)))
+    return found

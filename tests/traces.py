@@ -1,0 +1,87 @@
+"""Reading a trace as a viewer of the Trace Event Format does."""
+
+from collections import defaultdict
+
+import jsonschema
+
+NUMBER, ID = {"type": "number"}, {"type": ["integer", "string"]}
+# Of the document "Trace Event Format": what a viewer needs of each phase that we write.
+PHASES = {
+    "X": {"required": ["name", "cat", "pid", "tid", "ts", "dur"]},
+    "M": {"required": ["name", "pid", "args"]},
+    "C": {
+        "required": ["name", "pid", "ts", "args"],
+        "properties": {"args": {"additionalProperties": NUMBER}},
+    },
+    "s": {"required": ["name", "cat", "id", "pid", "tid", "ts"]},
+    "f": {"required": ["name", "cat", "id", "pid", "tid", "ts", "bp"]},
+}
+SCHEMA = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "properties": {
+        "traceEvents": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["ph"],
+                "properties": {
+                    "ph": {"type": "string", "minLength": 1},
+                    "name": {"type": "string"},
+                    "cat": {"type": "string"},
+                    "ts": {"type": "number", "minimum": 0},
+                    "dur": {"type": "number", "minimum": 0},
+                    "pid": ID,
+                    "tid": ID,
+                    "id": ID,
+                    "bp": {"enum": ["e"]},
+                    "args": {"type": "object"},
+                },
+                "allOf": [
+                    {"if": {"properties": {"ph": {"const": ph}}}, "then": rule}
+                    for ph, rule in PHASES.items()
+                ],
+            },
+        }
+    },
+}
+
+
+def checked(trace):
+    """`trace`, which every viewer can read: the schema, slices that nest, arrows with two ends."""
+    jsonschema.Draft202012Validator(SCHEMA).validate(trace)
+    events = trace["traceEvents"]
+    tracks = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            tracks[event["pid"], event["tid"]].append(event)
+    for slices in tracks.values():
+        open_ = []
+        for found in sorted(slices, key=lambda e: (e["ts"], -e["dur"])):
+            while open_ and end(open_[-1]) <= found["ts"] + 1e-3:
+                open_.pop()
+            assert not open_ or end(found) <= end(open_[-1]) + 1e-3, (open_[-1], found)
+            open_.append(found)
+    return trace
+
+
+def end(event):
+    return event["ts"] + event["dur"]
+
+
+def arrows(events):
+    """(slice that it starts in, slice that it ends in) of each of our flows."""
+    ends = defaultdict(dict)
+    for event in events:
+        if event.get("cat") == "graphshard":
+            ends[event["id"]][event["ph"]] = event
+    assert all(set(pair) == {"s", "f"} for pair in ends.values())
+    return [(around(events, pair["s"]), around(events, pair["f"])) for pair in ends.values()]
+
+
+def around(events, event):
+    """The innermost slice at an event's time; one that begins there wins over one that ends."""
+    where = (event["pid"], event["tid"])
+    own = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == where]
+    inside = [e for e in own if e["ts"] <= event["ts"] <= end(e)]
+    return max(inside, key=lambda e: (e["ts"], -e["dur"]), default=None)
