@@ -95,7 +95,9 @@ class Study:
     """A model under study. Each capture, partition and world is made once.
 
     Where blocks are alike, a few of them are captured and the rest is counted (see `repeats` and
-    `unroll`); `whole` captures all of them. say: is told what is being done, for people who wait.
+    `unroll`); `whole` captures all of them, and so does a plan that computes some blocks again: in
+    a sweep (`Freedom.near`) what that saves and costs is estimated instead. say: is told what is
+    being done, for people who wait.
     """
 
     name: str
@@ -145,6 +147,8 @@ class Study:
                 basis = replace(self._basis(point), groups=world.infos)
                 plan = best_plan(basis, order, pose(basis, order))
                 plan = replace(plan, priced_on=priced_on(order))
+                if plan.recompute and not point.freedom.near:
+                    return self._whole_answer(point)
             else:
                 plan = decide(
                     self._in_world(point), order, lambda chosen: self._in_world(point, chosen)
@@ -152,6 +156,11 @@ class Study:
         except InfeasibleBudget as error:
             return Answer(point, None, error)
         return Answer(point, replace(plan, name=self.name))
+
+    def _whole_answer(self, point: Point) -> Answer:
+        """A partition in which some blocks are computed again cannot be counted: it is made."""
+        self.say("capturing the whole model, since backward computes some of its blocks again")
+        return next(Study(self.name, self.build, (point,), self.say, whole=True).answers())
 
     # -- captures and worlds -------------------------------------------------------------------
 

@@ -62,14 +62,16 @@ class Samples:
         return work
 
 
-def sampled(model: Any, ctx: Ctx, stretches: list[tuple[Step, ...]]) -> list[tuple[Step, int]]:
+def sampled_on(
+    model: Any, batch: tuple[Tensor, ...], stretches: list[tuple[Step, ...]]
+) -> list[tuple[Step, int]]:
     """Each communication step of one training step, with the bytes gathered after it."""
     alive: list[int] = []
     with (
         watch_gathered() as seen,
         patched(run, "stopwatch", lambda _: lambda device: Samples(seen, alive)),
     ):
-        model(*make_batch(CONFIG, ctx.rank)).backward()
+        model(*batch).backward()
     found = []
     for steps in stretches:
         after, alive = alive[1 : len(steps) + 1], alive[len(steps) + 1 :]
@@ -119,7 +121,7 @@ def swept(ctx: Ctx) -> list[dict[str, Any]]:
         assert all(map(torch.equal, losses, expected[0]))
         assert all(map(torch.equal, params, expected[1]))
         (plan,) = graphshard.plans(model)
-        assert sampled(model, ctx, stretches) == planned(plan)
+        assert sampled_on(model, make_batch(CONFIG, ctx.rank), stretches) == planned(plan)
         optimizer.zero_grad()
         step = step_peaks(lambda m=model: m(*make_batch(CONFIG, ctx.rank)).backward())
         summary = plan.summary()

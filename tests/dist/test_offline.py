@@ -1,0 +1,91 @@
+"""What is planned offline is what runs: the same schedules, and the bytes that are really gathered.
+
+Two ranks calibrate themselves and train; another process, which never saw them, plans for two ranks
+with their profile.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Ctx, Pool
+from test_memory import patched
+from test_memory_truth import NO_LIMIT, planned, recording, sampled_on
+from torch.distributed.fsdp import fully_shard
+
+import graphshard
+from bench.models import Config, Llama, WithLoss, make_batch
+from graphshard import watch
+from graphshard.cost.calibrate import calibrate, groups_of
+from graphshard.step_plan import Plan
+
+pytestmark = pytest.mark.dist
+
+# More blocks than are captured offline.
+CONFIG = Config(64, 7, 2, 192, 256, 64)
+SIZES = (4096, 65536, 2**20)
+ASKED: tuple[dict[str, Any], ...] = ({}, {"reshard": "auto"}, {"memory_budget": 0.9})
+
+
+def sharded(mesh: Any = None) -> Any:
+    model = WithLoss(Llama(CONFIG))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def batch(number: int) -> tuple[torch.Tensor, ...]:
+    """Tensors of their own, as offline; `make_batch` gives views of one."""
+    return tuple(part.clone() for part in make_batch(CONFIG, number))
+
+
+def calibrated(ctx: Ctx, path: str) -> int:
+    profile = calibrate(groups_of(ctx.mesh), ctx.device, sizes_bytes=SIZES, repetitions=3)
+    if ctx.rank == 0:
+        Path(path).write_text(profile.to_json())
+    return ctx.mesh.size()
+
+
+def trained(ctx: Ctx, path: str, asked: dict[str, Any]) -> tuple[str, list[int]]:
+    """The plan, and what is gathered after each of its communication steps."""
+    torch.manual_seed(0)
+    model, stretches = sharded(ctx.mesh), []
+    options = {"fallback": "error", "machine": path, "replan_after": 1000, **asked}
+    model.compile(backend="graphshard", fullgraph=True, options=options)
+    with patched(watch, "with_marks", recording(stretches)):
+        for step in range(3):
+            model(*batch(2 * step + ctx.rank)).backward()
+    model.zero_grad()
+    (plan,) = graphshard.plans(model)
+    seen = sampled_on(model, batch(ctx.rank), stretches)
+    assert [step for step, _ in seen] == [step for step, _ in planned(plan)]
+    return plan.to_json(), [size for _, size in seen]
+
+
+def offline(path: str, world_size: int, asked: dict[str, Any]) -> Plan:
+    inputs = torch.zeros((2, CONFIG.batch, CONFIG.seq_len), dtype=torch.int64, device="meta")
+    return graphshard.plan(
+        sharded, tuple(inputs), world_size=world_size, hardware=path, name="offline", **asked
+    )
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: next(iter(asked), "default"))
+def test_an_offline_plan_is_the_plan_that_runs(
+    pool: Pool, tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    path = str(tmp_path / "machine.json")
+    world_size = pool.run(2, calibrated, path)[0]
+    if "memory_budget" in asked:
+        free = offline(path, world_size, {"memory_budget": NO_LIMIT}).estimate
+        assert free is not None
+        asked = {"memory_budget": int(asked["memory_budget"] * free.fsdp2.peak_bytes)}
+    ahead = offline(path, world_size, asked)
+    for text, gathered in pool.run(2, trained, path, asked):
+        ran = Plan.from_json(text)
+        assert ran.skeleton == ahead.skeleton
+        assert ran.groups == ahead.groups
+        assert ran.schedules == ahead.schedules
+        assert (ran.fsdp2, ran.forecasts) == (ahead.fsdp2, ahead.forecasts)
+        assert ran.estimate == ahead.estimate
+        assert gathered == [size for _, size in planned(ahead)]
