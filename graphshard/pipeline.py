@@ -142,25 +142,29 @@ def plan_with_costs(
         replace(info, resharded_by=reshard if group.reshard is None else Reshard.FSDP2)
         for info, group in zip(program.groups, problem.groups, strict=True)
     )
+    if problem.near:  # quicker made than stored
+        return _planned(program.name, groups, problem, baseline)
     key = plan_cache.key_of(problem, baseline, groups, _torch_version())
     plan = plan_cache.load(key, program.name)
     if plan is None:
-        planned = plan_step(problem, baseline)
-        groups = tuple(
-            replace(info, between_micro_steps=info.id in planned.across) for info in groups
-        )
-        plan = _plan_of(program.name, groups, planned.schedules)
-        names = tuple(problem.recompute[index].name for index in planned.recompute)
-        plan = replace(
-            plan,
-            estimate=planned.estimate,
-            recompute=names,
-            reasons=planned.reasons,
-            forecasts=planned.forecasts,
-            fsdp2=planned.fsdp2,
-        )
+        plan = _planned(program.name, groups, problem, baseline)
         plan_cache.save(key, plan)
     return plan
+
+
+def _planned(
+    name: str, groups: tuple[GroupInfo, ...], problem: Problem, baseline: Problem | None
+) -> Plan:
+    planned = plan_step(problem, baseline)
+    groups = tuple(replace(info, between_micro_steps=info.id in planned.across) for info in groups)
+    return replace(
+        _plan_of(name, groups, planned.schedules),
+        estimate=planned.estimate,
+        recompute=tuple(problem.recompute[index].name for index in planned.recompute),
+        reasons=planned.reasons,
+        forecasts=planned.forecasts,
+        fsdp2=planned.fsdp2,
+    )
 
 
 def apply(program: Program, plan: Plan) -> Program:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 from graphshard.cost.machine import Machine
 from graphshard.draft import Parts, decide, parts_of, priced_on
@@ -34,6 +35,7 @@ from graphshard.offline.world import (
     called_with,
     faked,
     pretended,
+    resizes,
     shapes,
     varying,
     world_of,
@@ -108,6 +110,7 @@ class Study:
     _repeats: list[Repeat] = field(default_factory=list)
     _captures: dict[Sizes | None, Captured] = field(default_factory=dict)
     _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
+    _arguments: dict[Sizes, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     _parts: dict[tuple[Sizes, tuple[Unit, ...]], Parts] = field(default_factory=dict)
     _cuts: dict[tuple[int, tuple[Unit, ...]], Parts] = field(default_factory=dict)
     _bases: dict[tuple[Sizes, str, bool], Basis] = field(default_factory=dict)
@@ -170,15 +173,19 @@ class Study:
         sizes = max(every)  # a size of 1 would be taken for a constant
         names: list[str] = []
         for count in dict.fromkeys(point.world_size for point in self.points):
+            if any(known == count for known, _ in self._worlds):
+                continue
             with pretended(count):
                 self.say(f"building {self.name} on {count:,} ranks")
                 fake = faked(partial(self.build, sizes))
                 if not names:
                     names = self._capture_all(every, sizes, fake)
-                for point in self.points:
-                    if point.world_size == count:
-                        key = count, point.ranks_per_node
-                        self._worlds[key] = world_of(fake, names, point.ranks_per_node)
+                others = resizes(fake)
+                for key in dict.fromkeys((p.world_size, p.ranks_per_node) for p in self.points):
+                    if key[0] == count:
+                        self._worlds[key] = world_of(fake, names, key[1])
+                    elif others:
+                        self._worlds[key] = world_of(fake, names, key[1], key[0])
 
     def _capture_all(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> list[str]:
         """The names of the groups, in the order of their numbers."""
@@ -186,6 +193,7 @@ class Study:
             for own in every:
                 made = fake if own == sizes else built(partial(self.build, own))
                 self._shapes[own] = shapes(made)
+                self._arguments[own] = made.args, made.kwargs
             self._repeats = [] if self.whole else repeats_in(fake.model)
             if self._repeats:
                 self.say(f"capturing {CAPTURED} blocks of each list of alike blocks")
@@ -204,7 +212,7 @@ class Study:
         except CaptureError as error:
             self.say(f"a model with fewer blocks cannot be captured: {error}")
             return []
-        for point in self.points:
+        for point in {self._key(point): point for point in self.points}.values():
             basis: Basis | None = self._short_basis(point)
             for repeat in self._repeats:
                 basis = basis and unrolled(basis, repeat, infos)
@@ -234,7 +242,7 @@ class Study:
             return
         # Not the largest: a buffer that is used whole would make its length a constant.
         smaller = min(every, key=lambda own: (1 in dict(own).values(), own))
-        call = called_with(fake, built(partial(self.build, smaller)))
+        call = called_with(fake, *self._arguments[smaller])
         captured = _captured_or_none(call, self.name, places)
         if captured is not None and all(place in captured.symbols for place in places):
             self._captures[None] = captured
