@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
+from graphshard import __version__
 from graphshard.cli.calibrate import add_calibrate
 from graphshard.cli.common import (
     EXIT_CAPTURE,
@@ -39,10 +39,27 @@ def main(argv: list[str] | None = None) -> int:
     except (BadFile, CostError, MeasureError, OptionsError) as error:
         return _failed(error, EXIT_USAGE)
     except InfeasibleBudget as error:
-        return _failed(error, EXIT_INFEASIBLE)
+        sys.stderr.write(infeasible_text(error))
+        return EXIT_INFEASIBLE
     except GraphshardError as error:
         return _failed(error, EXIT_CAPTURE)
     return EXIT_OK
+
+
+def infeasible_text(error: InfeasibleBudget) -> str:
+    """The error as a screen: what, where and who, what would help; one line for each."""
+    from graphshard.view.units import reason_text
+
+    what, _, rest = reason_text(error.message).partition("; ")
+    where, _, rest = rest.partition(": ")
+    if "(" in where.rsplit(",", 1)[0]:  # "(FSDP2's own schedule: ...)" has a colon of its own
+        more, _, rest = rest.partition(": ")
+        where = f"{where}: {more}"
+    owners, _, helps = rest.partition(". What would help: ")
+    lines = [f"graphshard: error: {error.code}: {what}", f"  {where}"]
+    lines += [f"    {owner}" for owner in owners.split("; ")]
+    lines += ["  what would help"] + [f"    {help}" for help in helps.split("; ")]
+    return "\n".join(lines) + "\n"
 
 
 def _failed(error: Exception, status: int) -> int:
@@ -56,15 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="graphshard",
         description="Plan models sharded with fully_shard, look at plans, measure machines.",
     )
-    parser.add_argument("--version", action="version", version=f"graphshard {_version()}")
+    parser.add_argument("--version", action="version", version=f"graphshard {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     for add in (add_plan, add_show, add_view, add_diff, add_calibrate):
         add(verbs)
     return parser
-
-
-def _version() -> str:
-    try:
-        return version("graphshard")
-    except PackageNotFoundError:
-        return "(not installed)"

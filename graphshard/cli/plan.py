@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # A row of a sweep may be so much above its lower bound; for one plan alone more is searched.
 NEAR = 0.02
+BAR = 30
 
 
 def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,11 +79,7 @@ def _plan(args: argparse.Namespace) -> None:
     target = target_of(args.target)
     points = _points(args, target)
     study = Study(target.name, target.build, points, say=_say)
-    answers: list[Answer] = []
-    for answer in study.answers():
-        answers.append(answer)
-        if len(points) > 1:
-            _say(f"planned {len(answers)} of {len(points)}")
+    answers = list(_followed(study.answers(), len(points)))
     effort = Effort(**asdict(study.facts))
     if len(points) == 1:
         _one(args, effort, answers[0], target.name)
@@ -168,6 +166,20 @@ def _row(answer: Answer) -> Row:
         fsdp2_peak_bytes=estimate.fsdp2.peak_bytes,
         tokens_per_s=None if tokens is None else tokens / estimate.step_time_us * 1e6,
     )
+
+
+def _followed(answers: Iterator[Answer], total: int) -> Iterator[Answer]:
+    """Shows how far it is: a bar on a terminal, in a log a line for every fourth part."""
+    terminal = sys.stderr.isatty()
+    for done, answer in enumerate(answers, start=1):
+        if total > 1 and terminal:
+            filled = BAR * done // total
+            bar = "#" * filled + "-" * (BAR - filled)
+            end = "\n" if done == total else ""
+            print(f"\rgraphshard: [{bar}] {done} of {total}", file=sys.stderr, end=end, flush=True)
+        elif total > 1 and done * 4 // total > (done - 1) * 4 // total:
+            _say(f"planned {done} of {total}")
+        yield answer
 
 
 def _say(text: str) -> None:

@@ -28,7 +28,7 @@ def why_infeasible(problem: Problem, budget_bytes: int, own_bytes: int) -> str:
     helps = [f"a budget of {least.peak_bytes:,} bytes", *_changes(problem, least.peak_bytes)]
     return (
         f"no schedule fits a memory budget of {budget_bytes:,} bytes; the least feasible peak is "
-        f"{least.peak_bytes:,} (FSDP2's own schedule: {own_bytes:,}), "
+        f"{least.peak_bytes:,} bytes (FSDP2's own schedule: {own_bytes:,} bytes), "
         f"{moment_text(problem, peak.direction, peak.step)}: {owners}. "
         f"What would help: {'; '.join(helps)}"
     )
@@ -54,7 +54,8 @@ def _changes(problem: Problem, least_bytes: int) -> Iterator[str]:
         if peak_bytes < least_bytes:
             rows.append((peak_bytes, name))
     for peak_bytes, name in sorted(rows):
-        yield f"{name}: least peak {peak_bytes:,} bytes ({least_bytes - peak_bytes:,} less)"
+        less_bytes = least_bytes - peak_bytes
+        yield f"{name}: least peak {peak_bytes:,} bytes ({less_bytes:,} bytes less)"
 
 
 def _variants(problem: Problem) -> Iterator[tuple[str, Problem]]:
