@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from graphshard.schedule import Direction, Step, StepKind, step_from_dict
+from graphshard.schedule import WAITS, Direction, Step, StepKind, step_from_dict
 
 # A collective is noticed to be issued when it may be over already.
 LEAST_US = 1.0
-WAITS = (StepKind.GATHER_WAIT, StepKind.REDUCE_WAIT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,12 +96,13 @@ def _fields(value: Any) -> dict[str, Any]:
     return found
 
 
-ISSUES = (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
-
-ISSUE_OF = {
-    StepKind.GATHER_WAIT: StepKind.GATHER_ISSUE,
-    StepKind.REDUCE_WAIT: StepKind.REDUCE_ISSUE,
+# Issue of a collective -> its wait, and the other way round.
+WAIT_OF = {
+    StepKind.GATHER_ISSUE: StepKind.GATHER_WAIT,
+    StepKind.REDUCE_ISSUE: StepKind.REDUCE_WAIT,
 }
+ISSUE_OF = {wait: issue for issue, wait in WAIT_OF.items()}
+ISSUES, WAITS = tuple(WAIT_OF), tuple(ISSUE_OF)
 
 RANGES = {
     StepKind.GATHER_ISSUE: "all_gather",

@@ -22,7 +22,8 @@ from graphshard.planner.observed import travelling
 from graphshard.planner.problem import Problem
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.run import Body
-from graphshard.step_plan import Direction, Plan, Step, StepKind
+from graphshard.schedule import ISSUES
+from graphshard.step_plan import Direction, Plan, Step
 
 Laps: TypeAlias = dict[Direction, list[Lap]]
 Stretches: TypeAlias = dict[Direction, tuple[Step, ...]]
@@ -111,10 +112,9 @@ def issued(problem: Problem, direction: Direction, steps: Sequence[Step]) -> dic
     """What is known of the collective of each issuing stretch."""
     found = {}
     for index, step in enumerate(steps):
-        if step.group is None or step.kind not in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE):
+        if step.group is None or step.kind not in ISSUES:
             continue
         group = problem.groups[step.group]
-        gathers = step.kind is StepKind.GATHER_ISSUE
-        lane = group.lane_in(direction) if gathers else group.reduce_lane
+        lane = group.lane_of(step.kind, direction)
         found[index] = Issued(lane, sum(t.us for _, t in travelling(problem, direction, step)))
     return found

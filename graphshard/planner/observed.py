@@ -12,12 +12,8 @@ from statistics import median
 
 from graphshard.measured import Measured, Stretch
 from graphshard.planner.problem import Group, Part, Problem, Region, Transfer, checked, gather_of
+from graphshard.schedule import WAIT_OF
 from graphshard.step_plan import Direction, Step, StepKind
-
-WAIT_OF = {
-    StepKind.GATHER_ISSUE: StepKind.GATHER_WAIT,
-    StepKind.REDUCE_ISSUE: StepKind.REDUCE_WAIT,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +106,7 @@ def _seen(
             continue
         unpack_us = waits[WAIT_OF[step.kind], step.groups, step.params]
         rows = list(travelling(problem, direction, stretch.step))
-        lane = problem.groups[rows[0][0].group].lane_in(direction)
+        lane = problem.groups[rows[0][0].group].lane_of(step.kind, direction)
         comm_us += problem.lanes[lane].launch_us * (len(rows) - 1)
         own = [predicted for _, predicted in rows]
         columns = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from graphshard.errors import PlanError
 from graphshard.step_plan import Category as Category
-from graphshard.step_plan import Direction
+from graphshard.step_plan import Direction, StepKind
 
 # Times are rounded to multiples of this (about 1 ns). Sums of such numbers below 2**43 us are
 # exact in float64, so equal schedules have equal times and gains add up without a remainder.
@@ -153,6 +153,10 @@ class Group:
     def lane_in(self, direction: Direction) -> int:
         spread = self.spread if direction is Direction.BACKWARD else None
         return self.gather_lane if spread is None else spread.lane
+
+    def lane_of(self, issue: StepKind, direction: Direction) -> int:
+        """Where the collective of an issuing step runs."""
+        return self.reduce_lane if issue is StepKind.REDUCE_ISSUE else self.lane_in(direction)
 
     def use_in(self, direction: Direction) -> Use | None:
         """From the first use of any part to the last."""

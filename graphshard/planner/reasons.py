@@ -98,7 +98,7 @@ def _keeps(kit: Kit, theirs: Choices, chosen: Choices) -> Iterator[Reason]:
         if group.id in across:
             text += "; kept between micro-steps too"
         if group.reshard is not None:
-            text += "; bound by the user's reshard_after_forward"
+            text += "; reshard_after_forward decides"
         elif (group.id in kept) == (group.id in before):
             text += "; as in FSDP2"
         yield Reason("keep" if group.id in kept else "reshard", text, group=group.id)

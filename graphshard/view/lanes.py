@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from graphshard.step_plan import Direction, GroupInfo, Lane, StepKind
 from graphshard.view.cards import collective_card, decisions, wait_card
 from graphshard.view.marks import Mark, Row
-from graphshard.view.sheet import LANE_WORDS, Collective, Sheet
-from graphshard.view.text import count_text
+from graphshard.view.sheet import Collective, Sheet
+from graphshard.view.text import LANE_WORDS, count_text
 from graphshard.view.units import time_text
 
 MARK_KINDS = {Lane.ALL_GATHER: "gather", Lane.REDUCE_SCATTER: "reduce"}

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 
 from graphshard.errors import MeasureError
-from graphshard.measured import WAITS, Measured, Stretch
-from graphshard.schedule import direction_range_name, range_name
+from graphshard.measured import Measured, Stretch
+from graphshard.schedule import WAITS, direction_range_name, range_name
 from graphshard.step_plan import Direction, Plan, Schedule, Step, StepKind
 from graphshard.view.trace import OUR_RANGES, Event, events_of, read_json
 

@@ -18,12 +18,6 @@ from graphshard.view.text import bytes_text, group_name
 from graphshard.view.timeline import Segment, Timeline, timeline
 from graphshard.view.units import time_text
 
-LANE_WORDS = {
-    Lane.COMPUTE: "compute",
-    Lane.ALL_GATHER: "all-gather",
-    Lane.REDUCE_SCATTER: "reduce-scatter",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Collective:

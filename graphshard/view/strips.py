@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from graphshard.measured import Measured
 from graphshard.step_plan import Course, Direction, Estimate, Step
 from graphshard.view.marks import Mark, Row
-from graphshard.view.sheet import LANE_WORDS, Sheet
+from graphshard.view.sheet import Sheet
+from graphshard.view.text import LANE_WORDS
 from graphshard.view.units import time_text
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, zip_longest
 
-from graphshard.step_plan import Direction, GroupInfo, Plan, Schedule, Step, StepKind, numel
+from graphshard.step_plan import Direction, GroupInfo, Lane, Plan, Schedule, Step, StepKind, numel
 from graphshard.view.timeline import Timeline, timeline
 
 WIDTH = 92
@@ -23,6 +23,11 @@ GROUP_COLUMNS = {
 DIRECTION_WIDTH = 12
 NUMBER = re.compile(r"\d+")
 
+LANE_WORDS = {
+    Lane.COMPUTE: "compute",
+    Lane.ALL_GATHER: "all-gather",
+    Lane.REDUCE_SCATTER: "reduce-scatter",
+}
 STEP_WORDS = {
     StepKind.COMPUTE: "compute",
     StepKind.GATHER_ISSUE: "issue all-gather",

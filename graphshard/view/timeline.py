@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from graphshard.schedule import WAIT_OF
 from graphshard.step_plan import (
     Direction,
     GroupInfo,
@@ -25,11 +26,6 @@ from graphshard.step_plan import (
 # Share of the axis given to the steps that are not compute, so that a communication step stays
 # visible next to compute steps of thousands of ops.
 POINT_SHARE = 0.25
-
-WAIT_OF = {
-    StepKind.GATHER_ISSUE: StepKind.GATHER_WAIT,
-    StepKind.REDUCE_ISSUE: StepKind.REDUCE_WAIT,
-}
 
 
 @dataclass(frozen=True, slots=True)

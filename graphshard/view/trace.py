@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from graphshard.errors import MeasureError
-from graphshard.step_plan import Plan, StepKind
+from graphshard.step_plan import Lane, Plan, StepKind
 from graphshard.view.scenario import Carried, Scenario, Work, scenarios
+from graphshard.view.text import LANE_WORDS
 
 Event: TypeAlias = dict[str, Any]
 
 COMPUTE_TID = 0
 OUR_RANGES = "graphshard::"
-LANE_WORDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def lane_names(scenario: Scenario) -> dict[int, str]:
     """By what runs on each lane; lanes that carry the same kinds are numbered."""
     kinds: dict[int, list[str]] = {}
     for carried in scenario.collectives:
-        kinds.setdefault(carried.lane, []).append(LANE_WORDS[carried.entry.kind])
+        kinds.setdefault(carried.lane, []).append(LANE_WORDS[Lane(carried.entry.kind)])
     texts = {lane: " + ".join(sorted(dict.fromkeys(found))) for lane, found in kinds.items()}
     names = {}
     for lane, text in sorted(texts.items()):

@@ -6,11 +6,11 @@ import difflib
 import textwrap
 from collections.abc import Iterator
 
-from graphshard.step_plan import GroupInfo, Plan, Reason, StepKind
+from graphshard.schedule import ISSUES
+from graphshard.step_plan import GroupInfo, Plan, Reason
 from graphshard.view.text import STEP_WORDS, WIDTH, bytes_text, group_name
 
 LABEL_WIDTH = 32
-ISSUES = (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
 
 
 def reasons_of(plan: Plan, fqn: str | None = None) -> list[Reason]:
