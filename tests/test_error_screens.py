@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from graphshard import compiler
 from graphshard.capture.ports import records_under
+from graphshard.cli import main
 from graphshard.emit import check_inputs
 from graphshard.errors import (
     CaptureError,
@@ -164,3 +165,11 @@ def test_a_wait_before_its_issue():
     swapped = replace(forward, steps=(forward.steps[1], forward.steps[0], *forward.steps[2:]))
     with pytest.raises(PlanError, match=r"GS603: .* comes before its issue"):
         simulate(problem, (swapped, backward))
+
+
+def test_a_function_that_fails_says_where(tmp_path, capsys):
+    file = tmp_path / "bad.py"
+    file.write_text("def build():\n    raise RuntimeError('CUDA is not there')\n")
+    assert main(["plan", f"{file}:build", "--world", "2", "--hw", "h100"]) == 1
+    said = capsys.readouterr().err
+    assert f"GS911: build fails at {file}:2: RuntimeError: CUDA is not there; there is no" in said

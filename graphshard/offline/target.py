@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,29 @@ class Target:
         return tuple(sorted({**self.defaults, **given}.items()))
 
     def build(self, sizes: Sizes) -> Made:
-        """The model and its inputs. Raises OfflineError (GS908) if that is not what comes back."""
-        return made_of(self.name, self.function(**dict(sizes)))
+        """The model and its inputs.
+
+        Raises OfflineError: GS908 if that is not what comes back, GS911 if the function fails.
+        """
+        try:
+            found = self.function(**dict(sizes))
+        except Exception as error:
+            raise OfflineError("GS911", _failure(self.name, self.function, error)) from error
+        return made_of(self.name, found)
+
+
+def _failure(name: str, function: Callable[..., Any], error: Exception) -> str:
+    """What went wrong, and in which line of the user's file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename == inspect.getfile(function)]
+    where = f"{own[-1].filename}:{own[-1].lineno}" if own else "its call"
+    text = f"{name} fails at {where}: {type(error).__name__}: {error}"
+    if "CUDA" in str(error):
+        text += (
+            "; there is no GPU in planning: make meshes with init_device_mesh('cpu', ...), and "
+            "leave tensors on the meta device"
+        )
+    return text
 
 
 def target_of(text: str) -> Target:
