@@ -49,13 +49,17 @@ Build = Callable[[Sizes], Made]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What to plan for. sizes: of the inputs, by the names that the building function knows."""
+    """What to plan for. sizes: of the inputs, by the names that the building function knows.
+
+    fused: compute is priced as a compiler fuses it, not op by op.
+    """
 
     world_size: int
     ranks_per_node: int
     machine: Machine
     freedom: Freedom
     sizes: Sizes = ()
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class Study:
     _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
     _parts: dict[tuple[Sizes, tuple[Unit, ...]], Parts] = field(default_factory=dict)
     _cuts: dict[tuple[int, tuple[Unit, ...]], Parts] = field(default_factory=dict)
-    _bases: dict[tuple[Sizes, str, bool], Basis] = field(default_factory=dict)
+    _bases: dict[tuple[Sizes, str, bool, bool], Basis] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
     _times: dict[str, float] = field(default_factory=lambda: {"capture": 0, "passes": 0, "plan": 0})
 
@@ -139,7 +143,7 @@ class Study:
 
     def _answer(self, point: Point) -> Answer:
         world = self._worlds[point.world_size, point.ranks_per_node]
-        order = Order(world.settings, point.machine, point.freedom)
+        order = Order(world.settings, point.machine, point.freedom, point.fused)
         try:
             if self._repeats:
                 basis = replace(self._basis(point), groups=world.infos)
@@ -262,15 +266,16 @@ class Study:
             self._cuts[key] = parts_of(captured.draft, copy_of(joint), chosen)
         return self._cuts[key]
 
-    def _key(self, point: Point) -> tuple[Sizes, str, bool]:
-        return point.sizes, point.machine.name, point.freedom.recompute
+    def _key(self, point: Point) -> tuple[Sizes, str, bool, bool]:
+        return point.sizes, point.machine.name, point.freedom.recompute, point.fused
 
     def _basis(self, point: Point) -> Basis:
         return self._bases[self._key(point)]
 
     def _short_basis(self, point: Point) -> Basis:
         placed = self._cut(point.sizes).placed
-        return basis_of(placed, point.machine, recompute=point.freedom.recompute)
+        recompute = point.freedom.recompute
+        return basis_of(placed, point.machine, recompute=recompute, fused=point.fused)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
