@@ -149,7 +149,7 @@ def decide(parts: Parts, order: Order, again: Callable[[tuple[Unit, ...]], Parts
 
 
 def priced_on(order: Order) -> PricedOn:
-    return PricedOn(order.machine.name, order.settings[0].ranks_per_node)
+    return PricedOn(order.machine.name, order.settings[0].ranks_per_node, order.fused)
 
 
 def _name_anchors(gm: fx.GraphModule, found: Found) -> None:

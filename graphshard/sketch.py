@@ -47,14 +47,11 @@ class Basis:
     units: tuple[Unit, ...] = ()
 
 
-def basis_of(
-    program: Program, machine: Machine, *, recompute: bool, fused: bool = False
-) -> Basis:
+def basis_of(program: Program, machine: Machine, *, recompute: bool, fused: bool = False) -> Basis:
     """recompute: say also what backward could compute again. fused: price the ops between two
     communication points as a compiler would fuse them, not one by one."""
     sketches = {
-        direction: _sketch(program, direction, machine, fused)
-        for direction in program.by_direction
+        direction: _sketch(program, direction, machine, fused) for direction in program.by_direction
     }
     forward = sketches[Direction.FORWARD]
     found = units(program, forward.outline, forward.us) if recompute else ()
@@ -70,9 +67,7 @@ def _sketch(program: Program, direction: Direction, machine: Machine, fused: boo
     return Sketch(found, us, _live(program, direction, unstored))
 
 
-def _live(
-    program: Program, direction: Direction, unstored: Container[fx.Node]
-) -> tuple[Live, ...]:
+def _live(program: Program, direction: Direction, unstored: Container[fx.Node]) -> tuple[Live, ...]:
     assert program.forward is not None
     if direction is Direction.FORWARD:
         return live_bytes(program.forward.graph, frees_inputs=False, unstored=unstored)
