@@ -14,7 +14,10 @@ from typing import Any
 
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-from torch._functorch.partitioners import default_partition
+from torch._functorch.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
 
 from graphshard.dynamo import input_example, tracing_context
 from graphshard.emit import with_run_input
@@ -49,10 +52,14 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A joint graph after the passes on the captured form, and AOTAutograd's way to cut it."""
+    """A joint graph after the passes on the captured form, and AOTAutograd's ways to cut it.
+
+    split: saves what backward reads; the flag asks for what Inductor does instead, which is to
+    compute cheap ops again in backward where that saves less.
+    """
 
     program: Program
-    split: Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
+    split: Callable[[fx.GraphModule, bool], tuple[fx.GraphModule, fx.GraphModule]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +99,10 @@ def drafted(
     program = run_captured(Program(name, found.infos, outputs, joint=joint))
     context = tracing_context()
 
-    def split(graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def split(graph: fx.GraphModule, fused: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
+        partition = min_cut_rematerialization_partition if fused else default_partition
         with context():
-            return default_partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
+            return partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
 
     return Draft(program, split)
 
@@ -104,7 +112,8 @@ def propose(draft: Draft, order: Order) -> Proposal:
     joint = draft.program.joint
     assert joint is not None
     spare = copy_of(joint) if order.freedom.recompute else joint
-    return decide(parts_of(draft, joint), order, lambda chosen: parts_of(draft, spare, chosen))
+    parts = parts_of(draft, joint, fused=order.fused)
+    return decide(parts, order, lambda chosen: parts_of(draft, spare, chosen, fused=order.fused))
 
 
 def propose_inference(name: str, gm: fx.GraphModule, found: Found, order: Order) -> Proposal:
@@ -116,10 +125,12 @@ def propose_inference(name: str, gm: fx.GraphModule, found: Found, order: Order)
     return decide(Parts(gm, None, placed), order, lambda chosen: Parts(gm, None, placed))
 
 
-def parts_of(draft: Draft, joint: fx.GraphModule, repeated: Sequence[Unit] = ()) -> Parts:
-    """`joint` cut in two, with the ops of `repeated` in both; it is used up."""
+def parts_of(
+    draft: Draft, joint: fx.GraphModule, repeated: Sequence[Unit] = (), *, fused: bool = False
+) -> Parts:
+    """`joint` cut in two, with the ops of `repeated` in both; it is used up. fused: see Draft."""
     tag(joint.graph, repeated)
-    forward, backward = draft.split(joint)
+    forward, backward = draft.split(joint, fused)
     cut = replace(
         draft.program,
         joint=None,
