@@ -22,7 +22,14 @@ from torch._functorch.partitioners import (
 from graphshard.dynamo import input_example, tracing_context
 from graphshard.emit import with_run_input
 from graphshard.fsdp2.describe import describe
-from graphshard.ir import Program, copy_of, output_node, set_anchor_group
+from graphshard.ir import (
+    Program,
+    copy_of,
+    derived,
+    output_node,
+    set_anchor_group,
+    unshard_marks,
+)
 from graphshard.pipeline import (
     Order,
     best_plan,
@@ -55,7 +62,8 @@ class Draft:
     """A joint graph after the passes on the captured form, and AOTAutograd's ways to cut it.
 
     split: saves what backward reads; the flag asks for what Inductor does instead, which is to
-    compute cheap ops again in backward where that saves less.
+    compute cheap ops again in backward where that saves less. With checkpointing in the graph,
+    that decides in both cases.
     """
 
     program: Program
@@ -100,7 +108,9 @@ def drafted(
     context = tracing_context()
 
     def split(graph: fx.GraphModule, fused: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
-        partition = min_cut_rematerialization_partition if fused else default_partition
+        # Over several checkpointed blocks the min-cut would start again from the first one.
+        min_cut = fused and not _is_checkpointed(graph.graph)
+        partition = min_cut_rematerialization_partition if min_cut else default_partition
         with context():
             return partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
 
@@ -161,6 +171,12 @@ def decide(parts: Parts, order: Order, again: Callable[[tuple[Unit, ...]], Parts
 
 def priced_on(order: Order) -> PricedOn:
     return PricedOn(order.machine.name, order.settings[0].ranks_per_node, order.fused)
+
+
+def _is_checkpointed(joint: fx.Graph) -> bool:
+    """Something else than gathered parameters is to be saved or computed again."""
+    gathered = set(derived(mark.node for mark in unshard_marks(joint)))
+    return any("recompute" in node.meta and node not in gathered for node in joint.nodes)
 
 
 def _name_anchors(gm: fx.GraphModule, found: Found) -> None:
