@@ -54,7 +54,8 @@ def test_the_plan_says_how_it_was_priced(plans):
 def test_with_checkpointing_the_user_decides_what_is_saved():
     config = replace(SMALL, recompute="full")
     aten, fused = (planned(name, config).estimate.fsdp2 for name in ("aten", "inductor"))
-    assert fused.peak_bytes == pytest.approx(aten.peak_bytes, rel=0.05)
+    # What stays inside fused kernels, and nothing else.
+    assert 0.9 * aten.peak_bytes < fused.peak_bytes < aten.peak_bytes
 
 
 def test_another_way_to_compute_is_refused():
