@@ -14,12 +14,22 @@ from typing import Any
 
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-from torch._functorch.partitioners import default_partition
+from torch._functorch.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
 
 from graphshard.dynamo import input_example, tracing_context
 from graphshard.emit import with_run_input
 from graphshard.fsdp2.describe import describe
-from graphshard.ir import Program, copy_of, output_node, set_anchor_group
+from graphshard.ir import (
+    Program,
+    copy_of,
+    derived,
+    output_node,
+    set_anchor_group,
+    unshard_marks,
+)
 from graphshard.pipeline import (
     Order,
     best_plan,
@@ -49,10 +59,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A joint graph after the passes on the captured form, and AOTAutograd's way to cut it."""
+    """A joint graph after the passes on the captured form, and AOTAutograd's ways to cut it.
+
+    split: saves what backward reads; the flag asks for what Inductor does instead, which is to
+    compute cheap ops again in backward where that saves less. With checkpointing in the graph,
+    that decides in both cases.
+    """
 
     program: Program
-    split: Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
+    split: Callable[[fx.GraphModule, bool], tuple[fx.GraphModule, fx.GraphModule]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +107,12 @@ def drafted(
     program = run_captured(Program(name, found.infos, outputs, joint=joint))
     context = tracing_context()
 
-    def split(graph: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def split(graph: fx.GraphModule, fused: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
+        # Over several checkpointed blocks the min-cut would start again from the first one.
+        min_cut = fused and not _is_checkpointed(graph.graph)
+        partition = min_cut_rematerialization_partition if min_cut else default_partition
         with context():
-            return default_partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
+            return partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
 
     return Draft(program, split)
 
@@ -104,7 +122,8 @@ def propose(draft: Draft, order: Order) -> Proposal:
     joint = draft.program.joint
     assert joint is not None
     spare = copy_of(joint) if order.freedom.recompute else joint
-    return decide(parts_of(draft, joint), order, lambda chosen: parts_of(draft, spare, chosen))
+    parts = parts_of(draft, joint, fused=order.fused)
+    return decide(parts, order, lambda chosen: parts_of(draft, spare, chosen, fused=order.fused))
 
 
 def propose_inference(name: str, gm: fx.GraphModule, found: Found, order: Order) -> Proposal:
@@ -116,10 +135,12 @@ def propose_inference(name: str, gm: fx.GraphModule, found: Found, order: Order)
     return decide(Parts(gm, None, placed), order, lambda chosen: Parts(gm, None, placed))
 
 
-def parts_of(draft: Draft, joint: fx.GraphModule, repeated: Sequence[Unit] = ()) -> Parts:
-    """`joint` cut in two, with the ops of `repeated` in both; it is used up."""
+def parts_of(
+    draft: Draft, joint: fx.GraphModule, repeated: Sequence[Unit] = (), *, fused: bool = False
+) -> Parts:
+    """`joint` cut in two, with the ops of `repeated` in both; it is used up. fused: see Draft."""
     tag(joint.graph, repeated)
-    forward, backward = draft.split(joint)
+    forward, backward = draft.split(joint, fused)
     cut = replace(
         draft.program,
         joint=None,
@@ -134,13 +155,14 @@ def decide(parts: Parts, order: Order, again: Callable[[tuple[Unit, ...]], Parts
 
     Raises InfeasibleBudget if no schedule fits the order's budget.
     """
-    basis = basis_of(parts.placed, order.machine, recompute=order.freedom.recompute)
+    recompute, fused = order.freedom.recompute, order.fused
+    basis = basis_of(parts.placed, order.machine, recompute=recompute, fused=fused)
     problem = pose(basis, order)
     plan = best_plan(basis, order, problem)
     if plan.recompute:
         names, baseline = plan.recompute, problem
         parts = again(tuple(u for u in basis.units if basis.groups[u.group].fqn in names))
-        basis = basis_of(parts.placed, order.machine, recompute=False)
+        basis = basis_of(parts.placed, order.machine, recompute=False, fused=fused)
         problem = pose(basis, order)
         plan = plan_with_costs(basis, problem, order.freedom.reshard, baseline)
         plan = replace(plan, recompute=names)
@@ -148,7 +170,13 @@ def decide(parts: Parts, order: Order, again: Callable[[tuple[Unit, ...]], Parts
 
 
 def priced_on(order: Order) -> PricedOn:
-    return PricedOn(order.machine.name, order.settings[0].ranks_per_node)
+    return PricedOn(order.machine.name, order.settings[0].ranks_per_node, order.fused)
+
+
+def _is_checkpointed(joint: fx.Graph) -> bool:
+    """Something else than gathered parameters is to be saved or computed again."""
+    gathered = set(derived(mark.node for mark in unshard_marks(joint)))
+    return any("recompute" in node.meta and node not in gathered for node in joint.nodes)
 
 
 def _name_anchors(gm: fx.GraphModule, found: Found) -> None:

@@ -60,11 +60,15 @@ def run_captured(program: Program) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a plan with the cost model needs to know."""
+    """What a plan with the cost model needs to know.
+
+    fused: compute is priced as a compiler fuses it (see `graphshard.sketch.basis_of`).
+    """
 
     settings: tuple[GroupSettings, ...]
     machine: Machine
     freedom: Freedom
+    fused: bool = False
 
 
 def schedule(program: Program, order: Order | None = None) -> tuple[Program, Plan]:
@@ -77,7 +81,7 @@ def schedule(program: Program, order: Order | None = None) -> tuple[Program, Pla
     if order is None:
         plan = plan_without_costs(placed)
     else:
-        basis = basis_of(placed, order.machine, recompute=False)
+        basis = basis_of(placed, order.machine, recompute=False, fused=order.fused)
         plan = plan_with_costs(basis, pose(basis, order), order.freedom.reshard)
     return apply(placed, plan), plan
 

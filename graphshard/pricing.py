@@ -135,10 +135,7 @@ def _starts(outline: Outline, ends: Sequence[float], huge: Container[int]) -> tu
     Where a group may be split, also where each of its parameters is needed.
     """
     needed = {u.first for u in outline.params if u.group in huge}
-    last = {u.last + 1 for u in outline.uses if u.last is not None}
-    ready = {r.after + 1 for r in outline.reductions}
-    needed |= {u.first for u in outline.uses}
-    cuts = sorted({0, outline.num_ops, *needed, *last, *ready})
+    cuts = sorted({*outline.cuts, *needed})
     longest_us = ends[-1] / (CUTS * max(1, len(outline.uses)))
     found = []
     for start, stop in pairwise(cuts):

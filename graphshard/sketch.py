@@ -7,12 +7,13 @@ gradients come; and what backward could compute again.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import fx
 
-from graphshard.cost.flops import graph_work
+from graphshard.cost.flops import graph_work, never_stored
 from graphshard.cost.live import Live, live_bytes, saved_memory
 from graphshard.cost.machine import Machine
 from graphshard.cost.roofline import op_us
@@ -46,28 +47,33 @@ class Basis:
     units: tuple[Unit, ...] = ()
 
 
-def basis_of(program: Program, machine: Machine, *, recompute: bool) -> Basis:
-    """recompute: say also what backward could compute again."""
+def basis_of(program: Program, machine: Machine, *, recompute: bool, fused: bool = False) -> Basis:
+    """recompute: say also what backward could compute again. fused: price the ops between two
+    communication points as a compiler would fuse them, not one by one."""
     sketches = {
-        direction: Sketch(
-            outline(program, module.graph, direction),
-            tuple(float(op_us(machine.processor, work)) for work in graph_work(module.graph)),
-            _live(program, direction),
-        )
-        for direction, module in program.by_direction.items()
+        direction: _sketch(program, direction, machine, fused) for direction in program.by_direction
     }
     forward = sketches[Direction.FORWARD]
     found = units(program, forward.outline, forward.us) if recompute else ()
     return Basis(program.name, program.groups, sketches, found)
 
 
-def _live(program: Program, direction: Direction) -> tuple[Live, ...]:
+def _sketch(program: Program, direction: Direction, machine: Machine, fused: bool) -> Sketch:
+    graph = program.by_direction[direction].graph
+    found = outline(program, graph, direction)
+    works = graph_work(graph, fused_regions=found.cuts if fused else None)
+    us = tuple(float(op_us(machine.processor, work)) for work in works)
+    unstored = never_stored(compute_nodes(graph), found.cuts) if fused else {}
+    return Sketch(found, us, _live(program, direction, unstored))
+
+
+def _live(program: Program, direction: Direction, unstored: Container[fx.Node]) -> tuple[Live, ...]:
     assert program.forward is not None
     if direction is Direction.FORWARD:
-        return live_bytes(program.forward.graph, frees_inputs=False)
+        return live_bytes(program.forward.graph, frees_inputs=False, unstored=unstored)
     assert program.backward is not None
     saved = saved_memory(program.forward.graph)
-    return live_bytes(program.backward.graph, frees_inputs=True, inputs=saved)
+    return live_bytes(program.backward.graph, frees_inputs=True, inputs=saved, unstored=unstored)
 
 
 def outline(program: Program, graph: fx.Graph, direction: Direction) -> Outline:

@@ -104,10 +104,14 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class PricedOn:
-    """What the costs of a plan are from: a preset (calibrated or not), ranks on one node."""
+    """What the costs of a plan are from: a preset (calibrated or not), ranks on one node.
+
+    fused: compute was priced as a compiler fuses it, not op by op.
+    """
 
     machine: str
     ranks_per_node: int
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

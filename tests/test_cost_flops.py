@@ -208,6 +208,14 @@ def test_fusion_ends_where_a_region_ends():
     assert [w.launches for w in works(graph, active, fused_regions=[0, 1])] == [1, 0, 1]
 
 
+def test_attention_is_marked_since_it_reaches_other_rates():
+    graph = Sketch()
+    heads = [graph.input(name, 1, 2, 8, 16) for name in "qkv"]
+    attention = graph.op(aten._scaled_dot_product_flash_attention_for_cpu.default, *heads)
+    active = graph.op(aten.relu.default, graph.op(operator.getitem, attention, 0, name="out"))
+    assert [w.attention for w in works(graph, active) if w.launches] == [True, False]
+
+
 @torch.library.custom_op("graphshard_test::twist", mutates_args=())
 def twist(x: torch.Tensor) -> torch.Tensor:
     return x.clone()

@@ -87,3 +87,14 @@ def test_as_in_a_real_run():
         run.run(*inputs)
         predicted = [live.made for live in live_bytes(graph, frees_inputs=False)]
         assert predicted == list(run.during.values())
+
+
+def test_what_stays_inside_a_fused_kernel_takes_no_memory():
+    graph = Sketch()
+    x = graph.input("x")
+    shifted = graph.op(aten.add.Tensor, x, 1.0)
+    graph.done(graph.relus(shifted, 1))
+    alive = live_bytes(graph, frees_inputs=False)
+    fused = live_bytes(graph, frees_inputs=False, unstored=[shifted])
+    assert [one.made for one in alive] == [64, 128]
+    assert [one.made for one in fused] == [0, 64]

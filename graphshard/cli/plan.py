@@ -52,6 +52,13 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "--micro-steps", metavar="N", type=_count, default=1, help="per optimizer step"
     )
     plan.add_argument(
+        "--compute",
+        choices=("aten", "inductor"),
+        default="aten",
+        help="price ops one by one as they run today (aten, default), or fused as by "
+        "torch.compile of each block (inductor; the backend does not run that yet)",
+    )
+    plan.add_argument(
         "-o", "--output", metavar="PATH", type=Path, help="default: FUNCTION.plan.json"
     )
     plan.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -89,7 +96,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     """Every combination of what is asked for."""
-    from graphshard.offline.api import RANKS_PER_NODE, machine_of
+    from graphshard.offline.api import RANKS_PER_NODE, is_fused, machine_of
     from graphshard.offline.study import Point
     from graphshard.options import parse_options
     from graphshard.order import freedom_of
@@ -104,8 +111,9 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
         [{}] if args.batch is None else [{"batch": n} for n in args.batch]
     )
     lengths: list[dict[str, int]] = [{"seq": n} for n in args.seq or ()] or [{}]
+    per_node, fused = args.per_node or RANKS_PER_NODE, is_fused(args.compute)
     points = tuple(
-        Point(world, args.per_node or RANKS_PER_NODE, machine, freedom, target.sizes(batch | seq))
+        Point(world, per_node, machine, freedom, target.sizes(batch | seq), fused)
         for world, machine, freedom, batch, seq in product(
             args.world, machines, freedoms, batches, lengths
         )
@@ -147,7 +155,8 @@ def _many(args: argparse.Namespace, effort: Effort, answers: list[Answer], name:
 def _where(point: Point) -> str:
     nodes = -(-point.world_size // point.ranks_per_node)
     shape = f" ({nodes} x {point.ranks_per_node})" if nodes > 1 else ""
-    return f"{point.world_size:,} ranks{shape}, {point.machine.name}"
+    compute = ", compute priced as fused" if point.fused else ""
+    return f"{point.world_size:,} ranks{shape}, {point.machine.name}{compute}"
 
 
 def _row(answer: Answer) -> Row:

@@ -59,7 +59,7 @@ def graph_work(
     same region read it.
     """
     nodes = compute_nodes(graph)
-    inside = {} if fused_regions is None else _never_stored(nodes, fused_regions)
+    inside = {} if fused_regions is None else never_stored(nodes, fused_regions)
     sizes = Sizes(symbols)
     return tuple(_work(node, inside, sizes) for node in nodes)
 
@@ -76,7 +76,12 @@ def _work(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> Work:
             return FREE
         flops, known = _flops(node, sizes)
         return Work(
-            flops, _bytes(node, inside, sizes), _dtype(node), int(node not in inside), known
+            flops,
+            _bytes(node, inside, sizes),
+            _dtype(node),
+            int(node not in inside),
+            known,
+            attention="scaled_dot_product" in str(_packet(node)),
         )
     except Exception:  # a custom op's value or a formula may be anything; costs must not stop a run
         return replace(FREE, launches=1, known=False)
@@ -124,8 +129,11 @@ def _dtype(node: fx.Node) -> str:
     return dtype_name(tensor.dtype, tensor.device)
 
 
-def _never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
-    """Results of pointwise ops that only fusible ops of the same region read."""
+def never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
+    """Results of pointwise ops that only fusible ops of the same region read.
+
+    nodes: `compute_nodes` of a graph. starts: the places in `nodes` at which regions start.
+    """
     region_of: dict[fx.Node, int] = {}
     for index, node in enumerate(nodes):
         previous = region_of[nodes[index - 1]] if index else 0

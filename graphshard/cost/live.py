@@ -9,7 +9,7 @@ counted here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -52,18 +52,23 @@ def saved_memory(forward: fx.Graph) -> dict[str, Memory]:
 
 
 def live_bytes(
-    graph: fx.Graph, *, frees_inputs: bool, inputs: Mapping[str, Memory] = MappingProxyType({})
+    graph: fx.Graph,
+    *,
+    frees_inputs: bool,
+    inputs: Mapping[str, Memory] = MappingProxyType({}),
+    unstored: Container[fx.Node] = (),
 ) -> tuple[Live, ...]:
     """Bytes alive during each of `graphshard.ir.compute_nodes(graph)`.
 
     frees_inputs: an input's memory ends with its last reader (a boxed backward); else the caller
-    holds it to the end. inputs: what inputs show, where several may show the same memory. Sizes
-    that are symbols count with their hints.
+    holds it to the end. inputs: what inputs show, where several may show the same memory.
+    unstored: nodes whose results stay inside a fused kernel. Sizes that are symbols count with
+    their hints.
     """
     count = len(compute_nodes(graph))
     # One running sum per kind of memory: what is added at birth is taken away after the last use.
     changes = {kind: [0] * (count + 1) for kind in ("inputs", "made", "grads")}
-    for block in _blocks(graph, count, inputs):
+    for block in _blocks(graph, count, inputs, unstored):
         if block.kind == "inputs" and not frees_inputs:
             block.last = count - 1
         if block.last >= block.born:
@@ -87,7 +92,9 @@ class _Block:
     last: int
 
 
-def _blocks(graph: fx.Graph, count: int, inputs: Mapping[str, Memory]) -> list[_Block]:
+def _blocks(
+    graph: fx.Graph, count: int, inputs: Mapping[str, Memory], unstored: Container[fx.Node]
+) -> list[_Block]:
     place = {node: i for i, node in enumerate(compute_nodes(graph))}
     blocks: dict[fx.Node, _Block] = {}
     shown: dict[str, _Block] = {}
@@ -104,7 +111,7 @@ def _blocks(graph: fx.Graph, count: int, inputs: Mapping[str, Memory]) -> list[_
         if owner(node) is node and (node.op == "placeholder" or node in place):
             kind = "inputs" if node.op == "placeholder" else "made"
             born = place.get(_producer(node), 0)
-            size = sum(_size_bytes(t, kind) for t in _tensors(node))
+            size = 0 if node in unstored else sum(_size_bytes(t, kind) for t in _tensors(node))
             block = _Block(kind, size, born, now)
             if node.op == "placeholder" and (memory := inputs.get(node.name)) is not None:
                 block = shown.setdefault(memory.name, replace(block, size_bytes=memory.size_bytes))

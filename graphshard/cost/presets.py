@@ -109,8 +109,9 @@ def _processor(device: dict[str, Any]) -> Processor:
     launch_us = _number(device["launch_us"])
     return Processor(
         arithmetic=tuple(
-            Arithmetic(dtype, line(launch_us, _per_us(entry)), Trust.PRESET)
-            for dtype, entry in device["flops_per_s"].items()
+            Arithmetic(dtype, line(launch_us, _per_us(entry)), Trust.PRESET, attention)
+            for table, attention in (("flops_per_s", False), ("attention_flops_per_s", True))
+            for dtype, entry in device.get(table, {}).items()
         ),
         memory=line(launch_us, _per_us(device["memory_bytes_per_s"])),
         memory_trust=Trust.PRESET,

@@ -13,7 +13,7 @@ from graphshard import fsdp2
 from graphshard.cost.machine import Machine
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
-from graphshard.errors import OfflineError
+from graphshard.errors import OfflineError, OptionsError
 from graphshard.offline.study import Point, Study
 from graphshard.offline.target import Sizes, made_of
 from graphshard.offline.world import Made
@@ -23,6 +23,8 @@ from graphshard.step_plan import Plan
 
 # GPUs in one node of the usual servers (DGX and HGX A100, H100, H200, B200).
 RANKS_PER_NODE = 8
+# How compute may be priced.
+COMPUTE = ("aten", "inductor")
 
 
 def plan(
@@ -35,6 +37,7 @@ def plan(
     ranks_per_node: int = RANKS_PER_NODE,
     reshard: str = "fsdp2",
     micro_steps: int = 1,
+    compute: str = "aten",
     shard: Callable[[nn.Module], Any] | None = None,
     name: str = "plan",
 ) -> Plan:
@@ -43,16 +46,20 @@ def plan(
     model: on the meta device; or a function that makes one, which may call `fully_shard` itself.
     inputs: the arguments of one call on one rank, as a tuple, a dict or one tensor.
     world_size: ranks. hardware: a preset such as "h100-ib400", or a profile that `graphshard
-    calibrate` wrote. memory_budget: most bytes per rank, as in `options=`. shard: calls
+    calibrate` wrote. memory_budget: most bytes per rank, as in `options=`. compute: "aten" prices
+    the captured ops one by one, "inductor" as fused between two points of communication, about as
+    torch.compile of each block fuses them; the backend runs "aten" only. shard: calls
     `fully_shard` on the model's parts and on the model.
 
-    Raises OfflineError if the model cannot be built or sharded, CaptureError if its step is not
-    one graph, InfeasibleBudget if nothing fits, CostError for an unknown machine.
+    Raises OptionsError (GS103) for another `compute`, OfflineError if the model cannot be built or
+    sharded, CaptureError if its step is not one graph, InfeasibleBudget if nothing fits,
+    CostError for an unknown machine.
     """
     options = {"memory_budget": memory_budget, "reshard": reshard, "micro_steps": micro_steps}
     given = {key: value for key, value in options.items() if value is not None}
+    freedom = freedom_of(parse_options(given))
     point = Point(
-        world_size, ranks_per_node, machine_of(hardware), freedom_of(parse_options(given))
+        world_size, ranks_per_node, machine_of(hardware), freedom, fused=is_fused(compute)
     )
 
     def build(sizes: Sizes) -> Made:
@@ -63,6 +70,13 @@ def plan(
         raise answer.infeasible
     assert answer.plan is not None
     return answer.plan
+
+
+def is_fused(compute: str) -> bool:
+    """Whether compute is priced as fused. Raises OptionsError for what is not in COMPUTE."""
+    if compute not in COMPUTE:
+        raise OptionsError("GS103", f"option compute={compute!r}; choose one of {COMPUTE}")
+    return compute == "inductor"
 
 
 def machine_of(hardware: str) -> Machine:

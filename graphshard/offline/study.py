@@ -51,13 +51,17 @@ Build = Callable[[Sizes], Made]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What to plan for. sizes: of the inputs, by the names that the building function knows."""
+    """What to plan for. sizes: of the inputs, by the names that the building function knows.
+
+    fused: compute is priced as a compiler fuses it, not op by op.
+    """
 
     world_size: int
     ranks_per_node: int
     machine: Machine
     freedom: Freedom
     sizes: Sizes = ()
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +115,9 @@ class Study:
     _captures: dict[Sizes | None, Captured] = field(default_factory=dict)
     _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
     _arguments: dict[Sizes, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    _parts: dict[tuple[Sizes, tuple[Unit, ...]], Parts] = field(default_factory=dict)
-    _cuts: dict[tuple[int, tuple[Unit, ...]], Parts] = field(default_factory=dict)
-    _bases: dict[tuple[Sizes, str, bool], Basis] = field(default_factory=dict)
+    _parts: dict[tuple[Sizes, tuple[Unit, ...], bool], Parts] = field(default_factory=dict)
+    _cuts: dict[tuple[int, tuple[Unit, ...], bool], Parts] = field(default_factory=dict)
+    _bases: dict[tuple[Sizes, str, bool, bool], Basis] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
     _times: dict[str, float] = field(default_factory=lambda: {"capture": 0, "passes": 0, "plan": 0})
 
@@ -144,7 +148,7 @@ class Study:
 
     def _answer(self, point: Point) -> Answer:
         world = self._worlds[point.world_size, point.ranks_per_node]
-        order = Order(world.settings, point.machine, point.freedom)
+        order = Order(world.settings, point.machine, point.freedom, point.fused)
         try:
             if self._repeats:
                 basis = replace(self._basis(point), groups=world.infos)
@@ -255,39 +259,40 @@ class Study:
 
     def _in_world(self, point: Point, chosen: tuple[Unit, ...] = ()) -> Parts:
         """The partition for a point, with its sizes and the groups of its world."""
-        parts = self._cut(point.sizes, chosen)
+        parts = self._cut(point.sizes, chosen, point.fused)
         infos = self._worlds[point.world_size, point.ranks_per_node].infos
         return replace(parts, placed=parts.placed.with_groups(infos))
 
-    def _cut(self, sizes: Sizes, chosen: tuple[Unit, ...] = ()) -> Parts:
-        if (sizes, chosen) not in self._parts:
+    def _cut(self, sizes: Sizes, chosen: tuple[Unit, ...], fused: bool) -> Parts:
+        if (sizes, chosen, fused) not in self._parts:
             symbolic = None in self._captures
             captured = self._captures[None if symbolic else sizes]
             own = self._shapes[sizes]
             numbers = {name: own[at.leaf][at.dim] for at, name in captured.symbols.items()}
             with self._timed("passes"):
-                parts = self._partition(captured, chosen)
+                parts = self._partition(captured, chosen, fused)
                 placed = concrete(parts.placed, numbers)
-            self._parts[sizes, chosen] = replace(parts, placed=placed)
-        return self._parts[sizes, chosen]
+            self._parts[sizes, chosen, fused] = replace(parts, placed=placed)
+        return self._parts[sizes, chosen, fused]
 
-    def _partition(self, captured: Captured, chosen: tuple[Unit, ...]) -> Parts:
-        key = id(captured), chosen
+    def _partition(self, captured: Captured, chosen: tuple[Unit, ...], fused: bool) -> Parts:
+        key = id(captured), chosen, fused
         if key not in self._cuts:
             joint = captured.draft.program.joint
             assert joint is not None
-            self._cuts[key] = parts_of(captured.draft, copy_of(joint), chosen)
+            self._cuts[key] = parts_of(captured.draft, copy_of(joint), chosen, fused=fused)
         return self._cuts[key]
 
-    def _key(self, point: Point) -> tuple[Sizes, str, bool]:
-        return point.sizes, point.machine.name, point.freedom.recompute
+    def _key(self, point: Point) -> tuple[Sizes, str, bool, bool]:
+        return point.sizes, point.machine.name, point.freedom.recompute, point.fused
 
     def _basis(self, point: Point) -> Basis:
         return self._bases[self._key(point)]
 
     def _short_basis(self, point: Point) -> Basis:
-        placed = self._cut(point.sizes).placed
-        return basis_of(placed, point.machine, recompute=point.freedom.recompute)
+        placed = self._cut(point.sizes, (), point.fused).placed
+        recompute = point.freedom.recompute
+        return basis_of(placed, point.machine, recompute=recompute, fused=point.fused)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

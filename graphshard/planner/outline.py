@@ -54,3 +54,14 @@ class Outline:
     reductions: tuple[Ready, ...]
     kept: frozenset[int] = frozenset()
     params: tuple[ParamUse, ...] = ()
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Ops before which a group is needed, released or reduced; the first and the end too.
+
+        What lies between two of them runs without communication.
+        """
+        needed = {use.first for use in self.uses}
+        last = {use.last + 1 for use in self.uses if use.last is not None}
+        ready = {reduction.after + 1 for reduction in self.reductions}
+        return tuple(sorted({0, self.num_ops, *needed, *last, *ready}))
