@@ -191,6 +191,18 @@ def test_the_plan_is_the_same_too():
     assert planned(build) == planned(build, whole=True)
 
 
+def test_recomputation_without_a_second_partition_is_nearly_the_same():
+    """Of alike blocks there is no whole graph that could be cut again."""
+    build = functools.partial(net, depth=6, batch=64, seq=64)
+    (free,) = planned(build)
+    tight = (point(budget=free.estimate.fsdp2.peak_bytes * 2 // 3),)
+    (short,), (whole,) = planned(build, tight), planned(build, tight, whole=True)
+    assert short.recompute == whole.recompute != ()
+    for name, tolerance in (("peak_bytes", 0.005), ("step_time_us", 0.001)):
+        ours, theirs = getattr(short.estimate, name), getattr(whole.estimate, name)
+        assert ours == pytest.approx(theirs, rel=tolerance), name
+
+
 def alike(change):
     """Whether 6 blocks are still taken for alike after `change(model)`."""
     with pretended(8):
