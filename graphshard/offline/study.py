@@ -220,7 +220,8 @@ class Study:
             basis: Basis | None = self._short_basis(point)
             for repeat in self._repeats:
                 basis = basis and unrolled(basis, repeat, infos)
-            if basis is None:
+            # A group that is used behind the captured blocks alone would be forgotten.
+            if basis is None or len(basis.groups) < len(infos):
                 self.say("its blocks do not repeat exactly")
                 for known in (self._captures, self._cuts, self._parts, self._bases):
                     known.clear()

@@ -69,8 +69,10 @@ def target_of(text: str) -> Target:
     """ "FILE.py:FUNCTION", loaded. Raises OfflineError (GS906) if there is no such function."""
     file, _, name = text.rpartition(":")
     path = Path(file)
-    if not file or not path.is_file():
-        raise OfflineError("GS906", f"{text!r} is not FILE.py:FUNCTION: no file {file or text!r}")
+    if not path.is_file() or path.suffix != ".py":
+        raise OfflineError(
+            "GS906", f"{text!r} is not FILE.py:FUNCTION: no Python file {file or text!r}"
+        )
     # As if the file was run: what lies beside it can be imported.
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -1,0 +1,476 @@
+"""Planning offline: what repeats, symbolic sizes, several worlds, and that nothing is allocated."""
+
+import functools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import graphshard
+from graphshard.errors import CaptureError, InfeasibleBudget, OfflineError
+from graphshard.offline.api import machine_of
+from graphshard.offline.repeats import CAPTURED, repeats_in
+from graphshard.offline.study import Point, Study
+from graphshard.offline.target import made_of, target_of
+from graphshard.offline.world import built, pretended
+from graphshard.pricing import Freedom
+from graphshard.sketch import basis_of
+from graphshard.step_plan import Direction, Plan
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+HARDWARE = "h100-ib400"
+DEPTH = 6
+
+
+class Block(nn.Module):
+    """A residual block; `mark` is an attribute that nothing reads."""
+
+    def __init__(self, dim=8, mark=None):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 3 * dim)
+        self.down = nn.Linear(3 * dim, dim)
+        self.mark = mark
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """`blocks` in a row, behind and before parameters of the root."""
+
+    def __init__(self, blocks, dim=8):
+        super().__init__()
+        self.embedding = nn.Embedding(32, dim)
+        self.blocks = blocks
+        self.head = nn.Linear(dim, 32)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if isinstance(self.blocks, nn.Sequential):
+            x = self.blocks(x)
+        else:
+            found = self.blocks
+            for block in found.values() if isinstance(found, nn.ModuleDict) else found:
+                x = block(x)
+        return self.head(x).logsumexp(-1).mean()
+
+
+def shard(model, nested=False, **settings):
+    found = model.blocks
+    for block in found.values() if isinstance(found, nn.ModuleDict) else found:
+        if nested:
+            fully_shard(block.up, **settings)
+        fully_shard(block, **settings)
+    fully_shard(model)
+
+
+def tokens(batch=2, seq=6):
+    return torch.zeros(batch, seq, dtype=torch.int64, device="meta")
+
+
+def net(depth=DEPTH, container=nn.ModuleList, batch=2, seq=6, **settings):
+    """What `graphshard plan` gets from a user's function."""
+    blocks = [Block() for _ in range(depth)]
+    made = container(blocks) if container is not nn.Sequential else container(*blocks)
+    model = Net(made)
+    shard(model, **settings)
+    return model, (tokens(batch, seq),)
+
+
+class TwoRows(nn.Module):
+    """An encoder whose result every block of a decoder reads."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.encoder = nn.ModuleList(Block() for _ in range(depth))
+        self.decoder = nn.ModuleList(Block() for _ in range(depth))
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for block in self.encoder:
+            x = block(x)
+        memory = x
+        for block in self.decoder:
+            x = block(x) * memory
+        return self.mix(x).sum()
+
+
+def two_rows(depth=5):
+    model = TwoRows(depth)
+    for block in [*model.encoder, *model.decoder]:
+        fully_shard(block)
+    fully_shard(model)
+    return model, torch.zeros(2, 8)
+
+
+def named(blocks):
+    return nn.ModuleDict({f"block_{n}": block for n, block in enumerate(blocks)})
+
+
+def llama(recompute, depth=DEPTH):
+    example = sys.modules.get("llama")
+    if example is None:
+        target_of(f"{EXAMPLES / 'llama.py'}:llama3_8b")
+        example = sys.modules["llama"]
+    config = example.Config(16, depth, 4, 32, num_kv_heads=2, vocabulary=64, recompute=recompute)
+    return example.sharded(config, 1, 16)
+
+
+def point(world=8, sizes=(), *, budget=None, recompute=True, hardware="h100"):
+    return Point(world, 8, machine_of(hardware), Freedom(budget, recompute=recompute), sizes)
+
+
+def study(build, points=(), *, whole=False):
+    """A study that has captured. build: keyword sizes -> (model, inputs)."""
+
+    def made(sizes):
+        return made_of("net", build(**dict(sizes)))
+
+    return Study("net", made, points or (point(),), whole=whole)
+
+
+def planned(build, points=(), *, whole=False):
+    return [answer.plan for answer in study(build, points, whole=whole).answers()]
+
+
+def basis(build, *, whole):
+    """What the planner sees of the model, from a few blocks or from all of them."""
+    found = study(build, whole=whole)
+    found._prepare()
+    assert bool(found._repeats) is not whole
+    if not whole:
+        return found._basis(found.points[0])
+    placed = found._in_world(found.points[0]).placed
+    return basis_of(placed, found.points[0].machine, recompute=True)
+
+
+def without_nodes(units):
+    """Copies of a block are in no graph, so their ops have no names."""
+    return [replace(unit, nodes=()) for unit in units]
+
+
+# -- a few blocks stand for all ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(functools.partial(llama, "none"), id="no recompute"),
+        pytest.param(functools.partial(llama, "selective"), id="selective recompute"),
+        pytest.param(functools.partial(llama, "full"), id="full recompute"),
+        pytest.param(functools.partial(net, depth=5), id="one more block"),
+        pytest.param(functools.partial(net, nested=True), id="nested groups"),
+        pytest.param(functools.partial(net, reshard_after_forward=False), id="kept"),
+        pytest.param(functools.partial(net, reshard_after_forward=2), id="smaller mesh"),
+        pytest.param(functools.partial(net, container=named), id="ModuleDict"),
+        pytest.param(functools.partial(net, container=nn.Sequential), id="Sequential"),
+        pytest.param(lambda: two_rows(), id="two rows"),
+    ],
+)
+def test_what_a_few_blocks_say_is_what_the_whole_says(build):
+    whole, short = basis(build, whole=True), basis(build, whole=False)
+    assert short.groups == whole.groups
+    assert list(short.sketches) == list(whole.sketches)
+    for direction in Direction:
+        ours, theirs = short.sketches[direction], whole.sketches[direction]
+        for name in ("num_ops", "uses", "params", "reductions", "kept"):
+            assert getattr(ours.outline, name) == getattr(theirs.outline, name), (direction, name)
+        assert ours.outline == theirs.outline
+        assert ours.us == theirs.us
+        assert ours.live == theirs.live
+    assert without_nodes(short.units) == without_nodes(whole.units)
+
+
+def test_the_plan_is_the_same_too():
+    build = functools.partial(net, depth=6)
+    assert planned(build) == planned(build, whole=True)
+
+
+def test_recomputation_without_a_second_partition_is_nearly_the_same():
+    """Of alike blocks there is no whole graph that could be cut again."""
+    build = functools.partial(net, depth=6, batch=64, seq=64)
+    (free,) = planned(build)
+    tight = (point(budget=free.estimate.fsdp2.peak_bytes * 2 // 3),)
+    (short,), (whole,) = planned(build, tight), planned(build, tight, whole=True)
+    assert short.recompute == whole.recompute != ()
+    for name, tolerance in (("peak_bytes", 0.005), ("step_time_us", 0.001)):
+        ours, theirs = getattr(short.estimate, name), getattr(whole.estimate, name)
+        assert ours == pytest.approx(theirs, rel=tolerance), name
+
+
+def alike(change):
+    """Whether 6 blocks are still taken for alike after `change(model)`."""
+    with pretended(8):
+
+        def build():
+            model = Net(nn.ModuleList(Block() for _ in range(6)))
+            change(model)
+            shard(model)
+            return made_of("net", (model, tokens()))
+
+        return bool(repeats_in(built(build).model))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.blocks[5], "mark", 5),
+        lambda model: setattr(model.blocks[5].norm, "eps", 1e-3),
+        lambda model: model.blocks[4].eval(),
+        lambda model: model.blocks[0].up.requires_grad_(False),
+        lambda model: model.blocks[3].register_buffer("scale", torch.zeros(2)),
+        lambda model: model.blocks[2].register_forward_hook(lambda *call: None),
+        lambda model: setattr(model.blocks[1], "up", nn.Linear(8, 24, bias=False)),
+        lambda model: setattr(model.blocks[1], "up", nn.Linear(8, 24, dtype=torch.bfloat16)),
+        lambda model: setattr(model.blocks[1], "down", nn.Sequential(nn.Linear(24, 8))),
+        lambda model: model.blocks.append(nn.Identity()),
+    ],
+)
+def test_blocks_that_differ_are_not_alike(change):
+    assert alike(lambda model: None)
+    assert not alike(change)
+
+
+def test_a_row_of_as_many_blocks_as_are_captured_is_captured_whole():
+    found = study(functools.partial(net, depth=CAPTURED))
+    list(found.answers())
+    assert found.facts.num_repeated == 0
+    assert found.facts.num_groups == CAPTURED + 1
+
+
+def test_facts_say_how_many_blocks_were_not_captured():
+    found = study(functools.partial(net, depth=9))
+    list(found.answers())
+    assert found.facts.num_repeated == 9 - CAPTURED
+    assert found.facts.num_groups == 10
+    with torch.device("meta"):
+        whole = Net(nn.ModuleList(Block() for _ in range(9)))
+    assert found.facts.num_params == sum(p.numel() for p in whole.parameters())
+
+
+class ByNumber(Net):
+    """Insists on its number of blocks."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for number in range(6):
+            x = self.blocks[number](x)
+        return self.head(x).sum()
+
+
+class Taps(Net):
+    """Another group joins behind the sixth block, which is not captured if four stand for all."""
+
+    def __init__(self, blocks):
+        super().__init__(blocks)
+        self.tap = nn.Linear(8, 8)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 5:
+                x = self.tap(x)
+        return self.head(x).sum()
+
+
+class Shared(Net):
+    """All blocks share a layer, which is a group of its own."""
+
+    def __init__(self, blocks):
+        super().__init__(blocks)
+        for block in blocks[1:]:
+            block.up = blocks[0].up
+        self.tap = blocks[0].up
+
+
+class Averaged(Net):
+    """What is done behind the blocks grows with their number."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        found = []
+        for block in self.blocks:
+            x = block(x)
+            found.append(x)
+        return self.head(torch.stack(found).mean(0)).sum()
+
+
+class Losses(Net):
+    """A loss of each block."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        losses = []
+        for block in self.blocks:
+            x = block(x)
+            losses.append(x.square().mean())
+        return self.head(x).sum() + sum(losses)
+
+
+@pytest.mark.parametrize("kind", [ByNumber, Taps, Shared, Averaged, Losses])
+def test_blocks_that_cannot_stand_for_others_are_captured_whole(kind):
+    def build():
+        model = kind(nn.ModuleList(Block() for _ in range(6)))
+        if hasattr(model, "tap"):
+            fully_shard(model.tap)
+        shard(model)
+        return model, tokens()
+
+    (short,), (whole,) = planned(build), planned(build, whole=True)
+    assert short == whole
+
+
+# -- one capture for many points -----------------------------------------------------------------
+
+
+class Insists(Net):
+    """Dynamo makes a constant of the length."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for _ in range(tokens.shape[1]):
+            x = x + 1
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
+
+
+def insisting(batch, seq):
+    model = Insists(nn.ModuleList(Block() for _ in range(2)))
+    shard(model)
+    return model, tokens(batch, seq)
+
+
+def sized(batch, seq):
+    return (("batch", batch), ("seq", seq))
+
+
+SIZES = (sized(2, 4), sized(4, 4), sized(2, 8), sized(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("build", "captures"),
+    [
+        pytest.param(functools.partial(net, depth=2), [None], id="whole"),
+        pytest.param(functools.partial(net, depth=6), [None], id="alike blocks"),
+        pytest.param(insisting, list(SIZES), id="insists on numbers"),
+    ],
+)
+def test_plans_at_many_sizes_are_those_of_captures_at_these_sizes(build, captures):
+    points = tuple(point(sizes=sizes) for sizes in SIZES)
+    found = study(build, points)
+    together = [answer.plan for answer in found.answers()]
+    assert list(found._captures) == captures
+    for one, plan in zip(points, together, strict=True):
+        (alone,) = planned(build, (one,))
+        # With symbols, forward computes sizes too: no time, but other numbers of ops.
+        for name in ("groups", "estimate", "reasons", "backward", "skeleton"):
+            assert getattr(plan, name) == getattr(alone, name), (one.sizes, name)
+        for ours, theirs in zip(plan.forecasts, alone.forecasts, strict=True):
+            assert (ours.us, ours.exposed_us) == (theirs.us, theirs.exposed_us)
+            assert ours.collectives == theirs.collectives
+
+
+def test_plans_of_many_worlds_and_machines_are_those_of_each():
+    build = functools.partial(net, depth=6)
+    points = tuple(
+        point(world, hardware=hardware)
+        for world in (2, 8, 24)
+        for hardware in ("h100-ib400", "a100-ethernet100")
+    )
+    together = planned(build, points)
+    assert len({plan.estimate.step_time_us for plan in together}) == len(points)
+    for one, plan in zip(points, together, strict=True):
+        assert planned(build, (one,)) == [plan]
+        assert {g.world_size for g in plan.groups} == {one.world_size}
+
+
+def test_a_point_that_nothing_fits_leaves_the_others():
+    points = (point(budget=1000), point(budget=2**30))
+    low, high = study(net, points).answers()
+    assert low.plan is None
+    assert low.infeasible.code == "GS601"
+    assert high.infeasible is None
+    assert high.plan.estimate.peak_bytes <= 2**30
+
+
+# -- graphshard.plan -----------------------------------------------------------------------------
+
+
+def unsharded(depth=2):
+    with torch.device("meta"):
+        return Net(nn.ModuleList(Block() for _ in range(depth)))
+
+
+def plan_of(model, inputs, **settings):
+    settings = {"world_size": 8, "hardware": HARDWARE, **settings}
+    return graphshard.plan(model, inputs, **settings)
+
+
+def test_a_model_with_shard_and_a_function_have_the_same_plan():
+    def sharded():
+        model = Net(nn.ModuleList(Block() for _ in range(2)))
+        shard(model)
+        return model
+
+    found = plan_of(unsharded(), tokens(), shard=shard)
+    assert found == plan_of(sharded, (tokens(),))
+    assert found == plan_of(sharded, {"tokens": tokens()})
+    assert found == plan_of(functools.partial(unsharded, 2), [tokens()], shard=shard)
+    assert Plan.from_json(found.to_json()) == found
+    assert found.name == "plan"
+    assert [g.fqn for g in found.groups] == ["(root)", "blocks.0", "blocks.1"]
+    assert found.priced_on.machine == HARDWARE
+
+
+def test_the_model_stays_as_it_is():
+    model = unsharded()
+    before = {name: (id(p), type(p), p.device) for name, p in model.named_parameters()}
+    kinds = [type(module) for module in model.modules()]
+    plan_of(model, tokens(), shard=shard)
+    assert {n: (id(p), type(p), p.device) for n, p in model.named_parameters()} == before
+    assert [type(module) for module in model.modules()] == kinds
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_budget_is_kept_and_one_that_nothing_fits_is_an_error():
+    free = plan_of(unsharded(), tokens(), shard=shard)
+    budget = free.estimate.fsdp2.peak_bytes + 4096
+    bound = plan_of(unsharded(), tokens(), shard=shard, memory_budget=budget)
+    assert bound.estimate.peak_bytes <= budget == bound.estimate.budget_bytes
+    with pytest.raises(InfeasibleBudget, match="GS601: no schedule fits"):
+        plan_of(unsharded(), tokens(), shard=shard, memory_budget="1KiB")
+
+
+def test_inside_a_process_group():
+    with pretended(2), pytest.raises(OfflineError, match="GS901: this process is part of"):
+        plan_of(unsharded(), tokens(), shard=shard)
+
+
+def test_a_model_with_data():
+    with pytest.raises(OfflineError, match=r"GS902: parameter embedding\.weight holds data"):
+        plan_of(Net(nn.ModuleList()), tokens(), shard=shard)
+
+
+def test_a_model_that_is_sharded_already():
+    with pretended(2):
+        model = unsharded()
+        shard(model)
+    with pytest.raises(OfflineError, match="GS909: the model is sharded already"):
+        plan_of(model, tokens())
+
+
+def test_a_model_that_nobody_shards():
+    with pytest.raises(OfflineError, match="GS903: no module of Net is sharded"):
+        plan_of(unsharded(), tokens())
+
+
+def test_a_loss_without_parameters():
+    with pytest.raises(CaptureError, match="GS910: "):
+        plan_of(unsharded().requires_grad_(False), tokens(), shard=shard)
