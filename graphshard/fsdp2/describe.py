@@ -5,23 +5,18 @@ from __future__ import annotations
 import math
 
 from graphshard.fsdp2.group import FsdpGroup
-from graphshard.fsdp2.param import FsdpParam
 from graphshard.step_plan import GroupInfo, ParamInfo
 
 
-def describe(group_id: int, group: FsdpGroup, ranks: int | None = None) -> GroupInfo:
-    """The group as it is sharded now, under the number that a program gives it.
-
-    ranks: as it would be over so many; for groups that `FsdpGroup.resizes` only.
-    """
-    count = group.world_size if ranks is None else ranks
+def describe(group_id: int, group: FsdpGroup) -> GroupInfo:
+    """The group as it is sharded now, under the number that a program gives it."""
     params = tuple(
         ParamInfo(
             fqn=p.fqn,
             shape=p.size,
             dtype=str(p.dtype).removeprefix("torch."),
             trainable=p.sharded.requires_grad,
-            gathered_bytes=count * shard_numel(p, ranks) * p.dtype.itemsize,
+            gathered_bytes=group.world_size * math.prod(p.padded_shard_size) * p.dtype.itemsize,
         )
         for p in group.params
     )
@@ -29,11 +24,11 @@ def describe(group_id: int, group: FsdpGroup, ranks: int | None = None) -> Group
         id=group_id,
         fqn=name_of(group),
         params=params,
-        world_size=count,
+        world_size=group.world_size,
         reshard_after_forward=group.reshard_after_forward,
         gathered_bytes=sum(p.gathered_bytes for p in params),
         reduce_dtype=_reduce_dtype(group),
-        reduce_bytes=count * _reduce_bytes(group, ranks),
+        reduce_bytes=_reduce_bytes(group),
     )
 
 
@@ -47,12 +42,7 @@ def _reduce_dtype(group: FsdpGroup) -> str:
     return names[0] if len(names) == 1 else "+".join(names)
 
 
-def shard_numel(param: FsdpParam, ranks: int | None = None) -> int:
-    """Elements of one rank's shard with padding; over `ranks` ranks, if there were so many."""
-    return math.prod(param.padded_shard_size if ranks is None else param.padded_size_over(ranks))
-
-
-def _reduce_bytes(group: FsdpGroup, ranks: int | None) -> int:
-    """Of one rank's part."""
-    chosen = (p for p in group.params if p.sharded.requires_grad)
-    return sum(shard_numel(p, ranks) * p.reduce_dtype.itemsize for p in chosen)
+def _reduce_bytes(group: FsdpGroup) -> int:
+    chosen = [p for p in group.params if p.sharded.requires_grad]
+    sizes = [math.prod(p.padded_shard_size) * p.reduce_dtype.itemsize for p in chosen]
+    return group.world_size * sum(sizes)

@@ -63,15 +63,6 @@ class FsdpGroup:
         return tuple(sorted(self.raw.mesh_info.mesh.mesh.flatten().tolist()))
 
     @property
-    def resizes(self) -> bool:
-        """Sharded over all ranks of the job, by the rule of `FsdpParam.padded_size_over`."""
-        return (
-            self.world_size == len(self.mesh_ranks) == dist.get_world_size()
-            and self.post_forward_process_group is None
-            and all(p.padded_size_over(self.world_size) == p.padded_shard_size for p in self.params)
-        )
-
-    @property
     def _shards(self) -> bool:
         return isinstance(self.raw.mesh_info, _fsdp_common.FSDPMeshInfo)
 

@@ -42,12 +42,6 @@ class FsdpParam:
         """This rank's shard with FSDP2's padding; the same on every rank."""
         return tuple(self.raw.padded_sharded_param_size)
 
-    def padded_size_over(self, ranks: int) -> tuple[int, ...]:
-        """`padded_shard_size` if there were so many ranks: as `torch.chunk` cuts, rounded up."""
-        size = list(self.size)
-        size[self.shard_dim] = -(-size[self.shard_dim] // ranks)
-        return tuple(size)
-
     @property
     def shard_dim(self) -> int:
         return int(self.raw.fsdp_placement.dim)

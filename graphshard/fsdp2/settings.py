@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from graphshard.fsdp2.describe import shard_numel
 from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.state import is_root
 from graphshard.step_plan import Direction
@@ -43,12 +43,12 @@ class GroupSettings:
 
 
 def settings_of(
-    groups: Sequence[FsdpGroup], ranks_per_node: int | None = None, ranks: int | None = None
+    groups: Sequence[FsdpGroup], ranks_per_node: int | None = None
 ) -> tuple[GroupSettings, ...]:
     """Settings of the groups of one graph, in their order.
 
     ranks_per_node: None takes torchrun's `LOCAL_WORLD_SIZE`, without which all ranks are taken to
-    be on one node. ranks: as if there were so many; for groups that `FsdpGroup.resizes` only.
+    be on one node.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if ranks_per_node is None else ranks_per_node
     places = {group.state: place for place, group in enumerate(groups)}
@@ -66,12 +66,12 @@ def settings_of(
         GroupSettings(
             reshard=None if group.reshard_is_automatic else group.reshard_after_forward,
             is_root=is_root(group.state),
-            ranks=(count := ranks or group.world_size),
-            ranks_per_node=min(count, local or count),
+            ranks=group.world_size,
+            ranks_per_node=min(group.world_size, local or group.world_size),
             gather_lane=lane(group.gather_process_group),
             reduce_lane=lane(group.reduce_process_group),
-            shard_bytes=_shard_bytes(group, ranks, trainable=False),
-            optimizer_bytes=OPTIMIZER_TENSORS * _shard_bytes(group, ranks, trainable=True),
+            shard_bytes=_shard_bytes(group, trainable=False),
+            optimizer_bytes=OPTIMIZER_TENSORS * _shard_bytes(group, trainable=True),
             reduce_item_bytes=max(p.reduce_item_bytes for p in group.params),
             kept_after_backward=not group.reshard_after_backward,
             regroups=group.gathers_plainly,
@@ -82,6 +82,6 @@ def settings_of(
     )
 
 
-def _shard_bytes(group: FsdpGroup, ranks: int | None, *, trainable: bool) -> int:
+def _shard_bytes(group: FsdpGroup, *, trainable: bool) -> int:
     params = (p for p in group.params if not trainable or p.sharded.requires_grad)
-    return sum(shard_numel(p, ranks) * p.sharded.dtype.itemsize for p in params)
+    return sum(math.prod(p.padded_shard_size) * p.sharded.dtype.itemsize for p in params)

@@ -35,7 +35,6 @@ from graphshard.offline.world import (
     called_with,
     faked,
     pretended,
-    resizes,
     shapes,
     varying,
     world_of,
@@ -177,19 +176,15 @@ class Study:
         sizes = max(every)  # a size of 1 would be taken for a constant
         names: list[str] = []
         for count in dict.fromkeys(point.world_size for point in self.points):
-            if any(known == count for known, _ in self._worlds):
-                continue
             with pretended(count):
                 self.say(f"building {self.name} on {count:,} ranks")
                 fake = faked(partial(self.build, sizes))
                 if not names:
                     names = self._capture_all(every, sizes, fake)
-                others = resizes(fake)
-                for key in dict.fromkeys((p.world_size, p.ranks_per_node) for p in self.points):
-                    if key[0] == count:
-                        self._worlds[key] = world_of(fake, names, key[1])
-                    elif others:
-                        self._worlds[key] = world_of(fake, names, key[1], key[0])
+                for point in self.points:
+                    if point.world_size == count:
+                        key = count, point.ranks_per_node
+                        self._worlds[key] = world_of(fake, names, point.ranks_per_node)
 
     def _capture_all(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> list[str]:
         """The names of the groups, in the order of their numbers."""

@@ -153,29 +153,15 @@ class World:
     settings: tuple[GroupSettings, ...]
 
 
-def world_of(
-    fake: Fake, names: Sequence[str], ranks_per_node: int, ranks: int | None = None
-) -> World:
-    """names: the program's groups, in its order. ranks: as if there were so many, see `resizes`.
-
-    Raises OfflineError (GS904) for other groups.
-    """
-    groups = {name_of(group): group for group in _groups(fake)}
+def world_of(fake: Fake, names: Sequence[str], ranks_per_node: int) -> World:
+    """names: the program's groups, in its order. Raises OfflineError (GS904) for other groups."""
+    groups = {name_of(g): g for state in fake.states for g in fsdp2.fsdp_groups(state)}
     missing = [name for name in names if name not in groups]
     if missing:
         raise OfflineError("GS904", f"{missing[0]} is no group on every number of ranks")
     own = [groups[name] for name in names]
-    infos = tuple(describe(place, group, ranks) for place, group in enumerate(own))
-    return World(infos, settings_of(own, ranks_per_node, ranks))
-
-
-def resizes(fake: Fake) -> bool:
-    """Every group is sharded over all ranks, so that other numbers of ranks need no new model."""
-    return all(group.resizes for group in _groups(fake))
-
-
-def _groups(fake: Fake) -> list[fsdp2.FsdpGroup]:
-    return [group for state in fake.states for group in fsdp2.fsdp_groups(state)]
+    infos = tuple(describe(place, group) for place, group in enumerate(own))
+    return World(infos, settings_of(own, ranks_per_node))
 
 
 def varying(every: Sequence[Shapes]) -> tuple[Place, ...]:
