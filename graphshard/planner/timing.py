@@ -81,7 +81,7 @@ def _text(
     cost = f"compute waits {found.exposed_us:,.3f} us for it, but "
     if before is not None and before.finished_us > found.issued_us:
         name, until = _step_text(problem, before.step), before.finished_us
-        return cost + f"the lane is busy with {name} until {until:,.3f} us"
+        return cost + f"the lane is busy with {name} until {until:,.3f} us of {line.direction}"
     if place in held:
         missing, text = held[place]
         return cost + f"{missing:,} bytes of the budget are missing before: {text}"

@@ -71,13 +71,13 @@ def _recomputed(before: Plan, after: Plan) -> Iterator[Move]:
 
 
 def _places(plan: Plan, schedule: Schedule) -> dict[Key, int]:
-    """Communication step -> ops that come before it."""
+    """Communication step -> ops that come before it. What is still gathered moves nothing."""
     fqns = {group.id: group.fqn for group in plan.groups}
     done, found = 0, {}
     for step in schedule.steps:
         if step.kind is StepKind.COMPUTE:
             done = step.stop
-        elif step.kind in ISSUES or step.kind in ISSUE_OF:
+        elif (step.kind in ISSUES or step.kind in ISSUE_OF) and not step.kept:
             found[_key(step, fqns)] = done
     return found
 
