@@ -239,18 +239,18 @@ def test_blocks_that_differ_are_not_alike(change):
 def test_a_row_of_as_many_blocks_as_are_captured_is_captured_whole():
     found = study(functools.partial(net, depth=CAPTURED))
     list(found.answers())
-    assert found.facts.num_repeated == 0
-    assert found.facts.num_groups == CAPTURED + 1
+    assert found.effort.num_repeated == 0
+    assert found.effort.num_groups == CAPTURED + 1
 
 
 def test_facts_say_how_many_blocks_were_not_captured():
     found = study(functools.partial(net, depth=9))
     list(found.answers())
-    assert found.facts.num_repeated == 9 - CAPTURED
-    assert found.facts.num_groups == 10
+    assert found.effort.num_repeated == 9 - CAPTURED
+    assert found.effort.num_groups == 10
     with torch.device("meta"):
         whole = Net(nn.ModuleList(Block() for _ in range(9)))
-    assert found.facts.num_params == sum(p.numel() for p in whole.parameters())
+    assert found.effort.num_params == sum(p.numel() for p in whole.parameters())
 
 
 class ByNumber(Net):

@@ -90,11 +90,10 @@ def _plan(args: argparse.Namespace) -> None:
     study = Study(target.name, target.build, points, say=_say)
     with _no_collection():
         answers = list(_followed(study.answers(), len(points)))
-    effort = Effort(**asdict(study.facts))
     if len(points) == 1:
-        _one(args, effort, answers[0], target.name)
+        _one(args, study.effort, answers[0], target.name)
     else:
-        _many(args, effort, answers, target.name)
+        _many(args, study.effort, answers, target.name)
 
 
 def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
@@ -110,9 +109,7 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
         freedom_of(parse_options(given if size is None else {**given, "memory_budget": size}))
         for size in args.budget
     ]
-    batches: list[dict[str, int]] = (
-        [{}] if args.batch is None else [{"batch": n} for n in args.batch]
-    )
+    batches: list[dict[str, int]] = [{"batch": n} for n in args.batch or ()] or [{}]
     lengths: list[dict[str, int]] = [{"seq": n} for n in args.seq or ()] or [{}]
     per_node, fused = args.per_node or RANKS_PER_NODE, is_fused(args.compute)
     points = tuple(

@@ -44,6 +44,7 @@ from graphshard.pricing import Freedom
 from graphshard.recompute import Unit
 from graphshard.sketch import Basis, basis_of
 from graphshard.step_plan import Plan
+from graphshard.view.offline import Effort
 
 Build = Callable[[Sizes], Made]
 
@@ -70,22 +71,6 @@ class Answer:
     point: Point
     plan: Plan | None
     infeasible: InfeasibleBudget | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What was captured, and seconds so far; passes: partition and verified passes.
-
-    num_repeated: blocks that were not captured because they are like others.
-    """
-
-    num_nodes: int
-    num_groups: int
-    num_repeated: int
-    num_params: int
-    capture_s: float
-    passes_s: float
-    plan_s: float
 
 
 def _captured_or_none(fake: Fake, name: str, places: Sequence[Place]) -> Captured | None:
@@ -132,10 +117,10 @@ class Study:
             yield answer
 
     @property
-    def facts(self) -> Facts:
-        """Of the first capture; times are sums over all of them."""
+    def effort(self) -> Effort:
+        """So far. Counts are of the first capture; times are sums over all of them."""
         infos = next(iter(self._worlds.values())).infos
-        return Facts(
+        return Effort(
             num_nodes=next(iter(self._captures.values())).num_nodes,
             num_groups=len(infos),
             num_repeated=sum(repeat.count - CAPTURED for repeat in self._repeats),

@@ -17,7 +17,8 @@ BEST = "*"
 class Effort:
     """What planning took. num_nodes: of the captured step, forward and backward together.
 
-    num_repeated: blocks that were not captured because they are like others.
+    num_repeated: blocks that were not captured because they are like others. passes_s: of the
+    partition and the verified passes.
     """
 
     num_nodes: int
