@@ -6,14 +6,15 @@ In comes a `Sheet`. Out come rows: compute first, then one per process group in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphshard.step_plan import Direction, GroupInfo, Lane, StepKind
 from graphshard.view.cards import collective_card, decisions, wait_card
 from graphshard.view.marks import Mark, Row
 from graphshard.view.sheet import Collective, Sheet
-from graphshard.view.text import LANE_WORDS, count_text
+from graphshard.view.text import LANE_WORDS, count_text, lane_names
+from graphshard.view.timeline import computing_groups
 from graphshard.view.units import time_text
 
 MARK_KINDS = {Lane.ALL_GATHER: "gather", Lane.REDUCE_SCATTER: "reduce"}
@@ -52,7 +53,7 @@ def _compute(sheet: Sheet) -> Iterator[Mark]:
 def _works(sheet: Sheet) -> Iterator[_Work]:
     """Neighbouring compute steps inside the same group are one piece of work."""
     open_: _Work | None = None
-    owners = _owners(sheet)
+    owners = computing_groups(sheet.rows.steps)
     for index, step in enumerate(sheet.rows.steps):
         if step.kind is not StepKind.COMPUTE:
             continue
@@ -71,19 +72,6 @@ def _works(sheet: Sheet) -> Iterator[_Work]:
 def _adjoin(done: Sequence[float], work: _Work, index: int) -> bool:
     """Nothing lies between the end of `work` and compute step `index`."""
     return done[work.last] == done[index - 1]
-
-
-def _owners(sheet: Sheet) -> list[int | None]:
-    """The group inside which each step computes: of those waited for and not released, the last."""
-    inside: list[int] = []
-    owners: list[int | None] = []
-    for step in sheet.rows.steps:
-        if step.kind is StepKind.GATHER_WAIT:
-            inside += [group for group in reversed(step.groups) if group not in inside]
-        elif step.kind is StepKind.RELEASE and step.group in inside:
-            inside.remove(step.group)
-        owners.append(inside[-1] if inside else None)
-    return owners
 
 
 def _work_mark(sheet: Sheet, work: _Work) -> Mark:
@@ -149,27 +137,14 @@ def _copies(sheet: Sheet) -> Iterator[Mark]:
 
 def _queues(sheet: Sheet) -> Iterator[Row]:
     infos = {g.id: g for g in sheet.plan.groups}
-    lanes = sorted({found.lane: None for found in sheet.collectives})
-    names = _lane_names(sheet, lanes)
-    for lane, name in zip(lanes, names, strict=True):
+    names = lane_names((found.lane, found.step.lane) for found in sheet.collectives)
+    for lane, name in names.items():
         own = [found for found in sheet.collectives if found.lane == lane]
         marks = [_collective_mark(sheet, found, infos) for found in own]
         if not sheet.axis.timed:
             marks += _kept(sheet, own)
         marks.sort(key=lambda mark: (mark.start, mark.row))
         yield Row(name, tuple(marks), 1 + max(mark.row for mark in marks))
-
-
-def _lane_names(sheet: Sheet, lanes: Iterable[int]) -> list[str]:
-    """By what runs on it; lanes that carry the same kinds are numbered."""
-    kinds = []
-    for lane in lanes:
-        own = (LANE_WORDS[f.step.lane] for f in sheet.collectives if f.lane == lane)
-        kinds.append(" + ".join(sorted(dict.fromkeys(own))))
-    return [
-        kind if kinds.count(kind) == 1 else f"{kind} {kinds[: place + 1].count(kind)}"
-        for place, kind in enumerate(kinds)
-    ]
 
 
 def _collective_mark(sheet: Sheet, found: Collective, infos: dict[int, GroupInfo]) -> Mark:

@@ -15,6 +15,7 @@ from graphshard.measured import Measured, Stretch
 from graphshard.schedule import ISSUE_OF, ISSUES, range_name
 from graphshard.skeleton import Entry
 from graphshard.step_plan import Direction, Plan, Schedule, Step, StepKind
+from graphshard.view.timeline import computing_groups
 
 OURS, FSDP2, MEASURED = "graphshard, predicted", "FSDP2, predicted", "graphshard, measured"
 
@@ -174,18 +175,14 @@ def _scenario(plan: Plan, title: str, pairs: Sequence[tuple[Schedule, Forecast]]
 def _works(
     schedule: Schedule, forecast: Forecast, names: dict[int, str], start_us: float
 ) -> Iterator[Work]:
-    inside: list[int] = []
+    owners = computing_groups(schedule.steps)
     for index, (step, time) in enumerate(zip(schedule.steps, forecast.steps, strict=True)):
         if step.kind is StepKind.COMPUTE:
-            # Of the groups that are waited for and not released, the last is being computed.
-            owner = [names[inside[-1]]] if inside else []
+            group = owners[index]
+            owner = [] if group is None else [names[group]]
             where = " ".join([str(schedule.direction), *owner])
         else:
             where = _name(step, names)
-        if step.kind is StepKind.GATHER_WAIT:
-            inside += [group for group in reversed(step.groups) if group not in inside]
-        elif step.kind is StepKind.RELEASE and step.group in inside:
-            inside.remove(step.group)
         yield Work(
             direction=schedule.direction,
             step=step,

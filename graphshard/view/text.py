@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, zip_longest
@@ -36,6 +37,22 @@ STEP_WORDS = {
     StepKind.REDUCE_ISSUE: "issue reduce-scatter",
     StepKind.REDUCE_WAIT: "wait for reduce-scatter",
 }
+
+
+def lane_names(carried: Iterable[tuple[int, Lane]]) -> dict[int, str]:
+    """Number of a lane -> its name, by what runs on it; lanes that carry the same are numbered.
+
+    carried: lane and kind of each collective.
+    """
+    kinds: dict[int, list[str]] = defaultdict(list)
+    for lane, kind in carried:
+        kinds[lane].append(LANE_WORDS[kind])
+    texts = {lane: " + ".join(sorted(dict.fromkeys(kinds[lane]))) for lane in sorted(kinds)}
+    alike = list(texts.values())
+    return {
+        lane: text if alike.count(text) == 1 else f"{text} {alike[: place + 1].count(text)}"
+        for place, (lane, text) in enumerate(texts.items())
+    }
 
 
 def bytes_text(count: int) -> str:

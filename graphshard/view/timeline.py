@@ -143,6 +143,19 @@ def lane_rows(plan: Plan) -> tuple[LaneRows, ...]:
     return tuple(_stack(lane, segments) for lane, segments in spans.items())
 
 
+def computing_groups(steps: Iterable[Step]) -> list[int | None]:
+    """The group inside which each step computes: of those waited for and not released, the last."""
+    inside: list[int] = []
+    found: list[int | None] = []
+    for step in steps:
+        if step.kind is StepKind.GATHER_WAIT:
+            inside += [group for group in reversed(step.groups) if group not in inside]
+        elif step.kind is StepKind.RELEASE and step.group in inside:
+            inside.remove(step.group)
+        found.append(inside[-1] if inside else None)
+    return found
+
+
 def residency_rows(plan: Plan) -> tuple[ResidencyRow, ...]:
     """One row per group, in the plan's order of groups."""
     steps = [step for schedule in plan.schedules for step in schedule.steps]

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from graphshard.errors import MeasureError
 from graphshard.step_plan import Lane, Plan, StepKind
 from graphshard.view.scenario import Carried, Scenario, Work, scenarios
-from graphshard.view.text import LANE_WORDS
+from graphshard.view.text import lane_names
 
 Event: TypeAlias = dict[str, Any]
 
@@ -120,24 +120,12 @@ def _names(scenario: Scenario, at: Place, number: int, plan_name: str) -> Iterat
     order = {"sort_index": -100 + number}  # above the host's threads
     yield {"ph": "M", "name": "process_sort_index", "pid": at.pid, "tid": 0, "args": order}
     threads = {COMPUTE_TID: "compute"}
-    threads |= {_tid(lane): name for lane, name in lane_names(scenario).items()}
+    lanes = lane_names((c.lane, Lane(c.entry.kind)) for c in scenario.collectives)
+    threads |= {_tid(lane): name for lane, name in lanes.items()}
     for tid, name in threads.items():
         called, order = {"name": name}, {"sort_index": tid}
         yield {"ph": "M", "name": "thread_name", "pid": at.pid, "tid": tid, "args": called}
         yield {"ph": "M", "name": "thread_sort_index", "pid": at.pid, "tid": tid, "args": order}
-
-
-def lane_names(scenario: Scenario) -> dict[int, str]:
-    """By what runs on each lane; lanes that carry the same kinds are numbered."""
-    kinds: dict[int, list[str]] = {}
-    for carried in scenario.collectives:
-        kinds.setdefault(carried.lane, []).append(LANE_WORDS[Lane(carried.entry.kind)])
-    texts = {lane: " + ".join(sorted(dict.fromkeys(found))) for lane, found in kinds.items()}
-    names = {}
-    for lane, text in sorted(texts.items()):
-        alike = [other for other, same in sorted(texts.items()) if same == text]
-        names[lane] = text if len(alike) == 1 else f"{text} {alike.index(lane) + 1}"
-    return names
 
 
 def _tid(lane: int) -> int:
