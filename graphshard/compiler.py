@@ -19,11 +19,12 @@ from torch._ops import HigherOrderOperator
 
 from graphshard.capture.ports import CompiledPlan, Record, port_of
 from graphshard.draft import Proposal, drafted, find_groups, propose, propose_inference
-from graphshard.emit import check_inputs, code_of, emit
+from graphshard.emit import check_inputs, code_of
 from graphshard.errors import CaptureError
 from graphshard.feedback import Feedback
 from graphshard.fsdp2 import modules_of
 from graphshard.ir import Program, copied, output_node
+from graphshard.lowering import lowering_of
 from graphshard.measured import Measured
 from graphshard.options import Options
 from graphshard.order import order_of
@@ -37,7 +38,7 @@ from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.run import Body, guarded
 from graphshard.step_plan import Direction, Plan
-from graphshard.watch import OBSERVER, Running
+from graphshard.watch import OBSERVER, Running, executable
 
 
 class GraphCompiler:
@@ -61,6 +62,7 @@ class GraphCompiler:
         self._bodies: dict[Direction, Body] = {}
         self._feedback: Feedback | None = None
         self.running: Running | None = None
+        self._lowering = lowering_of(options, trains=torch.is_grad_enabled())
         self.found = find_groups(gm)
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -73,6 +75,7 @@ class GraphCompiler:
             bw_compiler=self._emit_backward,
             inference_compiler=self._compile_inference,
             partition_fn=self._partition,
+            decompositions=self._lowering.decompositions,
         )
         # A donated buffer forbids retain_graph, which eager FSDP2 allows.
         config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
@@ -89,6 +92,7 @@ class GraphCompiler:
 
         The scheduled program is made from copies of them and waits for `_emit_*`.
         """
+        joint = self._lowering.joint(joint)
         draft = drafted(self.name, joint, inputs, num_fwd_outputs, self.found, kwargs)
         self._calls = Calls(_tangent_positions(joint, num_fwd_outputs), tuple(self.found.anchors))
         order = order_of(self.groups, self._options, self.ballots)
@@ -99,6 +103,7 @@ class GraphCompiler:
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         order = order_of(self.groups, self._options, self.ballots)
+        gm = self._lowering.joint(gm)
         self._schedule(propose_inference(self.name, gm, self.found, order), order)
         return self._emit_forward(gm, inputs)
 
@@ -120,7 +125,8 @@ class GraphCompiler:
         calls: Calls | None,
     ) -> Callable[..., Any]:
         check_inputs(module, given)
-        body = self._bodies[direction] = Body(emit(module))
+        assert self.running is not None
+        body = self._bodies[direction] = Body(executable(self.running, direction, module))
         return guarded(body, direction, self.groups[0].fsdp.device, calls)
 
     # -- parts -----------------------------------------------------------------------------
@@ -133,7 +139,15 @@ class GraphCompiler:
         after = self._options.replan_after if placed.backward is not None else None
         spare = None if after is None else copied(placed)
         program = apply(placed, plan)
-        self.running = Running(program, plan, problem, self._bodies, self.groups, self._options)
+        self.running = Running(
+            program,
+            plan,
+            problem,
+            self._bodies,
+            self.groups,
+            self._options,
+            self._lowering.artifacts,
+        )
         self._adopt(program, plan, problem)
         if after is not None and spare is not None:
             assert self.running is not None

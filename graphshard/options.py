@@ -12,7 +12,7 @@ from pathlib import Path
 from graphshard.errors import OptionsError
 
 _CHOICES = {
-    "compute": ("aten",),
+    "compute": ("aten", "inductor"),
     "fallback": ("warn", "error"),
     "reshard": ("fsdp2", "auto"),
     "verify": ("compile", "every", "off"),
@@ -23,7 +23,9 @@ _CHOICES = {
 class Options:
     """What the user asked for.
 
-    compute: "aten" runs the captured ATen ops as they are (bitwise equal to eager FSDP2).
+    compute: "inductor" compiles the ops between two communication points; "aten" runs the captured
+    ATen ops as they are (bitwise equal to eager FSDP2).
+    inductor: settings of `torch._inductor.config` for that.
     fallback: "warn" runs what cannot be captured through FSDP2, "error" raises instead.
     dump_dir: folder for the emitted Python and the plan of each graph, or None.
     report_dir: folder for the plan, its page and its trace, of each graph and rank, or None.
@@ -50,6 +52,7 @@ class Options:
     replan_after: int | None = None
     verify: str = "compile"
     report_dir: Path | None = None
+    inductor: tuple[tuple[str, object], ...] = ()
 
 
 def parse_options(options: Mapping[str, object] | None, mode: str | None = None) -> Options:

@@ -26,7 +26,8 @@ def order_of(groups: Sequence[LiveGroup], options: Options, ballots: Sequence[Ba
     machine = machine_for(options.machine, fsdp[0].device)
     if ballots:
         machine = pickle.loads(bytes.fromhex(lead_costs(ballots, _text(machine))))
-    return Order(settings_of(fsdp), machine, freedom_of(options))
+    fused = options.compute == "inductor"
+    return Order(settings_of(fsdp), machine, freedom_of(options), fused)
 
 
 def _text(machine: Machine) -> str:

@@ -132,8 +132,11 @@ def _stage(sketch: Sketch, huge: Container[int]) -> _Stage:
 def _starts(outline: Outline, ends: Sequence[float], huge: Container[int]) -> tuple[int, ...]:
     """Where regions start: where a group is needed, released or reduced, and inside long ones.
 
-    Where a group may be split, also where each of its parameters is needed.
+    Where a group may be split, also where each of its parameters is needed. Compiled code is cut
+    nowhere else than its outline says.
     """
+    if outline.regions:
+        return outline.regions
     needed = {u.first for u in outline.params if u.group in huge}
     cuts = sorted({*outline.cuts, *needed})
     longest_us = ends[-1] / (CUTS * max(1, len(outline.uses)))

@@ -7,7 +7,7 @@ gradients come; and what backward could compute again.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,7 +16,8 @@ from torch import fx
 from graphshard.cost.flops import graph_work, never_stored
 from graphshard.cost.live import Live, live_bytes, saved_memory
 from graphshard.cost.machine import Machine
-from graphshard.cost.roofline import op_us
+from graphshard.cost.roofline import Work, op_us
+from graphshard.cuts import crossing_bytes, snapped
 from graphshard.ir import Program, aliases, compute_nodes, positions, steps
 from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
 from graphshard.recompute import Unit, units
@@ -61,10 +62,16 @@ def basis_of(program: Program, machine: Machine, *, recompute: bool, fused: bool
 def _sketch(program: Program, direction: Direction, machine: Machine, fused: bool) -> Sketch:
     graph = program.by_direction[direction].graph
     found = outline(program, graph, direction)
+    if fused:
+        found = snapped(found, crossing_bytes(graph), _us(machine, graph_work(graph, fused_regions=(0,))))
     works = graph_work(graph, fused_regions=found.cuts if fused else None)
-    us = tuple(float(op_us(machine.processor, work)) for work in works)
+    us = _us(machine, works)
     unstored = never_stored(compute_nodes(graph), found.cuts) if fused else {}
     return Sketch(found, us, _live(program, direction, unstored))
+
+
+def _us(machine: Machine, works: Iterable[Work]) -> tuple[float, ...]:
+    return tuple(float(op_us(machine.processor, work)) for work in works)
 
 
 def _live(program: Program, direction: Direction, unstored: Container[fx.Node]) -> tuple[Live, ...]:

@@ -7,11 +7,13 @@ same: only calls of `run.mark` are added between the steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
+
+from torch import fx
 
 from graphshard import measured as times
 from graphshard.emit import emit, with_marks
@@ -20,6 +22,7 @@ from graphshard.measured import Issued, Lap, Measured
 from graphshard.options import Options
 from graphshard.planner.observed import travelling
 from graphshard.planner.problem import Problem
+from graphshard.regions import Artifacts, with_regions
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.run import Body
 from graphshard.schedule import ISSUES
@@ -31,7 +34,11 @@ Stretches: TypeAlias = dict[Direction, tuple[Step, ...]]
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One graph pair as it runs now. stretches: what its marks separate; empty if unwatched."""
+    """One graph pair as it runs now.
+
+    artifacts: its compiled regions; None if ops run one by one. stretches: what its marks separate;
+    empty if unwatched.
+    """
 
     program: Program
     plan: Plan
@@ -39,12 +46,22 @@ class Running:
     bodies: Mapping[Direction, Body]
     groups: list[LiveGroup]
     options: Options
+    artifacts: Artifacts | None = None
     stretches: Stretches = field(default_factory=dict)
 
     @property
     def is_compiled(self) -> bool:
         """Both directions have code; AOTAutograd may ask for the backward late."""
         return len(self.bodies) == len(self.program.by_direction)
+
+
+def executable(
+    running: Running, direction: Direction, module: fx.GraphModule
+) -> Callable[[list[Any]], Any]:
+    """The boxed callable of a graph of one direction, marked or not."""
+    if running.artifacts is not None:
+        module = with_regions(module, cuts(running.problem, direction), running.artifacts)
+    return emit(module)
 
 
 class Observer(Protocol):
@@ -65,7 +82,7 @@ def watch(running: Running) -> None:
         cut = cuts(running.problem, direction)
         marked, steps = with_marks(module, schedules[direction], cut)
         running.stretches[direction] = steps
-        running.bodies[direction].call = emit(marked)
+        running.bodies[direction].call = executable(running, direction, marked)
         running.bodies[direction].watched = True
 
 
@@ -74,7 +91,7 @@ def unwatch(running: Running) -> None:
     running.stretches.clear()
     for direction, module in running.program.by_direction.items():
         body = running.bodies[direction]
-        body.call, body.watched = emit(module), False
+        body.call, body.watched = executable(running, direction, module), False
         body.watches.clear()
 
 

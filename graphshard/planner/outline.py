@@ -45,7 +45,8 @@ class Ready:
 class Outline:
     """One direction: `num_ops` compute ops in a fixed order, uses and reductions of groups.
 
-    `kept`: groups that stay gathered from forward to backward, by FSDP2's settings.
+    `kept`: groups that stay gathered from forward to backward, by FSDP2's settings. regions: where
+    compiled code is cut, if it is (see `graphshard.cuts`); uses and reductions are then at cuts.
     """
 
     direction: Direction
@@ -54,6 +55,7 @@ class Outline:
     reductions: tuple[Ready, ...]
     kept: frozenset[int] = frozenset()
     params: tuple[ParamUse, ...] = ()
+    regions: tuple[int, ...] = ()
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -61,6 +63,8 @@ class Outline:
 
         What lies between two of them runs without communication.
         """
+        if self.regions:
+            return self.regions
         needed = {use.first for use in self.uses}
         last = {use.last + 1 for use in self.uses if use.last is not None}
         ready = {reduction.after + 1 for reduction in self.reductions}

@@ -1,0 +1,117 @@
+"""Where compiled code is cut so that communication can stand between: few places, cheap ones.
+
+A compiler fuses what nothing separates. So a group's wait, its release and its reduction do not
+stand at the exact op that needs them but at a cut near it: where the fewest bytes cross, which is
+where one block of the model hands over to the next. In: an outline of one direction with exact
+uses, the time of each op and the bytes that cross each place. Out: the outline with all uses at
+cuts; what lies between two cuts is one region.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby
+from operator import attrgetter
+from typing import TypeVar
+
+from torch import fx
+
+from graphshard.cost.live import owner, tensor_bytes
+from graphshard.ir import compute_nodes
+from graphshard.planner.outline import GroupUse, Outline, ParamUse
+
+_Use = TypeVar("_Use", GroupUse, ParamUse)
+
+# A wait may come earlier, and a release or a reduction later, by this part of the time of the ops
+# that read the group: exposed time at the worst, against the traffic of tensors that cross.
+SLACK = 0.1
+
+
+def snapped(outline: Outline, crossing: Sequence[int], us: Sequence[float]) -> Outline:
+    """`outline` with its uses and reductions moved to cuts, and the cuts.
+
+    crossing: bytes that cross place p, from the ops before op p to op p and later; one more entry
+    than ops. us: of each op.
+    """
+    ends = [0.0, *accumulate(us)]
+    done = _done(outline)
+    cuts = {0, outline.num_ops}
+    for first, last in _stays(outline):
+        slack = SLACK * (ends[last + 1] - ends[first])
+        before = max((p for p in done if p <= first), default=0)
+        low = bisect_left(ends, ends[first] - slack, hi=first)
+        # One cut for the end of one stay and the start of the next, if it can be.
+        cuts.add(_cheapest(crossing, max(low, before), first, late=before < low))
+    for place in done:
+        ordered = sorted(cuts)
+        after = bisect_left(ordered, place)
+        late, before = ordered[after], ordered[max(after - 1, 0)]
+        slack = SLACK * (ends[place] - ends[before])
+        if ends[late] - ends[place] > slack:
+            high = max(bisect_right(ends, ends[place] + slack) - 1, place)
+            cuts.add(_cheapest(crossing, place, high, late=False))
+    return _moved(outline, tuple(sorted(cuts)))
+
+
+def crossing_bytes(graph: fx.Graph) -> list[int]:
+    """Bytes of what ops before each place make and later ops read, through views."""
+    place = {node: index for index, node in enumerate(compute_nodes(graph))}
+    last: dict[fx.Node, int] = {}
+    for node, index in place.items():
+        for source in node.all_input_nodes:
+            last[owner(source)] = index
+    changes = [0] * (len(place) + 2)
+    for node, index in last.items():
+        if (born := place.get(node)) is not None and index > born:
+            size = tensor_bytes(node)
+            changes[born + 1] += size
+            changes[index + 1] -= size
+    return list(accumulate(changes[: len(place) + 1]))
+
+
+def _done(outline: Outline) -> list[int]:
+    """Places at which a group is read for the last time or its gradients are complete."""
+    ready = {reduction.after + 1 for reduction in outline.reductions}
+    released = {use.last + 1 for use in outline.uses if use.last is not None}
+    return sorted(ready | released)
+
+
+def _stays(outline: Outline) -> list[tuple[int, int]]:
+    """First and last op of each stay at one group, before another group's parameters are read."""
+    found = []
+    order = sorted(outline.params, key=attrgetter("first", "group", "param"))
+    for _, uses in groupby(order, key=attrgetter("group")):
+        stay: list[ParamUse] = list(uses)
+        found.append((stay[0].first, max(u.first for u in stay)))
+    return found
+
+
+def _cheapest(crossing: Sequence[int], low: int, high: int, *, late: bool) -> int:
+    """The last or first of the places from `low` to `high` that the fewest bytes cross."""
+    return min(range(low, high + 1), key=lambda p: (crossing[p], -p if late else p))
+
+
+def _moved(outline: Outline, cuts: tuple[int, ...]) -> Outline:
+    def down(op: int) -> int:
+        return cuts[bisect_right(cuts, op) - 1]
+
+    def up(op: int) -> int:
+        """The last op of the region of `op`."""
+        return cuts[bisect_left(cuts, op + 1)] - 1
+
+    def use(one: _Use) -> _Use:
+        last = None if one.last is None else up(one.last)
+        return replace(one, first=min(down(one.first), outline.num_ops - 1), last=last)
+
+    return replace(
+        outline,
+        uses=tuple(map(use, outline.uses)),
+        params=tuple(map(use, outline.params)),
+        reductions=tuple(
+            replace(r, after=up(r.after), comes=tuple((param, up(op)) for param, op in r.comes))
+            for r in outline.reductions
+        ),
+        regions=cuts,
+    )

@@ -1,0 +1,38 @@
+"""How the ops of a captured graph are run: one by one as captured, or as Inductor compiles them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from graphshard.options import Options
+from graphshard.regions import Artifacts
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """decompositions: ops that AOTAutograd takes apart. joint: run on the joint graph before all
+    other passes. artifacts: where compiled regions are kept; None: ops run one by one.
+    """
+
+    decompositions: Mapping[Any, Callable[..., Any]] | None
+    joint: Callable[[fx.GraphModule], fx.GraphModule]
+    artifacts: Artifacts | None
+
+
+def lowering_of(options: Options, *, trains: bool) -> Lowering:
+    """trains: the graph is a part of a training step."""
+    if options.compute == "aten":
+        return Lowering(None, _same, None)
+    from graphshard import inductor  # takes a second to import
+
+    compile_region = partial(inductor.compile_region, settings=dict(options.inductor), trains=trains)
+    return Lowering(inductor.decompositions(), inductor.joint_passes, Artifacts(compile_region))
+
+
+def _same(joint: fx.GraphModule) -> fx.GraphModule:
+    return joint
