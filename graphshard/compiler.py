@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ from graphshard.pipeline import (
     Order,
     apply,
 )
+from graphshard.pieces.expand import expanded
+from graphshard.pieces.trace import Piece, PieceError, tracing_pieces, with_pieces
 from graphshard.planner.problem import Problem
 from graphshard.runtime.agree import Ballot, check_call, settle
 from graphshard.runtime.calls import Calls
@@ -39,6 +42,9 @@ from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.run import Body, guarded
 from graphshard.step_plan import Direction, Plan
 from graphshard.watch import OBSERVER, Running, executable
+
+
+logger = logging.getLogger(__name__)
 
 
 class GraphCompiler:
@@ -62,6 +68,7 @@ class GraphCompiler:
         self._bodies: dict[Direction, Body] = {}
         self._feedback: Feedback | None = None
         self.running: Running | None = None
+        self._pieces: tuple[Piece, ...] = ()
         self._lowering = lowering_of(options, trains=torch.is_grad_enabled())
         self.found = find_groups(gm)
 
@@ -79,8 +86,14 @@ class GraphCompiler:
         )
         # A donated buffer forbids retain_graph, which eager FSDP2 allows.
         config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
-        with config:
-            compiled = backend(self._gm, example_inputs)
+        gm, self._pieces = with_pieces(self._gm, self._lowering)
+        with config, tracing_pieces(self._pieces):
+            try:
+                compiled = backend(gm, example_inputs)
+            except PieceError as error:
+                logger.debug("%s is traced whole: %s", self.name, error)
+                self._pieces = ()
+                compiled = backend(self._gm, example_inputs)
         return self._watching(compiled)
 
     # -- the three places where AOTAutograd asks -------------------------------------------
@@ -92,7 +105,7 @@ class GraphCompiler:
 
         The scheduled program is made from copies of them and waits for `_emit_*`.
         """
-        joint = self._lowering.joint(joint)
+        joint = expanded(self._lowering.joint(joint), self._pieces)
         draft = drafted(self.name, joint, inputs, num_fwd_outputs, self.found, kwargs)
         self._calls = Calls(_tangent_positions(joint, num_fwd_outputs), tuple(self.found.anchors))
         order = order_of(self.groups, self._options, self.ballots)
@@ -103,7 +116,7 @@ class GraphCompiler:
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         order = order_of(self.groups, self._options, self.ballots)
-        gm = self._lowering.joint(gm)
+        gm = expanded(self._lowering.joint(gm), self._pieces)
         self._schedule(propose_inference(self.name, gm, self.found, order), order)
         return self._emit_forward(gm, inputs)
 

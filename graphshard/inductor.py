@@ -24,7 +24,7 @@ from graphshard.regions import Call
 logger = logging.getLogger(__name__)
 
 
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
+def decompositions() -> dict[Any, Callable[..., Any]]:
     """What AOTAutograd has to take apart for Inductor."""
     return select_decomp_table()  # type: ignore[no-any-return]
 

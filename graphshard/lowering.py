@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ class Lowering:
     other passes. artifacts: where compiled regions are kept; None: ops run one by one.
     """
 
-    decompositions: Mapping[Any, Callable[..., Any]] | None
+    decompositions: dict[Any, Callable[..., Any]] | None
     joint: Callable[[fx.GraphModule], fx.GraphModule]
     artifacts: Artifacts | None
 

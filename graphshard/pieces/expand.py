@@ -1,0 +1,93 @@
+"""The ops of each piece back in the joint graph, in the place of its calls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from graphshard.pieces.trace import PIECE, PIECE_GRAD, Piece
+
+_CHECKPOINT = "ac_graph_id"  # of one call of torch.utils.checkpoint; they rise in call order
+_MANY = 1_000_000  # more than there are checkpoints in one piece
+
+Env = dict[fx.Node, fx.Node]
+
+
+def expanded(joint: fx.GraphModule, pieces: Sequence[Piece]) -> fx.GraphModule:
+    """`joint` with the ops of each piece in the place of its calls; it is changed in place.
+
+    What a piece ran in forward stands in the place of its forward call, and its backward reads
+    these results: it is the graph that AOTAutograd would have traced of the whole.
+    """
+    envs: dict[int, Env] = {}
+    forwards = [_forward(piece) for piece in pieces]
+    for node in list(joint.graph.nodes):
+        if node.target is PIECE:
+            tensors, sizes, number, instance = node.args
+            piece, forward = pieces[number], forwards[number]
+            env = envs[instance] = dict(zip(piece.placeholders, (*tensors, *sizes), strict=False))
+            _copy(node, (n for n in piece.graph.nodes if n in forward), env, instance)
+            _replace(node, [env[n] for n in piece.results])
+        elif node.target is PIECE_GRAD:
+            tensors, sizes, tangents, number, instance = node.args
+            piece, forward, env = pieces[number], forwards[number], envs[instance]
+            env.update(zip(piece.placeholders[len(tensors) + len(sizes) :], tangents, strict=True))
+            _copy(node, (n for n in piece.graph.nodes if n not in forward), env, instance)
+            _replace(node, [env[n] for n in piece.gradients if n is not None])
+    _renumber(joint.graph)
+    return joint
+
+
+def _forward(piece: Piece) -> set[fx.Node]:
+    """The ops that ran in forward."""
+    late = set(piece.placeholders[len(piece.placeholders) - sum(piece.differentiable) :])
+    found = set()
+    for node in piece.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.meta.get("partitioner_tag") == "is_backward" or late & set(node.all_input_nodes):
+            late.add(node)
+        else:
+            found.add(node)
+    return found
+
+
+def _copy(call: fx.Node, nodes: Iterable[fx.Node], env: Env, instance: int) -> None:
+    """`nodes` in front of `call`; env: what stands for the nodes that they read."""
+    graph = call.graph
+    with graph.inserting_before(call):
+        for node in nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.op == "get_attr":
+                _adopt(node, graph)
+            env[node] = copy = graph.node_copy(node, env.__getitem__)
+            if _CHECKPOINT in copy.meta:
+                copy.meta[_CHECKPOINT] += (instance + 1) * _MANY
+
+
+def _adopt(node: fx.Node, graph: fx.Graph) -> None:
+    """Give the module of `graph` the attribute that `node` gets."""
+    own, other = node.graph.owning_module, graph.owning_module
+    assert own is not None
+    assert other is not None
+    setattr(other, str(node.target), getattr(own, str(node.target)))
+
+
+def _replace(call: fx.Node, results: Sequence[fx.Node]) -> None:
+    for user in list(call.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        user.graph.erase_node(user)
+    call.graph.erase_node(call)
+
+
+def _renumber(graph: fx.Graph) -> None:
+    """Checkpoints rise in the order of the graph again."""
+    numbers: dict[int, int] = {}
+    for node in graph.nodes:
+        if _CHECKPOINT in node.meta:
+            number = node.meta[_CHECKPOINT]
+            node.meta[_CHECKPOINT] = numbers.setdefault(number, len(numbers))

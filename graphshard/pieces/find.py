@@ -1,0 +1,165 @@
+"""Finds alike stretches that follow one another in a graph that Dynamo captured.
+
+Two stretches are alike if they do the same ops with the same constants on inputs of the same
+layout, wired in the same way. A deep model is mostly one block over and over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from graphshard.ir import is_unshard
+
+# Fewer are traced as quickly one by one.
+FEWEST = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """`nodes` in order, what they read from outside and what is read of them outside."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def alike_stretches(graph: fx.Graph) -> Iterator[tuple[Stretch, ...]]:
+    """Runs of alike stretches, the longest first; no node is in two of them."""
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    codes = _codes(nodes)
+    crossing = _crossing(nodes)
+    taken: set[int] = set()
+    for start, stop, period in sorted(_runs(nodes, codes), key=lambda r: (r[0] - r[1], r[2])):
+        if not taken.isdisjoint(range(start, stop)):
+            continue
+        # Where the fewest values cross, one block hands over to the next.
+        phases = range(start, min(start + period, stop - FEWEST * period + 1))
+        begin = min(phases, key=lambda place: (crossing[place + period], place))
+        parts = [nodes[i : i + period] for i in range(begin, stop - period + 1, period)]
+        alike = _longest_alike([_stretch(part) for part in parts])
+        if len(alike) >= FEWEST:
+            taken.update(range(start, stop))
+            yield alike
+
+
+def layout(value: Any) -> str:
+    """What of a value a trace depends on."""
+    if not isinstance(value, Tensor):
+        return f"{type(value).__name__} {value}"
+    strides = value.stride() if value.layout == torch.strided else ""
+    return (
+        f"{type(value).__name__} {value.dtype} {value.device} {tuple(value.shape)} {strides} "
+        f"{value.requires_grad}"
+    )
+
+
+def _runs(nodes: Sequence[fx.Node], codes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, period) of the places where the codes repeat at least FEWEST times."""
+    places: dict[int, list[int]] = {}
+    for place, node in enumerate(nodes):
+        if is_unshard(node) or node.op == "get_attr":
+            places.setdefault(codes[place], []).append(place)
+    gaps = Counter(b - a for found in places.values() for a, b in pairwise(found))
+    for period in sorted(gap for gap, count in gaps.items() if count >= FEWEST - 1):
+        same = [codes[place] == codes[place + period] for place in range(len(nodes) - period)]
+        place = 0
+        for is_same, run in groupby(same):
+            length = len(list(run))
+            if is_same and length >= (FEWEST - 1) * period:
+                yield place, place + length + period, period
+            place += length
+
+
+def _codes(nodes: Sequence[fx.Node]) -> list[int]:
+    """Equal for nodes that do the same on inputs of the same layout."""
+    known: dict[str, int] = {}
+    texts = (_text(node, lambda source: layout(_value(source))) for node in nodes)
+    return [known.setdefault(text, len(known)) for text in texts]
+
+
+def _crossing(nodes: Sequence[fx.Node]) -> list[int]:
+    """How many values cross each place, from the nodes before it to later ones."""
+    place = {node: index for index, node in enumerate(nodes)}
+    changes = [0] * (len(nodes) + 2)
+    for node, born in place.items():
+        last = max((place.get(user, len(nodes)) for user in node.users), default=born)
+        changes[born + 1] += 1
+        changes[last + 1] -= 1
+    return list(accumulate(changes))
+
+
+def _stretch(part: Sequence[fx.Node]) -> Stretch:
+    own = dict.fromkeys(part)
+    inputs = dict.fromkeys(n for node in part for n in node.all_input_nodes if n not in own)
+    outputs = (n for n in part if any(user not in own for user in n.users))
+    return Stretch(tuple(part), tuple(inputs), tuple(outputs))
+
+
+def _longest_alike(found: Sequence[Stretch]) -> tuple[Stretch, ...]:
+    runs = [list(run) for _, run in groupby(found, key=_wiring)]
+    best = max(runs, key=len, default=[])
+    return tuple(best) if best and _is_eligible(best[0]) else ()
+
+
+def _wiring(stretch: Stretch) -> str:
+    names = {node: f"in_{i} {layout(_value(node))}" for i, node in enumerate(stretch.inputs)}
+    rows = []
+    for index, node in enumerate(stretch.nodes):
+        rows.append(_text(node, names.__getitem__))
+        names[node] = f"op_{index}"
+    return "\n".join((*rows, *(names[node] for node in stretch.outputs)))
+
+
+def _is_eligible(stretch: Stretch) -> bool:
+    """Tensors and sizes in, tensors out; and each gradient is handed over by one op.
+
+    If several ops of a stretch read an input, their gradients would be summed before those of
+    other stretches are added, and the last bit of the sum would depend on it. (An anchor is a
+    scalar, and its gradient means nothing.)
+    """
+    own = set(stretch.nodes)
+    for node in stretch.inputs:
+        value = _value(node)
+        if not isinstance(value, Tensor | torch.SymInt):
+            return False
+        several = sum(user in own for user in node.users) > 1
+        if several and isinstance(value, Tensor) and value.requires_grad and value.dim() > 0:
+            return False
+    return all(isinstance(_value(node), Tensor) for node in stretch.outputs)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _text(node: fx.Node, show: Callable[[fx.Node], str]) -> str:
+    """What a node does; `show` says what its inputs are."""
+    if node.op == "get_attr":
+        return f"get {_body_text(node)}"
+    shown = map_arg((node.args, node.kwargs), lambda source: f"%{show(source)}")
+    target = node.target if node.op == "call_method" else id(node.target)
+    return f"{node.op} {target} {shown}"
+
+
+def _body_text(node: fx.Node) -> str:
+    """What the body of a higher-order op does; any other attribute is only like itself."""
+    found: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    if not isinstance(found, fx.GraphModule):
+        return str(id(found))
+    names: dict[fx.Node, str] = {}
+    rows = []
+    for index, inner in enumerate(found.graph.nodes):
+        is_input = inner.op == "placeholder"
+        rows.append(layout(_value(inner)) if is_input else _text(inner, names.__getitem__))
+        names[inner] = f"op_{index}"
+    return "\n".join(rows)

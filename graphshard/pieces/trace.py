@@ -1,0 +1,228 @@
+"""One joint graph for all occurrences of a stretch, and one call in the place of each.
+
+In: a graph that Dynamo captured. Out: the graph with a call of `graphshard::piece` in place of each
+stretch that repeats, and what the calls stand for. AOTAutograd sees that op and, in backward,
+`graphshard::piece_grad`; both carry layouts and never run (see `graphshard.pieces.expand`).
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.fx.traceback import preserve_node_meta
+
+from graphshard.errors import CaptureError
+from graphshard.lowering import Lowering
+from graphshard.pieces.find import Stretch, alike_stretches
+
+logger = logging.getLogger(__name__)
+
+_LIBRARY = torch.library.Library("graphshard", "FRAGMENT")
+_LIBRARY.define("piece(Tensor[] tensors, SymInt[] sizes, int number, int instance) -> Tensor[]")
+_LIBRARY.define(
+    "piece_grad(Tensor[] tensors, SymInt[] sizes, Tensor[] tangents, int number, int instance)"
+    " -> Tensor[]"
+)
+PIECE = torch.ops.graphshard.piece.default
+PIECE_GRAD = torch.ops.graphshard.piece_grad.default
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A stretch that was traced. graph: joint, or forward alone if nothing has a gradient.
+
+    Its inputs are tensors, then sizes, then the gradients of those results that have one
+    (`differentiable`); it returns the results, then a gradient or None for each input.
+    """
+
+    graph: fx.Graph
+    differentiable: tuple[bool, ...]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @property
+    def results(self) -> list[fx.Node]:
+        return self._returned()[: len(self.differentiable)]
+
+    @property
+    def gradients(self) -> list[fx.Node | None]:
+        return self._returned()[len(self.differentiable) :]
+
+    def _returned(self) -> list[Any]:
+        return list(self.graph.find_nodes(op="output")[0].args[0])
+
+
+class PieceError(CaptureError):
+    """Pieces do not do for this graph; it has to be traced whole."""
+
+
+# Whose pieces are being traced: the ops know theirs by number alone.
+_TRACED: ContextVar[Sequence[Piece]] = ContextVar("graphshard pieces")
+
+
+@contextmanager
+def tracing_pieces(pieces: Sequence[Piece]) -> Iterator[None]:
+    """Inside, graphs with calls of these pieces can be traced."""
+    token = _TRACED.set(pieces)
+    try:
+        yield
+    finally:
+        _TRACED.reset(token)
+
+
+def with_pieces(
+    gm: fx.GraphModule, lowering: Lowering
+) -> tuple[fx.GraphModule, tuple[Piece, ...]]:
+    """`gm` with a call in place of each stretch that repeats, and what the calls stand for.
+
+    What cannot be traced by itself (a stretch that writes to its inputs, say) stays as it is.
+    """
+    pieces: list[Piece] = []
+    called: dict[fx.Node, tuple[Stretch, int]] = {}
+    for alike in alike_stretches(gm.graph):
+        try:
+            piece = _traced(gm, alike[0], lowering)
+        except Exception as error:  # whatever AOTAutograd finds: it then traces the whole graph
+            logger.debug("%d nodes are no piece: %s", len(alike[0].nodes), error)
+            continue
+        called.update({stretch.nodes[0]: (stretch, len(pieces)) for stretch in alike})
+        pieces.append(piece)
+    return (_with_calls(gm, called), tuple(pieces)) if pieces else (gm, ())
+
+
+def _with_calls(gm: fx.GraphModule, called: dict[fx.Node, tuple[Stretch, int]]) -> fx.GraphModule:
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    inside = {node for stretch, _ in called.values() for node in stretch.nodes}
+    for instance, node in enumerate(gm.graph.nodes):
+        if node in called:
+            stretch, number = called[node]
+            tensors, sizes = _arguments(stretch)
+            given = [new[n] for n in (*tensors, *sizes)]
+            call = graph.call_function(_call, (number, instance, len(tensors), *given))
+            for place, output in enumerate(stretch.outputs):
+                new[output] = graph.call_function(operator.getitem, (call, place))
+                new[output].meta = dict(output.meta)
+        elif node not in inside:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    return fx.GraphModule(gm, graph)
+
+
+def _arguments(stretch: Stretch) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Tensors and sizes."""
+    tensors = [n for n in stretch.inputs if isinstance(n.meta["example_value"], Tensor)]
+    return tensors, [n for n in stretch.inputs if n not in tensors]
+
+
+def _traced(gm: fx.GraphModule, stretch: Stretch, lowering: Lowering) -> Piece:
+    body = fx.Graph()
+    tensors, sizes = _arguments(stretch)
+    inputs = [*tensors, *sizes]
+    new = {node: body.placeholder(f"in_{i}") for i, node in enumerate(inputs)}
+    for node in stretch.nodes:
+        new[node] = body.node_copy(node, new.__getitem__)
+    body.output(tuple(new[n] for n in stretch.outputs))
+    module = fx.GraphModule(gm, body)
+
+    def run(*args: Any) -> Any:
+        with preserve_node_meta():
+            return fx.Interpreter(module).run(*args)
+
+    values = [n.meta["example_value"] for n in inputs]
+    trains = torch.is_grad_enabled() and any(_has_grad(n) for n in stretch.outputs)
+    with tracing(TracingContext(detect_fake_mode(values))):
+        joint = aot_export_joint_simple(
+            run,
+            tuple(map(_leaf, values)),
+            trace_joint=trains,
+            decompositions=lowering.decompositions,
+        )
+    assert isinstance(joint, fx.GraphModule)
+    joint = lowering.joint(joint)
+    _drop_detached(joint.graph)
+    return Piece(joint.graph, tuple(trains and _has_grad(n) for n in stretch.outputs))
+
+
+def _drop_detached(graph: fx.Graph) -> None:
+    """A traced graph has no autograd of its own: `detach` does nothing there."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+
+def _has_grad(node: fx.Node) -> bool:
+    return bool(node.meta["example_value"].requires_grad)
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+# -- the ops -------------------------------------------------------------------------------------
+
+
+def _call(number: int, instance: int, num_tensors: int, *args: Any) -> Any:
+    return _Call.apply(number, instance, num_tensors, *args)  # type: ignore[no-untyped-call]
+
+
+class _Call(torch.autograd.Function):
+    """Forward and backward of one occurrence, as AOTAutograd sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, instance: int, num_tensors: int, *args: Any) -> Any:
+        tensors, ctx.sizes = args[:num_tensors], args[num_tensors:]
+        ctx.number, ctx.instance = number, instance
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        outputs = PIECE(tensors, ctx.sizes, number, instance)
+        has_grad = _TRACED.get()[number].differentiable
+        ctx.mark_non_differentiable(*(o for o, h in zip(outputs, has_grad, strict=True) if not h))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Raises PieceError if the loss does not hang on all results: eager then has no gradient
+        where zeros would make one."""
+        piece = _TRACED.get()[ctx.number]
+        tangents = [g for g, h in zip(grads, piece.differentiable, strict=True) if h]
+        if any(g is None for g in tangents):
+            raise PieceError("GS205", "a result of a block has no gradient")
+        found = iter(PIECE_GRAD(ctx.saved_tensors, ctx.sizes, tangents, ctx.number, ctx.instance))
+        own = (next(found) if n is not None else None for n in piece.gradients)
+        return None, None, None, *own
+
+
+def _piece_fake(tensors: Any, sizes: Any, number: int, instance: int) -> list[Tensor]:
+    return [_like(node) for node in _TRACED.get()[number].results]
+
+
+def _piece_grad_fake(
+    tensors: Any, sizes: Any, tangents: Any, number: int, instance: int
+) -> list[Tensor]:
+    return [_like(node) for node in _TRACED.get()[number].gradients if node is not None]
+
+
+def _like(node: fx.Node) -> Tensor:
+    # All occurrences have inputs of the same layout, sizes that are symbols included.
+    value = node.meta["val"]
+    return torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=value.device
+    )
+
+
+torch.library.register_fake("graphshard::piece", _piece_fake, lib=_LIBRARY)
+torch.library.register_fake("graphshard::piece_grad", _piece_grad_fake, lib=_LIBRARY)
