@@ -41,16 +41,21 @@ def expanded(joint: fx.GraphModule, pieces: Sequence[Piece]) -> fx.GraphModule:
 
 
 def _forward(piece: Piece) -> set[fx.Node]:
-    """The ops that ran in forward."""
+    """The ops that ran in forward: AOTAutograd marks them, but passes may have replaced some."""
     late = set(piece.placeholders[len(piece.placeholders) - sum(piece.differentiable) :])
+    needed = set(piece.results)
+    for node in reversed(piece.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
     found = set()
     for node in piece.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.meta.get("partitioner_tag") == "is_backward" or late & set(node.all_input_nodes):
-            late.add(node)
-        else:
+        is_early = node in needed or node.meta.get("partitioner_tag") == "is_forward"
+        if is_early and late.isdisjoint(node.all_input_nodes):
             found.add(node)
+        else:
+            late.add(node)
     return found
 
 

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch.fx.traceback import preserve_node_meta
 
+from graphshard.cost.live import owner
 from graphshard.errors import CaptureError
+from graphshard.ir import output_node
 from graphshard.lowering import Lowering
 from graphshard.pieces.find import Stretch, alike_stretches
 
@@ -94,7 +96,7 @@ def with_pieces(
     for alike in alike_stretches(gm.graph):
         try:
             piece = _traced(gm, alike[0], lowering)
-        except Exception as error:  # whatever AOTAutograd finds: it then traces the whole graph
+        except Exception as error:  # whatever it is, AOTAutograd meets it again in the whole graph
             logger.debug("%d nodes are no piece: %s", len(alike[0].nodes), error)
             continue
         called.update({stretch.nodes[0]: (stretch, len(pieces)) for stretch in alike})
@@ -127,6 +129,7 @@ def _arguments(stretch: Stretch) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _traced(gm: fx.GraphModule, stretch: Stretch, lowering: Lowering) -> Piece:
+    """Raises PieceError, or what AOTAutograd raises, if the stretch cannot stand alone."""
     body = fx.Graph()
     tensors, sizes = _arguments(stretch)
     inputs = [*tensors, *sizes]
@@ -134,25 +137,51 @@ def _traced(gm: fx.GraphModule, stretch: Stretch, lowering: Lowering) -> Piece:
     for node in stretch.nodes:
         new[node] = body.node_copy(node, new.__getitem__)
     body.output(tuple(new[n] for n in stretch.outputs))
-    module = fx.GraphModule(gm, body)
-
-    def run(*args: Any) -> Any:
-        with preserve_node_meta():
-            return fx.Interpreter(module).run(*args)
-
     values = [n.meta["example_value"] for n in inputs]
     trains = torch.is_grad_enabled() and any(_has_grad(n) for n in stretch.outputs)
     with tracing(TracingContext(detect_fake_mode(values))):
-        joint = aot_export_joint_simple(
-            run,
-            tuple(map(_leaf, values)),
-            trace_joint=trains,
-            decompositions=lowering.decompositions,
-        )
-    assert isinstance(joint, fx.GraphModule)
-    joint = lowering.joint(joint)
+        joint = lowering.joint(_joint(fx.GraphModule(gm, body), list(map(_leaf, values)), lowering))
     _drop_detached(joint.graph)
-    return Piece(joint.graph, tuple(trains and _has_grad(n) for n in stretch.outputs))
+    piece = Piece(joint.graph, tuple(trains and _has_grad(n) for n in stretch.outputs))
+    _check(piece)
+    return piece
+
+
+class _Done(Exception):
+    """Carries the traced graph out of AOTAutograd."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.graph = graph
+
+
+def _joint(module: fx.GraphModule, inputs: list[Any], lowering: Lowering) -> fx.GraphModule:
+    def stop(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        raise _Done(joint)
+
+    compiler = aot_autograd(
+        fw_compiler=stop,
+        inference_compiler=stop,
+        partition_fn=stop,
+        decompositions=lowering.decompositions,
+    )
+    try:
+        compiler(module, inputs)
+    except _Done as done:
+        return done.graph
+    raise PieceError("GS205", "AOTAutograd compiled nothing")
+
+
+def _check(piece: Piece) -> None:
+    """Raises PieceError unless each result is memory of its own and nothing else is written."""
+    described = output_node(piece.graph).meta["desc"]
+    plain = [d.idx for d in described if isinstance(d, PlainAOTOutput)]
+    if plain != list(range(len(piece.results))) or described[: len(plain)] != [
+        d for d in described if isinstance(d, PlainAOTOutput)
+    ]:
+        raise PieceError("GS205", "it writes to its inputs or to what it returns")
+    owners = [owner(node) for node in piece.results]
+    if len(set(owners)) < len(owners) or any(node.op == "placeholder" for node in owners):
+        raise PieceError("GS205", "it returns a view of an input or of another result")
 
 
 def _drop_detached(graph: fx.Graph) -> None:
