@@ -29,20 +29,19 @@ from graphshard.lowering import lowering_of
 from graphshard.measured import Measured
 from graphshard.options import Options
 from graphshard.order import order_of
+from graphshard.pieces.expand import expanded
+from graphshard.pieces.trace import Piece, PieceError, tracing_pieces, with_pieces
 from graphshard.pipeline import (
     Order,
     apply,
 )
-from graphshard.pieces.expand import expanded
-from graphshard.pieces.trace import Piece, PieceError, tracing_pieces, with_pieces
 from graphshard.planner.problem import Problem
 from graphshard.runtime.agree import Ballot, check_call, settle
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.run import Body, guarded
 from graphshard.step_plan import Direction, Plan
-from graphshard.watch import OBSERVER, Running, executable
-
+from graphshard.watch import OBSERVER, Running, executables
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +137,7 @@ class GraphCompiler:
         calls: Calls | None,
     ) -> Callable[..., Any]:
         check_inputs(module, given)
-        assert self.running is not None
-        body = self._bodies[direction] = Body(executable(self.running, direction, module))
-        return guarded(body, direction, self.groups[0].fsdp.device, calls)
+        return guarded(self._bodies[direction], direction, self.groups[0].fsdp.device, calls)
 
     # -- parts -----------------------------------------------------------------------------
 
@@ -161,6 +158,8 @@ class GraphCompiler:
             self._options,
             self._lowering.artifacts,
         )
+        for direction, call in executables(self.running, program.by_direction).items():
+            self._bodies[direction] = Body(call)
         self._adopt(program, plan, problem)
         if after is not None and spare is not None:
             assert self.running is not None

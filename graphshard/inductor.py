@@ -8,10 +8,9 @@ after the schedule is fixed. So nothing in it moves communication.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
@@ -24,17 +23,19 @@ from graphshard.regions import Call
 logger = logging.getLogger(__name__)
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions(settings: dict[str, Any]) -> dict[Any, Callable[..., Any]]:
     """What AOTAutograd has to take apart for Inductor."""
-    return select_decomp_table()  # type: ignore[no-any-return]
+    with config.patch(settings):
+        return select_decomp_table()
 
 
-def joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
+def joint_passes(joint: fx.GraphModule, settings: dict[str, Any]) -> fx.GraphModule:
     """Inductor's passes on a joint graph: random numbers, patterns, constants."""
-    return _recursive_joint_graph_passes(joint)
+    with config.patch(settings):
+        return _recursive_joint_graph_passes(joint)
 
 
-def compile_region(body: fx.GraphModule, settings: Mapping[str, Any], *, trains: bool) -> Call:
+def compile_region(body: fx.GraphModule, settings: dict[str, Any], *, trains: bool) -> Call:
     """Code for one region. Raises what Inductor raises.
 
     settings: of `torch._inductor.config`. trains: the region is a part of a training step.

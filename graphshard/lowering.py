@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +31,14 @@ def lowering_of(options: Options, *, trains: bool) -> Lowering:
         return Lowering(None, _same, None)
     from graphshard import inductor  # takes a second to import
 
-    compile_region = partial(inductor.compile_region, settings=dict(options.inductor), trains=trains)
-    return Lowering(inductor.decompositions(), inductor.joint_passes, Artifacts(compile_region))
+    settings = dict(options.inductor)
+    compile_region = partial(inductor.compile_region, settings=settings, trains=trains)
+    turn = int(os.environ.get("LOCAL_RANK", 0)) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return Lowering(
+        inductor.decompositions(settings),
+        partial(inductor.joint_passes, settings=settings),
+        Artifacts(compile_region, turn),
+    )
 
 
 def _same(joint: fx.GraphModule) -> fx.GraphModule:

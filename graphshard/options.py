@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Options:
     replan_after: forwards after which the plan is made again from measured times; None: never.
     """
 
-    compute: str = "aten"
+    compute: str = "inductor"
     fallback: str = "warn"
     dump_dir: Path | None = None
     memory_budget_bytes: int | None = None
@@ -56,20 +56,20 @@ class Options:
 
 
 def parse_options(options: Mapping[str, object] | None, mode: str | None = None) -> Options:
-    """Options over environment (GRAPHSHARD_DUMP_DIR) over defaults.
+    """Options over environment (GRAPHSHARD_COMPUTE, GRAPHSHARD_DUMP_DIR) over defaults.
 
-    Raises OptionsError (a ValueError) for an unknown key, with the nearest known one, or for a
-    value that is not among the choices.
+    mode, and keys that are not graphshard's, are Inductor's. Raises OptionsError (a ValueError) for
+    a mode or key that neither knows, with the nearest known key, or for a value that is not among
+    the choices.
     """
-    if mode not in (None, "default"):
-        raise OptionsError("GS101", f"mode={mode!r} is not supported; leave it out")
     given, default = dict(options or {}), Options()
-    known = [f.name.removesuffix("_bytes") for f in fields(Options)]
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-            raise OptionsError("GS102", f"unknown option {key!r}; {hint}")
+    known = [f.name.removesuffix("_bytes") for f in fields(Options) if f.name != "inductor"]
+    foreign = {key: given.pop(key) for key in list(given) if key not in known}
+    compute = given.setdefault("compute", os.environ.get("GRAPHSHARD_COMPUTE") or default.compute)
+    inductor = _parse_inductor(foreign, mode, known)
+    if inductor and compute != "inductor":
+        names = ", ".join(sorted(inductor))
+        raise OptionsError("GS104", f"compute={compute!r} compiles nothing: leave out {names}")
     for key, choices in _CHOICES.items():
         if key in given and given[key] not in choices:
             raise OptionsError("GS103", f"option {key}={given[key]!r}; choose one of {choices}")
@@ -82,13 +82,37 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
         machine=None if machine is None else str(machine),
         micro_steps=_parse_count("micro_steps", given.get("micro_steps"), least=1) or 1,
         replan_after=_parse_count("replan_after", given.get("replan_after"), least=2),
-        compute=str(given.get("compute", default.compute)),
+        compute=str(compute),
+        inductor=tuple(sorted(inductor.items())),
         fallback=str(given.get("fallback", default.fallback)),
         reshard=str(given.get("reshard", default.reshard)),
         verify=str(given.get("verify", default.verify)),
         dump_dir=_parse_path("dump_dir", dump_dir),
         report_dir=_parse_path("report_dir", given.get("report_dir")),
     )
+
+
+def _parse_inductor(
+    given: Mapping[str, object], mode: str | None, known: Sequence[str]
+) -> dict[str, object]:
+    """Settings of Inductor: those of `mode`, and `given` over them, as `torch.compile` has it."""
+    if not given and mode in (None, "default"):
+        return {}
+    from torch import _inductor  # takes a second to import
+
+    modes: dict[str, dict[str, object]] = _inductor.list_mode_options()
+    if mode is not None and mode not in modes:
+        raise OptionsError("GS101", f"mode={mode!r} is none of Inductor's: {', '.join(modes)}")
+    settings = {} if mode is None else dict(modes[mode])
+    possible = _inductor.list_options()
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        if name not in possible:
+            near = difflib.get_close_matches(str(key), [*known, *possible], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise OptionsError("GS102", f"unknown option {key!r}; {hint}")
+        settings[name] = value
+    return settings
 
 
 def _parse_path(key: str, value: object) -> Path | None:

@@ -1,13 +1,13 @@
 """Compute between communication points as functions of their own, each distinct one once.
 
 In: a scheduled graph of one direction and the ops at which its regions start. Out: a graph of the
-same meaning in which each region is one call of a callable that a compiler made, from a list of
-inputs to a sequence of outputs. Regions that do the same (ops, constants, sizes, aliases among the
-inputs) share one callable.
+same meaning in which each region is one call of what a compiler made of it. Regions that do the
+same (ops, constants, layouts of inputs, wiring) share one compiled function.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from graphshard.ir import copy_of, is_view, step_of
+from graphshard.ir import is_view, step_of
+
+logger = logging.getLogger(__name__)
 
 # From the list of a region's inputs, which it empties, to its outputs.
 Call: TypeAlias = Callable[[list[Any]], Sequence[Any]]
@@ -26,45 +28,79 @@ _OUTSIDE = ("placeholder", "output", "get_attr", "call_method")
 
 @dataclass(slots=True, eq=False)
 class Artifacts:
-    """The compiled regions of one captured graph, by structure. compile: makes what is missing."""
+    """The compiled regions of one captured graph, by structure. compile: makes what is missing.
+
+    turn: between 0 and 1. Processes that share a cache on disk begin with different regions, so
+    that each finds there what the others have made.
+    """
 
     compile: Callable[[fx.GraphModule], Call]
+    turn: float = 0.0
     by_key: dict[str, Call] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """`nodes` are run in order; `inputs` come from outside, `outputs` are read there."""
+    """`nodes` are run in order; `inputs` come from outside, `outputs` are read there.
+
+    key: equal for regions that one compiled function can run.
+    """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    key: str
 
 
-def with_regions(
-    module: fx.GraphModule, starts: Collection[int], artifacts: Artifacts
-) -> fx.GraphModule:
-    """A module that calls a compiled function for each region of `module`, which stays as it is.
+@dataclass(frozen=True, slots=True, eq=False)
+class Sliced:
+    """A graph and its regions by number. homes: the region of each compute node."""
 
-    starts: places among the compute nodes at which a region starts; one also starts after every
-    communication step.
-    """
+    module: fx.GraphModule
+    homes: dict[fx.Node, int]
+    regions: dict[int, Region]
+
+
+def sliced(module: fx.GraphModule, starts: Collection[int]) -> Sliced:
+    """starts: places among the compute nodes at which a region starts; one also starts after every
+    communication step."""
+    homes = _homes(module.graph, starts)
+    return Sliced(module, homes, dict(_regions(module.graph, homes)))
+
+
+def compile_missing(slices: Sequence[Sliced], artifacts: Artifacts) -> None:
+    """Make what the regions need. Raises what the compiler raises."""
+    missing: dict[str, tuple[fx.GraphModule, Region]] = {}
+    for part in slices:
+        for region in part.regions.values():
+            if region.key not in artifacts.by_key:
+                missing.setdefault(region.key, (part.module, region))
+    first, names = int(artifacts.turn * len(missing)), list(missing)
+    made: dict[str, Call] = {}
+    for count, key in enumerate((*names[first:], *names[:first]), start=1):
+        logger.info("compiling region %d of %d", count, len(names))
+        made[key] = artifacts.compile(_body(*missing[key]))
+    for key in names:  # numbered alike on all ranks
+        made[key].__name__ = made[key].__qualname__ = f"region_{len(artifacts.by_key)}"
+        artifacts.by_key[key] = made[key]
+
+
+def linked(part: Sliced, artifacts: Artifacts) -> fx.GraphModule:
+    """A module that calls a compiled function for each region."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    homes = _homes(module.graph, starts)
-    regions = dict(_regions(module.graph, homes))
-    for node in module.graph.nodes:
-        number = homes.get(node)
+    waiting = dict(part.regions)
+    for node in part.module.graph.nodes:
+        number = part.homes.get(node)
         if number is None:
             new[node] = graph.node_copy(node, new.__getitem__)
-        elif (region := regions.pop(number, None)) is not None:
-            called = _artifact(module, region, artifacts)
+        elif (region := waiting.pop(number, None)) is not None:
             box = graph.call_function(boxed, tuple(new[n] for n in region.inputs))
-            call = graph.call_function(called, (box,))
+            call = graph.call_function(artifacts.by_key[region.key], (box,))
             for place, output in enumerate(region.outputs):
                 new[output] = graph.call_function(operator.getitem, (call, place))
                 new[output].meta = dict(output.meta)
-    return fx.GraphModule(module, graph)
+    return fx.GraphModule(part.module, graph)
 
 
 def boxed(*values: Any) -> list[Any]:
@@ -72,7 +108,7 @@ def boxed(*values: Any) -> list[Any]:
     return list(values)
 
 
-# -- finding them --------------------------------------------------------------------------
+# -- finding them --------------------------------------------------------------------------------
 
 
 def _homes(graph: fx.Graph, starts: Collection[int]) -> dict[fx.Node, int]:
@@ -102,7 +138,7 @@ def _regions(graph: fx.Graph, homes: dict[fx.Node, int]) -> Iterator[tuple[int, 
     for number, (nodes, inputs) in needs.items():
         outputs = tuple(n for n in members[number] if n in read)
         if outputs or any(map(_writes, nodes)):
-            yield number, Region(nodes, inputs, outputs)
+            yield number, Region(nodes, inputs, outputs, _key(nodes, inputs, outputs))
 
 
 def _needed(
@@ -156,18 +192,32 @@ def _attribute(node: fx.Node) -> Any:
     return found
 
 
-# -- making them ---------------------------------------------------------------------------
+# -- telling them apart --------------------------------------------------------------------------
 
 
-def _artifact(module: fx.GraphModule, region: Region, artifacts: Artifacts) -> Call:
-    """What runs `region`; made if no alike region was made before."""
-    body = _body(module, region)
-    key = _key(body)
-    if key not in artifacts.by_key:
-        call = artifacts.compile(body)
-        call.__name__ = call.__qualname__ = f"region_{len(artifacts.by_key)}"
-        artifacts.by_key[key] = call
-    return artifacts.by_key[key]
+def _key(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> str:
+    names = {node: f"%in_{place}" for place, node in enumerate(inputs)}
+    rows = [_layout(node.meta.get("val")) for node in inputs]
+    for place, node in enumerate(nodes):
+        names[node] = f"%op_{place}"
+        rows.append(_what(node, names))
+    rows.append(str([names[node] for node in outputs]))
+    return "\n".join(rows)
+
+
+def _what(node: fx.Node, names: dict[fx.Node, str]) -> str:
+    if node.op == "get_attr":
+        return f"subgraph {id(_attribute(node))}"
+    return f"{node.target}{map_arg((node.args, node.kwargs), names.__getitem__)}"
+
+
+def _layout(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
+
+
+# -- making them ---------------------------------------------------------------------------------
 
 
 def _body(module: fx.GraphModule, region: Region) -> fx.GraphModule:
@@ -183,7 +233,7 @@ def _body(module: fx.GraphModule, region: Region) -> fx.GraphModule:
         if copy.op != "get_attr":
             copy._rename(f"op_{place}")
     output = graph.output(tuple(new[n] for n in region.outputs))
-    # A region's neighbours were traced with these strides.
+    # The neighbours of a region were traced with these strides.
     output.meta["user_visible_output_idxs"] = list(range(len(region.outputs)))
     return fx.GraphModule(module, graph)
 
@@ -191,23 +241,3 @@ def _body(module: fx.GraphModule, region: Region) -> fx.GraphModule:
 def _lasting(node: fx.Node) -> dict[str, Any]:
     """What a compiler needs to know of a node; where it came from would tell alike ones apart."""
     return {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
-
-
-def _key(body: fx.GraphModule) -> str:
-    """Equal for regions that one compiled function can run."""
-    return "\n".join(map(_row, body.graph.nodes))
-
-
-def _row(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    if node.op == "placeholder":
-        return f"{node.name}: {_layout(value)}"
-    if node.op == "get_attr":
-        return f"{node.name} = {id(_attribute(node))}"
-    return f"{node.name} = {node.target}{node.args}{node.kwargs}"
-
-
-def _layout(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return str(value)
-    return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"

@@ -63,7 +63,9 @@ def _sketch(program: Program, direction: Direction, machine: Machine, fused: boo
     graph = program.by_direction[direction].graph
     found = outline(program, graph, direction)
     if fused:
-        found = snapped(found, crossing_bytes(graph), _us(machine, graph_work(graph, fused_regions=(0,))))
+        found = snapped(
+            found, crossing_bytes(graph), _us(machine, graph_work(graph, fused_regions=(0,)))
+        )
     works = graph_work(graph, fused_regions=found.cuts if fused else None)
     us = _us(machine, works)
     unstored = never_stored(compute_nodes(graph), found.cuts) if fused else {}

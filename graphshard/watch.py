@@ -22,7 +22,7 @@ from graphshard.measured import Issued, Lap, Measured
 from graphshard.options import Options
 from graphshard.planner.observed import travelling
 from graphshard.planner.problem import Problem
-from graphshard.regions import Artifacts, with_regions
+from graphshard.regions import Artifacts, compile_missing, linked, sliced
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.run import Body
 from graphshard.schedule import ISSUES
@@ -43,25 +43,23 @@ class Running:
     program: Program
     plan: Plan
     problem: Problem
-    bodies: Mapping[Direction, Body]
+    bodies: dict[Direction, Body]
     groups: list[LiveGroup]
     options: Options
     artifacts: Artifacts | None = None
     stretches: Stretches = field(default_factory=dict)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Both directions have code; AOTAutograd may ask for the backward late."""
-        return len(self.bodies) == len(self.program.by_direction)
 
-
-def executable(
-    running: Running, direction: Direction, module: fx.GraphModule
-) -> Callable[[list[Any]], Any]:
-    """The boxed callable of a graph of one direction, marked or not."""
-    if running.artifacts is not None:
-        module = with_regions(module, cuts(running.problem, direction), running.artifacts)
-    return emit(module)
+def executables(
+    running: Running, modules: Mapping[Direction, fx.GraphModule]
+) -> dict[Direction, Callable[[list[Any]], Any]]:
+    """The boxed callables of a graph pair, marked or not. Raises what the compiler raises."""
+    artifacts = running.artifacts
+    if artifacts is None:
+        return {direction: emit(module) for direction, module in modules.items()}
+    slices = {d: sliced(module, cuts(running.problem, d)) for d, module in modules.items()}
+    compile_missing(list(slices.values()), artifacts)
+    return {direction: emit(linked(part, artifacts)) for direction, part in slices.items()}
 
 
 class Observer(Protocol):
@@ -78,20 +76,22 @@ OBSERVER: ContextVar[Observer | None] = ContextVar("graphshard observer", defaul
 def watch(running: Running) -> None:
     """Every run from now on leaves a lap, until `unwatch`."""
     schedules = {schedule.direction: schedule for schedule in running.plan.schedules}
+    marked = {}
     for direction, module in running.program.by_direction.items():
         cut = cuts(running.problem, direction)
-        marked, steps = with_marks(module, schedules[direction], cut)
+        marked[direction], steps = with_marks(module, schedules[direction], cut)
         running.stretches[direction] = steps
-        running.bodies[direction].call = executable(running, direction, marked)
+    for direction, call in executables(running, marked).items():
+        running.bodies[direction].call = call
         running.bodies[direction].watched = True
 
 
 def unwatch(running: Running) -> None:
     """Back to the code of `running.program`, without marks; the laps are gone."""
     running.stretches.clear()
-    for direction, module in running.program.by_direction.items():
+    for direction, call in executables(running, running.program.by_direction).items():
         body = running.bodies[direction]
-        body.call, body.watched = executable(running, direction, module), False
+        body.call, body.watched = call, False
         body.watches.clear()
 
 

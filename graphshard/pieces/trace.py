@@ -84,9 +84,7 @@ def tracing_pieces(pieces: Sequence[Piece]) -> Iterator[None]:
         _TRACED.reset(token)
 
 
-def with_pieces(
-    gm: fx.GraphModule, lowering: Lowering
-) -> tuple[fx.GraphModule, tuple[Piece, ...]]:
+def with_pieces(gm: fx.GraphModule, lowering: Lowering) -> tuple[fx.GraphModule, tuple[Piece, ...]]:
     """`gm` with a call in place of each stretch that repeats, and what the calls stand for.
 
     What cannot be traced by itself (a stretch that writes to its inputs, say) stays as it is.
@@ -248,9 +246,7 @@ def _piece_grad_fake(
 def _like(node: fx.Node) -> Tensor:
     # All occurrences have inputs of the same layout, sizes that are symbols included.
     value = node.meta["val"]
-    return torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device=value.device
-    )
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 torch.library.register_fake("graphshard::piece", _piece_fake, lib=_LIBRARY)

@@ -9,6 +9,7 @@ In a case that runs on every rank:
 """
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -145,8 +146,23 @@ def _items(trace: Trace) -> Iterator[tuple[str, Tensor | None]]:
     yield from ((f"final buffer {name}", value) for name, value in trace.buffers.items())
 
 
+# Of the norm: what reordered sums cost in a few steps of AdamW, which divides by small numbers.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float64: 1e-9}
+
+
+def _is_near(expected: Tensor, actual: Tensor) -> bool:
+    tolerance = TOLERANCES.get(expected.dtype)
+    if os.environ.get("GRAPHSHARD_COMPUTE") != "inductor" or tolerance is None:
+        return False
+    gap = (expected.double() - actual.double()).norm()
+    return bool(gap <= tolerance * expected.double().norm())
+
+
 def difference(expected: Tensor | None, actual: Tensor | None) -> str | None:
-    """What differs, or None if they are `torch.equal` (shape, dtype and device included)."""
+    """What differs, or None if they are `torch.equal` (shape, dtype and device included).
+
+    Where Inductor computes, the norm of the difference may be TOLERANCES of that of the tensor.
+    """
     if expected is None or actual is None:
         names = ["None" if t is None else "a tensor" for t in (expected, actual)]
         return None if expected is actual else f"expected {names[0]}, got {names[1]}"
@@ -154,7 +170,7 @@ def difference(expected: Tensor | None, actual: Tensor | None) -> str | None:
         want, got = getattr(expected, what), getattr(actual, what)
         if want != got:
             return f"{what} expected {want}, got {got}"
-    if torch.equal(expected, actual):
+    if torch.equal(expected, actual) or _is_near(expected, actual):
         return None
     gap = (expected.double() - actual.double()).abs()
     where = tuple(int(i) for i in (expected != actual).nonzero()[0])

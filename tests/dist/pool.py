@@ -73,9 +73,13 @@ def capped(world_size: int) -> int:
 
 
 class Pool:
-    """One set of worker processes per rank count, started when first asked for."""
+    """One set of worker processes per rank count, started when first asked for.
 
-    def __init__(self) -> None:
+    compute: what graphshard runs in them unless a test asks for something else.
+    """
+
+    def __init__(self, compute: str = "aten") -> None:
+        self._compute = compute
         self._workers: dict[int, _Workers] = {}
 
     def __enter__(self) -> "Pool":
@@ -96,7 +100,7 @@ class Pool:
         payload = pickle.dumps((fn, args))
         world_size = capped(world_size)
         if world_size not in self._workers:
-            self._workers[world_size] = _Workers(world_size)
+            self._workers[world_size] = _Workers(world_size, self._compute)
         workers = self._workers[world_size]
         try:
             return workers.call(payload, f"{fn.__module__}.{fn.__qualname__}", timeout_s)
@@ -117,7 +121,7 @@ class Pool:
 class _Workers:
     """The processes of one rank count, seen from the test process."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, compute: str) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stacks = tempfile.TemporaryDirectory(prefix="graphshard-tests-")
         self._conns: list[Connection] = []
@@ -125,7 +129,8 @@ class _Workers:
         context = _context()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            args = (theirs, rank, world_size, self._store.port, self._stack_file(rank))
+            place = (rank, world_size, self._store.port)
+            args = (theirs, *place, self._stack_file(rank), compute)
             proc = context.Process(
                 target=_worker_main, args=args, name=f"graphshard-rank{rank}", daemon=True
             )
@@ -246,8 +251,15 @@ def _context() -> Any:
 _LEAVE = b"leave"
 
 
-def _worker_main(conn: Connection, rank: int, world_size: int, port: int, stack_file: str) -> None:
+def _worker_main(
+    conn: Connection, rank: int, world_size: int, port: int, stack_file: str, compute: str
+) -> None:
     os.setsid()
+    os.environ["GRAPHSHARD_COMPUTE"] = compute
+    if compute == "inductor":
+        from torch._inductor import config
+
+        config.fallback_random = True  # dropout masks are those of eager torch
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
