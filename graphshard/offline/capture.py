@@ -19,7 +19,11 @@ from graphshard import backend
 from graphshard.draft import Draft, drafted, find_groups
 from graphshard.dynamo import input_example
 from graphshard.errors import CaptureError, GraphshardError
+from graphshard.lowering import lowering_of
 from graphshard.offline.world import Fake, Place
+from graphshard.options import Options
+from graphshard.pieces.expand import expanded
+from graphshard.pieces.trace import tracing_pieces, with_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +45,12 @@ class _Done(Exception):
         self.captured = captured
 
 
-def capture(fake: Fake, name: str, varying: Sequence[Place] = ()) -> Captured:
+def capture(
+    fake: Fake, name: str, varying: Sequence[Place] = (), *, fused: bool = False
+) -> Captured:
     """The forward and backward of one call of the model.
 
-    varying: sizes that should become symbols, if the model allows it. Raises CaptureError (GS910)
+    fused: as it is captured where Inductor computes. varying: sizes that should become symbols, if the model allows it. Raises CaptureError (GS910)
     if the call cannot be captured as one graph.
     """
     leaves = fake.leaves
@@ -53,14 +59,23 @@ def capture(fake: Fake, name: str, varying: Sequence[Place] = ()) -> Captured:
 
     def only_capture(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         found, symbols = find_groups(gm), _symbols(gm, leaves)
+        lowering = lowering_of(Options(compute="inductor" if fused else "aten"), trains=True)
+        gm, pieces = with_pieces(gm, lowering)
 
         def stop(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
+            joint = expanded(lowering.joint(joint), pieces)
             count = len(joint.graph.nodes)
             draft = drafted(name, joint, inputs, num_fwd_outputs, found, more)
             raise _Done(Captured(draft, count, symbols))
 
-        compiler = aot_autograd(fw_compiler=_never, bw_compiler=_never, partition_fn=stop)
-        with torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False):
+        compiler = aot_autograd(
+            fw_compiler=_never,
+            bw_compiler=_never,
+            partition_fn=stop,
+            decompositions=lowering.decompositions,
+        )
+        config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
+        with config, tracing_pieces(pieces):
             return compiler(gm, example_inputs)
 
     only_capture.is_graphshard_backend = True  # type: ignore[attr-defined]

@@ -53,7 +53,8 @@ Build = Callable[[Sizes], Made]
 class Point:
     """What to plan for. sizes: of the inputs, by the names that the building function knows.
 
-    fused: compute is priced as a compiler fuses it, not op by op.
+    fused: compute is captured and priced as a compiler fuses it, not op by op; equal for all points
+    of a study.
     """
 
     world_size: int
@@ -71,13 +72,6 @@ class Answer:
     point: Point
     plan: Plan | None
     infeasible: InfeasibleBudget | None = None
-
-
-def _captured_or_none(fake: Fake, name: str, places: Sequence[Place]) -> Captured | None:
-    try:
-        return capture(fake, name, places)
-    except CaptureError:
-        return None
 
 
 @dataclass(slots=True)
@@ -223,18 +217,24 @@ class Study:
         """Once with symbols for what varies, or once for each of the sizes."""
         places = varying(list(self._shapes.values()))
         if not places:
-            self._captures[None] = capture(fake, self.name)
+            self._captures[None] = self._captured(fake)
             return
         # Not the largest: a buffer that is used whole would make its length a constant.
         smaller = min(every, key=lambda own: (1 in dict(own).values(), own))
         call = called_with(fake, *self._arguments[smaller])
-        captured = _captured_or_none(call, self.name, places)
+        try:
+            captured = self._captured(call, places)
+        except CaptureError:
+            captured = None
         if captured is not None and all(place in captured.symbols for place in places):
             self._captures[None] = captured
             return
         for own in every:
             self.say(f"capturing for {', '.join(f'{k} {v:,}' for k, v in own)}")
-            self._captures[own] = capture(self._fake(own), self.name)
+            self._captures[own] = self._captured(self._fake(own))
+
+    def _captured(self, fake: Fake, varying: Sequence[Place] = ()) -> Captured:
+        return capture(fake, self.name, varying, fused=self.points[0].fused)
 
     # -- parts and bases -----------------------------------------------------------------------
 

@@ -145,9 +145,15 @@ def _insert(sketch: Sketch, naming: _Naming, copies: int) -> _Insert | None:
         and sketch.us[start:middle] == sketch.us[middle:stop]
         and _growth(sketch, insert) is not None
         and _items(sketch, naming, blocks[1], start) == _items(sketch, naming, blocks[2], middle)
+        and _cuts(sketch, start, middle) == _cuts(sketch, middle, stop)
         and not _strangers(sketch, naming, range(start, stop))
     )
     return insert if alike else None
+
+
+def _cuts(sketch: Sketch, start: int, stop: int) -> list[int]:
+    """Where compiled code is cut after `start` and until `stop`, counted from `start`."""
+    return [cut - start for cut in sketch.outline.regions if start < cut <= stop]
 
 
 def _growth(sketch: Sketch, insert: _Insert) -> Live | None:
@@ -214,8 +220,15 @@ def _longer(sketch: Sketch, naming: _Naming, insert: _Insert, count: int) -> Ske
     def all_of(items: Sequence[_Item]) -> tuple[_Item, ...]:
         return tuple(_all_items(items, naming, insert, place))
 
+    repeated = _cuts(sketch, start, stop)
+    regions = [
+        *(cut for cut in old.regions if cut <= stop),
+        *(insert.copied(copy, start + cut) for copy in range(1, copies + 1) for cut in repeated),
+        *(cut + insert.added for cut in old.regions if cut > stop),
+    ]
     outline = replace(
         old,
+        regions=tuple(regions),
         num_ops=old.num_ops + insert.added,
         uses=all_of(old.uses),
         params=all_of(old.params),
