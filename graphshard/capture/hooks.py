@@ -44,7 +44,7 @@ def enter_group(module: nn.Module, entrance: Entrance, args: Any, kwargs: Any) -
             holder = module if place.home == CALLED else port.homes[place.home]
             for key in place.path:
                 holder = holder._modules[key]  # type: ignore[assignment]
-            registered = holder._parameters
+            registered: dict[str, Any] = holder._parameters
             for name, index in place.slots:
                 # What is put back is what was there: Dynamo need not look at it, nor write it.
                 replaced.append((registered, name, registered[name]))
