@@ -107,10 +107,11 @@ def _graphshard_entrance(self: nn.Module) -> Entrance | None:
     the function's own name. What the result depends on becomes one guard.
     """
     transaction = InstructionTranslator.current_tx()
-    state = fsdp2.state_of(self)
+    state, is_new = fsdp2.state_of(self), port_of(self) is None
     if not is_ours(transaction.output.compiler_fn) or not prepare(state):
         return None
-    substitute_grouped_hooks(fsdp2.siblings(state))
+    if is_new:
+        substitute_grouped_hooks(fsdp2.siblings(state))
     port = port_of(self)
     assert port is not None
     entrance = port.entrance()

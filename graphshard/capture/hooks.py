@@ -2,12 +2,13 @@
 
 Dynamo inlines these instead of the hooks. Entering a group replaces each of its registered
 parameters by an `unshard` mark; leaving it puts back what was there, so that nothing is left for
-Dynamo to do when the graph runs. The functions are written for Dynamo to read: plain loops, no
-closures.
+Dynamo to do when the graph runs. The functions are written for Dynamo to read: plain loops,
+few closures.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,11 +26,11 @@ def enter_group(module: nn.Module, entrance: Entrance, args: Any, kwargs: Any) -
     """FSDP2's pre-forward: inputs to device, cast, accumulation boundary, parameters in."""
     port: Port = module._graphshard_port  # type: ignore[assignment]
     if entrance.moves_inputs:
-        args, kwargs = _to_device(entrance.device, args), _to_device(entrance.device, kwargs)
+        args, kwargs = _mapped(_mover(entrance.device), args, kwargs)
     if entrance.input_dtype is not None:
-        args, kwargs = _cast(entrance.input_dtype, args), _cast(entrance.input_dtype, kwargs)
+        args, kwargs = _mapped(_caster(entrance.input_dtype), args, kwargs)
     if torch.is_grad_enabled():
-        args, kwargs = _apply_to_tensors(_boundary, args), _apply_to_tensors(_boundary, kwargs)
+        args, kwargs = _mapped(_boundary, args, kwargs)
     replaced: list[Any] = []
     if not port.entered["top"]:
         full: list[Tensor] = []
@@ -60,8 +61,27 @@ def leave_group(module: nn.Module, output: Any) -> Any:
     for registered, name, param in replaced:
         registered[name] = param
     if entrance.output_dtype is not None:
-        output = _cast(entrance.output_dtype, output)
+        output = _apply_to_tensors(_caster(entrance.output_dtype), output)
     return output
+
+
+def _mapped(
+    change: Callable[[Tensor], Tensor], args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`_apply_to_tensors`, which is long to trace, for those arguments only that need it."""
+    changed = []
+    for value in args:
+        changed.append(change(value) if isinstance(value, Tensor) else _inside(change, value))
+    named = {}
+    for name, value in kwargs.items():
+        named[name] = change(value) if isinstance(value, Tensor) else _inside(change, value)
+    return tuple(changed), named
+
+
+def _inside(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return _apply_to_tensors(change, value)
 
 
 def _boundary(tensor: Tensor) -> Tensor:
@@ -70,17 +90,17 @@ def _boundary(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
-def _cast(dtype: torch.dtype, tree: Any) -> Any:
+def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     def cast(tensor: Tensor) -> Tensor:
         if torch.is_floating_point(tensor) and tensor.dtype != dtype:
             return tensor.to(dtype)
         return tensor
 
-    return _apply_to_tensors(cast, tree)
+    return cast
 
 
-def _to_device(device: torch.device, tree: Any) -> Any:
+def _mover(device: torch.device) -> Callable[[Tensor], Tensor]:
     def move(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device)
 
-    return _apply_to_tensors(move, tree)
+    return move
