@@ -79,7 +79,7 @@ def counted(ctx: Ctx) -> dict[tuple[int, int], int]:
 def test_guards_do_not_grow_with_parameters(pool: Pool) -> None:
     for seen in pool.run(2, counted, timeout_s=240):
         assert seen[2, 1] == seen[2, 9], seen
-        assert seen[4, 9] - seen[3, 9] == seen[3, 9] - seen[2, 9] <= 35, seen
+        assert seen[4, 9] - seen[3, 9] == seen[3, 9] - seen[2, 9] <= 45, seen
 
 
 Step = Callable[[nn.Module, Any, Ctx], None]
