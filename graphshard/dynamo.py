@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._dynamo.guards import install_guard
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import (
     _disable_side_effect_safety_checks_for_current_subtracer as allow_side_effects,
@@ -29,8 +30,9 @@ from torch._dynamo.utils import (
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard import fsdp2
+from graphshard.capture.entrance import Entrance
 from graphshard.capture.hooks import enter_group, leave_group
-from graphshard.capture.ports import prepare
+from graphshard.capture.ports import is_entered_as, port_of, prepare
 from graphshard.options import Options, is_disabled, parse_options
 
 # What a backend raises to steer Dynamo: no failure.
@@ -85,32 +87,49 @@ _eager_post_forward = torch._dynamo.disable(
 
 
 def _pre_forward(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    if not _compiling_for_graphshard():
+    entrance = module._graphshard_entrance()
+    if entrance is None:
         return _eager_pre_forward(self, module, args, kwargs)
-    if not module._graphshard_prepare() or module._graphshard_port.eager:
-        return _eager_pre_forward(self, module, args, kwargs)
-    return allow_side_effects(enter_group, module, args, kwargs)
+    return allow_side_effects(enter_group, module, entrance, args, kwargs)
 
 
 def _post_forward(self: Any, module: Any, args: Any, output: Any) -> Any:
-    if not _compiling_for_graphshard():
-        return _eager_post_forward(self, module, args, output)
-    if not module._graphshard_prepare() or module._graphshard_port.eager:
+    if not _compiling_for_graphshard() or not module._graphshard_port.entered["top"]:
         return _eager_post_forward(self, module, args, output)
     return allow_side_effects(leave_group, module, output)
 
 
-def _graphshard_prepare(self: nn.Module) -> bool:
-    """Attach ports to the module's root. Runs at trace time, on the real module.
+def _graphshard_entrance(self: nn.Module) -> Entrance | None:
+    """What entering the module's group is traced as; None leaves it to FSDP2's own hook.
 
-    Dynamo calls a method with the constant mark on the real object and takes its result as a
-    constant; the method has to be found on the class under the function's own name.
+    Runs at trace time, on the real module: Dynamo calls a method with the constant mark on the
+    real object and takes its result as a constant. The method has to be found on the class under
+    the function's own name. What the result depends on becomes one guard.
     """
-    state = fsdp2.state_of(self)
-    if not prepare(state):
-        return False
-    substitute_grouped_hooks(fsdp2.siblings(state))
-    return True
+    transaction = InstructionTranslator.current_tx()
+    state, is_new = fsdp2.state_of(self), port_of(self) is None
+    if not is_ours(transaction.output.compiler_fn) or not prepare(state):
+        return None
+    if is_new:
+        substitute_grouped_hooks(fsdp2.siblings(state))
+    port = port_of(self)
+    assert port is not None
+    entrance = port.entrance()
+    source = transaction.output.side_effects[self].source
+    _guard(source, functools.partial(is_entered_as, entrance), f"group {port.fqn} as it was traced")
+    return entrance
+
+
+def _guard(source: Any, holds: Callable[[Any], bool], text: str) -> None:
+    """The graph that is being traced is valid while `holds` of the object at `source`.
+
+    text: what TORCH_LOGS="recompiles" shows when it holds no more.
+    """
+
+    def create(builder: Any, guard: Any) -> None:
+        builder.get_guard_manager(guard).add_lambda_guard(holds, [text], guard.user_stack)
+
+    install_guard(source.make_guard(create))
 
 
 def substitute_grouped_hooks(states: Iterable[fsdp2.State]) -> None:
@@ -125,16 +144,13 @@ def _substitute_grouped(hook: Callable[..., Any], is_pre: bool) -> None:
     eager = torch._dynamo.disable(hook, recursive=True, reason="skipping FSDP hooks")
 
     def pre(module: Any, args: Any, kwargs: Any) -> Any:
-        if not _compiling_for_graphshard():
+        entrance = module._graphshard_entrance()
+        if entrance is None:
             return eager(module, args, kwargs)
-        if not module._graphshard_prepare() or module._graphshard_port.eager:
-            return eager(module, args, kwargs)
-        return allow_side_effects(enter_group, module, args, kwargs)
+        return allow_side_effects(enter_group, module, entrance, args, kwargs)
 
     def post(module: Any, args: Any, output: Any) -> Any:
-        if not _compiling_for_graphshard():
-            return eager(module, args, output)
-        if not module._graphshard_prepare() or module._graphshard_port.eager:
+        if not _compiling_for_graphshard() or not module._graphshard_port.entered["top"]:
             return eager(module, args, output)
         return allow_side_effects(leave_group, module, output)
 
@@ -148,8 +164,8 @@ def install(enter: Callable[..., Callable[..., Any]]) -> None:
     enter: gets each function that `torch.compile` made for this backend, and the options, and
     returns the function that users call instead.
     """
-    constant = torch.compiler.assume_constant_result(_graphshard_prepare)
-    setattr(fsdp2.ShardedModule, _graphshard_prepare.__name__, constant)
+    constant = torch.compiler.assume_constant_result(_graphshard_entrance)
+    setattr(fsdp2.ShardedModule, _graphshard_entrance.__name__, constant)
     torch.compiler.substitute_in_graph(_PRE_FORWARD, skip_signature_check=True)(_pre_forward)
     torch.compiler.substitute_in_graph(_POST_FORWARD, skip_signature_check=True)(_post_forward)
     _patch_entry(enter)

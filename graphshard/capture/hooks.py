@@ -1,12 +1,14 @@
 """The traceable stand-ins for FSDP2's forward hooks.
 
 Dynamo inlines these instead of the hooks. Entering a group replaces each of its registered
-parameters by an `unshard` mark; leaving it puts the DTensors back. Dynamo tracks both and leaves
-the module as it was. The functions are written for Dynamo to read: plain loops, no closures.
+parameters by an `unshard` mark; leaving it puts back what was there, so that nothing is left for
+Dynamo to do when the graph runs. The functions are written for Dynamo to read: plain loops,
+few closures.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,49 +16,72 @@ from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors
 
 from graphshard.capture.dtensors import unshard_dtensor
+from graphshard.capture.entrance import CALLED, Entrance
 from graphshard.capture.ports import Port
 from graphshard.fsdp2.layouts import PLAIN
 from graphshard.ops import UNSHARD
 
 
-def enter_group(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def enter_group(module: nn.Module, entrance: Entrance, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """FSDP2's pre-forward: inputs to device, cast, accumulation boundary, parameters in."""
     port: Port = module._graphshard_port  # type: ignore[assignment]
-    if port.moves_inputs:
-        args, kwargs = _to_device(port.device, args), _to_device(port.device, kwargs)
-    if port.input_dtype is not None:
-        args, kwargs = _cast(port.input_dtype, args), _cast(port.input_dtype, kwargs)
+    if entrance.moves_inputs:
+        args, kwargs = _mapped(_mover(entrance.device), args, kwargs)
+    if entrance.input_dtype is not None:
+        args, kwargs = _mapped(_caster(entrance.input_dtype), args, kwargs)
     if torch.is_grad_enabled():
-        args, kwargs = _apply_to_tensors(_boundary, args), _apply_to_tensors(_boundary, kwargs)
-    if not port.entered:
-        for item in port.params:
-            param = item.param.sharded
-            anchor = port.anchor if param.requires_grad else port.frozen_anchor
-            mark = (item.size, item.dtype, port.device, item.index)
-            if item.layout == PLAIN:
-                full = UNSHARD(anchor, *mark)
+        args, kwargs = _mapped(_boundary, args, kwargs)
+    replaced: list[Any] = []
+    if not port.entered["top"]:
+        full: list[Tensor] = []
+        for param in entrance.params:
+            anchor = port.anchor if param.trainable else port.frozen_anchor
+            mark = (param.size, param.dtype, entrance.device, len(full))
+            if param.layout == PLAIN:
+                full.append(UNSHARD(anchor, *mark))
             else:
-                full = unshard_dtensor(anchor, mark, item.layout)
-            item.module._parameters[item.name] = full
-            for slot in item.shared:
-                slot.module._parameters[slot.name] = full
-    port.entered.append(module)
+                full.append(unshard_dtensor(anchor, mark, param.layout))
+        for place in entrance.places:
+            holder = module if place.home == CALLED else port.homes[place.home]
+            for key in place.path:
+                holder = holder._modules[key]  # type: ignore[assignment]
+            registered: dict[str, Any] = holder._parameters
+            for name, index in place.slots:
+                # What is put back is what was there: Dynamo need not look at it, nor write it.
+                replaced.append((registered, name, registered[name]))
+                registered[name] = full[index]
+    port.entered["top"] = (entrance, replaced, port.entered["top"])
     return args, kwargs
 
 
 def leave_group(module: nn.Module, output: Any) -> Any:
     """FSDP2's post-forward: sharded parameters back in, output cast."""
     port: Port = module._graphshard_port  # type: ignore[assignment]
-    port.entered.pop()
-    if not port.entered:
-        for item in port.params:
-            param = item.param.sharded
-            item.module._parameters[item.name] = param
-            for slot in item.shared:
-                slot.module._parameters[slot.name] = param
-    if port.output_dtype is not None:
-        output = _cast(port.output_dtype, output)
+    entrance, replaced, port.entered["top"] = port.entered["top"]
+    for registered, name, param in replaced:
+        registered[name] = param
+    if entrance.output_dtype is not None:
+        output = _apply_to_tensors(_caster(entrance.output_dtype), output)
     return output
+
+
+def _mapped(
+    change: Callable[[Tensor], Tensor], args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`_apply_to_tensors`, which is long to trace, for those arguments only that need it."""
+    changed = []
+    for value in args:
+        changed.append(change(value) if isinstance(value, Tensor) else _inside(change, value))
+    named = {}
+    for name, value in kwargs.items():
+        named[name] = change(value) if isinstance(value, Tensor) else _inside(change, value)
+    return tuple(changed), named
+
+
+def _inside(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return _apply_to_tensors(change, value)
 
 
 def _boundary(tensor: Tensor) -> Tensor:
@@ -65,17 +90,17 @@ def _boundary(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
-def _cast(dtype: torch.dtype, tree: Any) -> Any:
+def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     def cast(tensor: Tensor) -> Tensor:
         if torch.is_floating_point(tensor) and tensor.dtype != dtype:
             return tensor.to(dtype)
         return tensor
 
-    return _apply_to_tensors(cast, tree)
+    return cast
 
 
-def _to_device(device: torch.device, tree: Any) -> Any:
+def _mover(device: torch.device) -> Callable[[Tensor], Tensor]:
     def move(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device)
 
-    return _apply_to_tensors(move, tree)
+    return move

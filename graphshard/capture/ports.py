@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from graphshard import fsdp2
-from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
-from graphshard.fsdp2.layouts import layout_number
+from graphshard.capture.entrance import Entrance, Link, entrance_of, lay_out
+from graphshard.fsdp2 import FsdpGroup, State
 from graphshard.measured import Measured
 from graphshard.runtime.agree import Ballot, mark, open_ballots
 from graphshard.runtime.live import LiveGroup, Root, register
@@ -54,7 +55,7 @@ class Record:
         return [ballot for root in roots for ballot in root.ballots]
 
     def is_unfinished(self) -> bool:
-        return any(p.entered or fsdp2.is_mid_iteration(p.state) for p in self.ports)
+        return any(p.entered["top"] or fsdp2.is_mid_iteration(p.state) for p in self.ports)
 
     def leave_eager(self, fqn: str, reason: str) -> None:
         """Run the group `fqn` through FSDP2 from now on."""
@@ -82,43 +83,46 @@ class CompiledPlan:
     running: object = None
 
 
-class PortParam:
-    """One parameter as the traced code needs it; size, dtype and layout become guards."""
-
-    def __init__(self, param: FsdpParam, index: int) -> None:
-        self.module, self.name = param.slots[0].module, param.slots[0].name
-        self.shared: tuple[Slot, ...] = param.slots[1:]
-        self.size = param.size
-        self.dtype = param.dtype
-        self.index = index
-        self.layout = layout_number(param.unsharded_spec)
-        self.param = param
-
-
 class Port:
     """Everything the traced hooks read, and the little they write, for one `fully_shard` call.
 
-    entered: empty outside a forward; Dynamo replays what traced code does to it.
+    entered: under "top" the call of the group that is being traced, as (entrance, registered
+    parameters that it replaced, the call around it); () outside a forward. Dynamo replays what
+    traced code leaves there, so that an exception in between is noticed.
     eager: this group runs through FSDP2's own hooks. apart: its modules are compiled on their
     own, because the graph around them breaks.
     """
 
     def __init__(self, state: State, group: FsdpGroup | None, record: Record) -> None:
-        policy = fsdp2.cast_policy(state)
-        self.input_dtype, self.output_dtype = policy.input_dtype, policy.output_dtype
-        self.device = fsdp2.device_of(state)
-        self.moves_inputs = fsdp2.is_root(state) and self.device.type != "cpu"
-        self.params: tuple[PortParam, ...] = ()
         self.live: LiveGroup | None = None
         self.eager = False
         self.apart = False
-        self.entered: list[nn.Module] = []
+        self.entered: dict[str, Any] = {"top": ()}
+        self.homes: tuple[nn.Module, ...] = ()
         self.record = record
         self.state = state
+        self._group = group
+        self._links: tuple[Link, ...] = ()
+        self._facts: object = None
+        self._entrance: Entrance | None = None
         if group is not None:
             self.live = register(group)
             self.anchor, self.frozen_anchor = self.live.anchor, self.live.frozen_anchor
-            self.params = tuple(PortParam(p, i) for i, p in enumerate(group.params))
+
+    def entrance(self) -> Entrance | None:
+        """What entering the group means now; None leaves it to FSDP2's own hooks.
+
+        Asked before every compiled call. What costs more than to compare is done after a change.
+        """
+        trainable = () if self._group is None else self._group.trainable
+        facts = (self.eager, fsdp2.mixed_precision(self.state), trainable)
+        moved = [link for link in self._links if link.modules.get(link.key) is not link.module]
+        if moved or facts != self._facts:
+            layout = lay_out(fsdp2.modules_of(self.state), self._group)
+            self.homes, self._links, self._facts = layout.homes, layout.links, facts
+            now = entrance_of(self.state, self._group, layout.places)
+            self._entrance = None if self.eager else now
+        return self._entrance
 
     @property
     def fqn(self) -> str:
@@ -126,7 +130,7 @@ class Port:
 
     def restore(self) -> None:
         """Undo an interrupted forward: sharded DTensors registered, nothing gathered."""
-        self.entered.clear()
+        self.entered["top"] = ()
         if self.live is not None:
             self.live.drop()
             self.live.fsdp.reshard()
@@ -174,6 +178,12 @@ def _attach(states: list[State]) -> None:
 
 def port_of(module: nn.Module) -> Port | None:
     return module.__dict__.get(PORT)
+
+
+def is_entered_as(entrance: Entrance | None, module: nn.Module) -> bool:
+    """Entering the module's group means what it meant when `entrance` was traced."""
+    port = port_of(module)
+    return port is not None and port.entrance() is entrance
 
 
 def records_under(model: nn.Module) -> list[Record]:

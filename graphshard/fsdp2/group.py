@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2.param import FsdpParam
 from graphshard.step_plan import Direction
+
+_TRAINABLE = operator.attrgetter("sharded_param.requires_grad")
 
 
 def fsdp_groups(state: FSDPState) -> list[FsdpGroup]:
@@ -51,6 +54,11 @@ class FsdpGroup:
     def fqn(self) -> str:
         """Module FQN from the root ("" for the root itself, "a, b" for grouped modules)."""
         return self.raw._module_fqn or ""
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """For each parameter, whether it requires grad now. Cheap: read before every call."""
+        return tuple(map(_TRAINABLE, self.raw.fsdp_params))
 
     @property
     def world_size(self) -> int:

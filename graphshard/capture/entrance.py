@@ -1,0 +1,149 @@
+"""What entering a `fully_shard` group means to the traced code, as plain constants.
+
+In: FSDP2's view of one group. Out: an `Entrance`, which Dynamo takes as a constant, and the links
+that it relies on. True afterwards: groups of equal entrances are traced alike, so that "the
+entrance is the one that was traced" is all that has to be guarded, once per group; identical
+blocks have the same entrance, and so has a group whose flags were flipped and flipped back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphshard import fsdp2
+from graphshard.fsdp2 import FsdpGroup, Slot, State
+from graphshard.fsdp2.layouts import layout_number
+
+CALLED = -1  # the home of what is below the module that is being called
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """One gathered parameter, as its `unshard` mark says it."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    layout: int
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module that holds parameters of the group, by its way from a home.
+
+    home: `CALLED`, or an index into `Layout.homes`. slots: name and index of each parameter.
+    """
+
+    home: int
+    path: tuple[str, ...]
+    slots: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """One group's pre- and post-forward: casts, devices, and which parameters go where."""
+
+    device: torch.device
+    moves_inputs: bool
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    params: tuple[Full, ...]
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`modules[key]` is `module`: one step on the way to a place."""
+
+    modules: dict[str, Any]
+    key: str
+    module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a group's parameters are registered now.
+
+    homes: modules from which places are reached, unless it is the one that is called. links: what
+    has to hold for the places to be right.
+    """
+
+    places: tuple[Place, ...]
+    homes: tuple[nn.Module, ...]
+    links: tuple[Link, ...]
+
+
+@functools.cache
+def interned(entrance: Entrance) -> Entrance:
+    """The one object that stands for all entrances equal to this one, so that `is` compares."""
+    return entrance
+
+
+def entrance_of(state: State, group: FsdpGroup | None, places: tuple[Place, ...]) -> Entrance:
+    """What entering `group` means now. A state without parameters has no group, and casts only."""
+    policy, device = fsdp2.cast_policy(state), fsdp2.device_of(state)
+    params = () if group is None else group.params
+    full = tuple(
+        Full(p.size, p.dtype, layout_number(p.unsharded_spec), p.sharded.requires_grad)
+        for p in params
+    )
+    moves_inputs = fsdp2.is_root(state) and device.type != "cpu"
+    entrance = Entrance(device, moves_inputs, policy.input_dtype, policy.output_dtype, full, places)
+    return interned(entrance)
+
+
+def lay_out(roots: Sequence[nn.Module], group: FsdpGroup | None) -> Layout:
+    """Ways from `roots`, the modules of one `fully_shard` call, to the group's parameters.
+
+    They are the ways that the model's own code takes, so that Dynamo sees each module under one
+    name. A module that is no longer in the tree is its own home.
+    """
+    ways = _ways(roots)
+    homes = list(roots) if len(roots) > 1 else []
+    places: list[Place] = []
+    links: list[Link] = []
+    for module, slots in _by_module(group).items():
+        home, path = ways.get(module, (len(homes), ()))
+        if module not in ways:
+            homes.append(module)
+        elif len(roots) == 1:
+            home = CALLED
+        links += _links(roots[0] if home == CALLED else homes[home], path)
+        places.append(Place(home, path, slots))
+    return Layout(tuple(places), tuple(homes), tuple(_each_once(links)))
+
+
+def _ways(roots: Sequence[nn.Module]) -> dict[nn.Module, tuple[int, tuple[str, ...]]]:
+    ways: dict[nn.Module, tuple[int, tuple[str, ...]]] = {}
+    for home, root in enumerate(roots):
+        for name, module in root.named_modules():
+            ways.setdefault(module, (home, tuple(name.split(".")) if name else ()))
+    return ways
+
+
+def _by_module(group: FsdpGroup | None) -> dict[nn.Module, tuple[tuple[str, int], ...]]:
+    found: dict[nn.Module, tuple[tuple[str, int], ...]] = {}
+    params = () if group is None else group.params
+    slots: Iterable[tuple[int, Slot]] = ((i, s) for i, p in enumerate(params) for s in p.slots)
+    for index, slot in slots:
+        found[slot.module] = (*found.get(slot.module, ()), (slot.name, index))
+    return found
+
+
+def _links(home: nn.Module, path: Iterable[str]) -> Iterator[Link]:
+    module = home
+    for key in path:
+        below = module._modules[key]
+        assert below is not None
+        yield Link(module._modules, key, below)
+        module = below
+
+
+def _each_once(links: Sequence[Link]) -> Iterable[Link]:
+    return {(id(link.modules), link.key): link for link in links}.values()
