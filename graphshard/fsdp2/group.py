@@ -277,7 +277,8 @@ class FsdpGroup:
 
     @property
     def is_sharded(self) -> bool:
-        return bool(self.raw.is_sharded)
+        """And FSDP2 is not about to gather it."""
+        return self.raw._all_gather_result is None and bool(self.raw.is_sharded)
 
     def reshard(self) -> None:
         """Back to the SHARDED state, DTensors registered."""

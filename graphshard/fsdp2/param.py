@@ -76,12 +76,6 @@ class FsdpParam:
         """Bytes of one element of the gradient on the wire."""
         return self.reduce_dtype.itemsize
 
-    @property
-    def grad_dtype(self) -> torch.dtype | None:
-        """Dtype of the sharded `.grad`; None leaves it in the reduction's dtype."""
-        dtype = getattr(self.raw, "sharded_grad_dtype", self.raw.orig_dtype)  # torch >= 2.15
-        return dtype  # type: ignore[no-any-return]
-
     def as_accumulated(self, grad: Tensor) -> Tensor:
         """`grad` in the dtype in which FSDP2 accumulates it over micro-steps without sync."""
         if hasattr(self.raw, "unsharded_grad_dtype"):  # torch >= 2.15
@@ -112,6 +106,14 @@ class FsdpParam:
         """What FSDP2 reduces: for a DTensor its local part, after it is reduced on the rest of
         the mesh."""
         return self.raw._get_grad_inner_tensor(grad)  # type: ignore[no-any-return]
+
+
+def grad_dtypes(params: Sequence[FsdpParam]) -> list[torch.dtype | None]:
+    """Dtype of each sharded `.grad`; None leaves it in the reduction's dtype."""
+    raws = [param.raw for param in params]
+    if hasattr(raws[0], "sharded_grad_dtype"):  # torch >= 2.15
+        return [raw.sharded_grad_dtype for raw in raws]
+    return [raw.orig_dtype for raw in raws]
 
 
 def add_sharded_grads(params: Sequence[FsdpParam], local: Sequence[Tensor]) -> None:

@@ -93,10 +93,10 @@ class Gather:
     """One gathered use of a group, from its first issue to its release.
 
     Parameters that are here stand in `_rooms` (None after the release). What is in `_under_way` is
-    waited for; the rest is missing.
+    waited for. missing: how many parameters are neither.
     """
 
-    __slots__ = ("_dtypes", "_live", "_rooms", "_spread", "_under_way", "_versions")
+    __slots__ = ("_dtypes", "_live", "_rooms", "_spread", "_under_way", "_versions", "missing")
 
     def __init__(self, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
         fsdp = live.fsdp
@@ -106,15 +106,19 @@ class Gather:
         self._under_way: list[tuple[Layout, Bucket]] = []
         self._rooms: list[Room] | None = []
         self._spread: Held | None = None
+        self.missing = len(dtypes)
         held, live.held = live.fresh(dtypes), None
-        taken = fsdp.unsharded()
-        if taken is not None:
-            self._copy_in(layout_of(live, live.places, dtypes, fsdp.world_size), taken)
-        elif held is not None:
-            self._rooms += held.rooms
-            self._spread = None if held.rooms else held
         if not fsdp.is_sharded:
+            taken = fsdp.unsharded()
+            if taken is not None:
+                held = None
+                self._copy_in(layout_of(live, live.places, dtypes, fsdp.world_size), taken)
             fsdp.reshard()
+        if held is not None and held.rooms:
+            self._rooms += held.rooms
+            self.missing = 0
+        elif held is not None:
+            self._spread = held
 
     @property
     def route(self) -> tuple[dist.ProcessGroup | None, object]:
@@ -129,8 +133,10 @@ class Gather:
 
     def load(self, indices: tuple[int, ...]) -> Load | None:
         """What of parameters `indices` has still to travel; None if nothing has."""
+        if not self.missing:
+            return None
         here, live = self._here(), self._live
-        if here or self._under_way:
+        if self.missing < len(self._dtypes):
             layouts = [room.layout for room in here] + [layout for layout, _ in self._under_way]
             known = {index for layout in layouts for index in layout.indices}
             indices = tuple(i for i in indices if i not in known)
@@ -144,24 +150,27 @@ class Gather:
 
     def sent(self, load: Load, bucket: Bucket | None) -> None:
         """`load` travels in `bucket`; None: this rank has all of it, so that a copy is enough."""
-        if bucket is not None:
-            self._under_way.append((load.layout, bucket))
-        else:
+        if bucket is None:
             self._copy_in(load.layout, load.parts)
-        if self._spread is not None and self._is_complete():
+        else:
+            self._under_way.append((load.layout, bucket))
+            self.missing -= len(load.layout.indices)
+        if not self.missing:
             self._spread = None
 
     def _copy_in(self, layout: Layout, flats: Sequence[Tensor]) -> None:
         room = room_for(self._live, layout)
         torch._foreach_copy_(room.flats, list(flats))
         self._here().append(room)
+        self.missing -= len(layout.indices)
 
     def wait(self, indices: Sequence[int]) -> Mapping[int, Tensor]:
         """Gathered parameters by index, each of its unsharded size: `indices`, perhaps others."""
         rooms = self._here()
-        for one in [u for u in self._under_way if any(i in u[0].indices for i in indices)]:
-            rooms.append(one[1].take(self._live))
-            self._under_way.remove(one)
+        for one in tuple(self._under_way):
+            if not set(indices).isdisjoint(one[0].indices):
+                rooms.append(one[1].take(self._live))
+                self._under_way.remove(one)
         if len(rooms) == 1:
             return parameters(self._live, rooms[0])
         return {i: t for room in rooms for i, t in parameters(self._live, room).items()}
@@ -200,15 +209,10 @@ class Gather:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was used after its release")
         return self._rooms
 
-    def _is_complete(self) -> bool:
-        """Every parameter is here or under way."""
-        layouts = [room.layout for room in self._here()] + [layout for layout, _ in self._under_way]
-        return sum(len(layout.indices) for layout in layouts) == len(self._dtypes)
-
     def _taken(self) -> list[Room]:
         """Where all parameters stand; this gather has none afterwards."""
         rooms = self._here()
-        if self._under_way or not self._is_complete():
+        if self._under_way or self.missing:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
         self._rooms = None
         return rooms
@@ -282,7 +286,7 @@ def _bucket(loads: Sequence[Load], group: dist.ProcessGroup, comm: Any) -> tuple
     total = sum(columns)
     bucket = comm.allocate((total * group.size(),), dtype=wire, device=parts[0].device)
     own = bucket.narrow(0, total * group.rank(), total)
-    if all(part.dtype == wire for part in parts):
+    if {part.dtype for part in parts} == {wire}:
         torch.cat(parts, out=own)  # the same bytes, without a view of each place
     else:
         torch._foreach_copy_(own.split_with_sizes(columns), parts)

@@ -110,7 +110,7 @@ class LiveGroup:
         Raises RuntimeStateError when a parameter changed its dtype after capture.
         """
         shards = self.fsdp.shards()
-        dtypes = tuple(shard.dtype for shard in shards)
+        dtypes = tuple([shard.dtype for shard in shards])
         if dtypes != self.orig_dtypes:
             rows = zip(self.fsdp.params, self.orig_dtypes, dtypes, strict=True)
             fqn, was, now = next((p.fqn, a, b) for p, a, b in rows if a != b)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
 from graphshard.fsdp2.layouts import copy_of
-from graphshard.fsdp2.param import add_sharded_grads
+from graphshard.fsdp2.param import add_sharded_grads, grad_dtypes
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
 from graphshard.runtime.waiting import finish
@@ -115,7 +115,7 @@ class Reduction:
         if self._policy.postdivide not in (None, 1):
             output.div_(self._policy.postdivide)
         params, places = self._packing.params, self._packing.places
-        dtypes = [param.grad_dtype for param in params]
+        dtypes = grad_dtypes(params)
         # One cast per dtype, as in FSDP2: gradients of one dtype share memory.
         flats = {dtype: output.to(dtype or output.dtype) for dtype in dict.fromkeys(dtypes)}
         rows = zip(dtypes, places, strict=True)

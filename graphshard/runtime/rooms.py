@@ -11,11 +11,12 @@ the room looks at the storage; else the room is forgotten, and the memory lives 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from graphshard.runtime.live import LiveGroup
 
@@ -40,15 +41,17 @@ class Room:
 
     flats: each parameter, one-dimensional, with FSDP2's padding. rows: the same, one row per rank.
     views: what compute sees, by parameter index, of those that are sharded on dim 0.
-    owners: of the storages, by torch, while nobody else looks at them.
+    addresses, owners: torch's of the storages, and how many tensors hold these while nobody else
+    looks at them.
     """
 
     layout: Layout
     flats: tuple[Tensor, ...]
     rows: tuple[Tensor, ...]
     views: Mapping[int, Tensor]
-    storages: tuple[torch.UntypedStorage, ...]
+    storages: tuple[UntypedStorage, ...]
     sizes_bytes: tuple[int, ...]
+    addresses: tuple[int, ...]
     owners: int
 
 
@@ -72,15 +75,14 @@ def room_for(live: LiveGroup, layout: Layout) -> Room:
     room = live.rooms.pop(layout, None)
     if room is None:
         return _new_room(live, layout)
-    for storage, size_bytes in zip(room.storages, room.sizes_bytes, strict=True):
-        if storage.nbytes() != size_bytes:
-            storage.resize_(size_bytes)
+    if not any(map(UntypedStorage.nbytes, room.storages)):  # else FSDP2 keeps storage
+        deque(map(UntypedStorage.resize_, room.storages, room.sizes_bytes), maxlen=0)
     return room  # type: ignore[no-any-return]
 
 
 def give_back(live: LiveGroup, room: Room) -> None:
     """What is in `room` is not needed any more."""
-    if _owners(room.storages) != room.owners:
+    if _owners(room.addresses) != room.owners:
         return
     if not live.fsdp.keeps_storage:
         free(room)
@@ -120,9 +122,11 @@ def _new_room(live: LiveGroup, layout: Layout) -> Room:
                 views[index] = flat[: math.prod(param.size)].view(param.size)
         storages = tuple(flat.untyped_storage() for flat in flats)
         sizes_bytes = tuple(storage.nbytes() for storage in storages)
-        return Room(layout, flats, rows, views, storages, sizes_bytes, _owners(storages))
+        addresses = tuple(storage._cdata for storage in storages)
+        owners = _owners(addresses)
+        return Room(layout, flats, rows, views, storages, sizes_bytes, addresses, owners)
 
 
-def _owners(storages: tuple[torch.UntypedStorage, ...]) -> int:
-    """How many tensors and storages of torch hold these memories together."""
-    return sum(torch._C._storage_Use_Count(storage._cdata) for storage in storages)
+def _owners(addresses: tuple[int, ...]) -> int:
+    """How many tensors and storages hold these memories together."""
+    return sum(map(torch._C._storage_Use_Count, addresses))

@@ -226,7 +226,8 @@ class GatherStep:
     def wait(self, group: OpenGroup) -> Mapping[int, Tensor]:
         """Gathered parameters of `group` by index: all that travel in this gather."""
         gather, places = group.gather(), group.places(self._params)
-        issue([(gather, places)])  # nothing to do, unless a prefetch list held it back
+        if gather.missing:  # a prefetch list held it back
+            issue([(gather, places)])
         tensors = gather.wait(places)
         self._run.prefetch_after(group.live)
         return tensors

@@ -11,6 +11,7 @@ from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.stopwatch import TimedWork
 
 LATE = timedelta(seconds=2)
+KNOWN = (dist.Work, TimedWork)
 
 
 def finish(work: dist.Work | TimedWork, live: LiveGroup) -> None:
@@ -22,7 +23,7 @@ def finish(work: dist.Work | TimedWork, live: LiveGroup) -> None:
     """
     ballots = () if live.root is None or live.fsdp.device.type != "cpu" else live.root.ballots
     # What a user's own collective returns may know nothing of time limits.
-    if not ballots or not isinstance(work, dist.Work | TimedWork):
+    if not ballots or not isinstance(work, KNOWN):
         work.wait()
         return
     while True:
