@@ -17,9 +17,15 @@ from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.param import FsdpParam
 
 
-def take_unreduced(param: FsdpParam) -> Tensor | None:
+def take_all_unreduced(group: FsdpGroup) -> dict[int, Tensor]:
+    """What `take_unreduced` finds, by parameter index: nothing, unless steps went without sync."""
+    raws = enumerate(group.raw.fsdp_params)
+    found = [(i, take_unreduced(raw)) for i, raw in raws if hasattr(raw, "_unsharded_param")]
+    return {index: grad for index, grad in found if grad is not None}
+
+
+def take_unreduced(raw: Any) -> Tensor | None:
     """The unsharded gradient that micro-steps left without reducing; it is cleared there."""
-    raw = param.raw
     leaf = getattr(raw, "_unsharded_param", None)
     if leaf is None:
         return None
@@ -64,7 +70,7 @@ def take_partial(
     """
     raw = group.raw
     if hasattr(raw, "_prepare_partial_reduce_output"):  # torch >= 2.15
-        sizes = [math.prod(p.padded_shard_size) for p in params]
+        sizes = [p.padded_numel for p in params]
         partial = raw._prepare_partial_reduce_output([p.raw for p in params], sizes, dtype)
     else:
         partial = raw._partial_reduce_output
@@ -77,16 +83,27 @@ def leave_partial(group: FsdpGroup, output: Tensor) -> None:
     group.raw._partial_reduce_output = output
 
 
-def waits_for_all_reduce(group: FsdpGroup, param: FsdpParam) -> bool:
-    """An earlier micro-step's gradient of `param` is part of what HSDP has still to all-reduce."""
-    pending = getattr(group.raw, "_get_partial_reduce_grad", None)  # torch >= 2.15
-    return pending is not None and pending(param.raw) is not None
+def reduced_as_zeros(group: FsdpGroup) -> list[int]:
+    """Places of parameters that are reduced without a gradient of their own, as zeros.
+
+    All trainable ones, if other ranks may use what this one does not
+    (`set_reduce_scatter_unused_params`), and those of which HSDP has still to all-reduce a part
+    (torch >= 2.15: before, it is known only by its place in the packed buffer).
+    """
+    unused, partial = group.reduces_unused, getattr(group.raw, "_get_partial_reduce_grad", None)
+    if not unused and partial is None:
+        return []
+    return [
+        index
+        for index, raw in enumerate(group.raw.fsdp_params)
+        if (partial is not None and partial(raw) is not None)
+        or (unused and raw.sharded_param.requires_grad)
+    ]
 
 
 def forget(group: FsdpGroup) -> None:
     """Drop everything that waits, as after a failed backward."""
-    for param in group.params:
-        take_unreduced(param)
+    take_all_unreduced(group)
     group.raw._partial_reduce_output = None
     nothing_unreduced(group)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -18,7 +18,11 @@ from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2.param import FsdpParam
 from graphshard.step_plan import Direction
 
-_TRAINABLE = operator.attrgetter("sharded_param.requires_grad")
+# torch >= 2.15
+MAY_KEEP_STORAGE = hasattr(FSDPModule, "set_keep_unsharded_storage")
+
+version_of = attrgetter("_version")
+_TRAINABLE = attrgetter("sharded_param.requires_grad")
 
 
 def fsdp_groups(state: FSDPState) -> list[FsdpGroup]:
@@ -41,14 +45,15 @@ class ReducePolicy:
 
 
 class FsdpGroup:
-    """A live view of one FSDPParamGroup."""
+    """A live view of one FSDPParamGroup. has_dtensors: of parameters before `fully_shard`."""
 
-    __slots__ = ("params", "raw", "state")
+    __slots__ = ("has_dtensors", "params", "raw", "state")
 
     def __init__(self, raw: Any, state: FSDPState) -> None:
         self.raw = raw
         self.state = state
         self.params = tuple(FsdpParam(p) for p in raw.fsdp_params)
+        self.has_dtensors = any(p.is_dtensor for p in raw.fsdp_params)
 
     @property
     def fqn(self) -> str:
@@ -201,7 +206,37 @@ class FsdpGroup:
     @property
     def keeps_storage(self) -> bool:
         """`set_keep_unsharded_storage` (torch >= 2.15): gathered memory stays in place."""
+        if not MAY_KEEP_STORAGE:
+            return False
         return any(getattr(p.raw, "keep_unsharded_storage", False) for p in self.params)
+
+    def shards(self) -> list[Tensor]:
+        """This rank's padded data of every parameter, in registration order.
+
+        One-dimensional, in the parameter's own dtype, without gradient.
+        """
+        return [p._sharded_param_data for p in self.raw.fsdp_params]
+
+    def versions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Changes when any shard is written to (by an optimizer, say) or replaced.
+
+        An operation on the DTensor counts on the DTensor, one on its local tensor only there.
+        Inference tensors count nothing.
+        """
+        params = [p.sharded_param for p in self.raw.fsdp_params]
+        locals_ = [p._local_tensor for p in params]
+        params += locals_
+        try:
+            counts = tuple(map(version_of, params))
+        except RuntimeError:
+            counts = tuple(0 if t.is_inference() else t._version for t in params)
+        return tuple(map(Tensor.data_ptr, locals_)), counts
+
+    def as_autograd_gives(self, grads: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        """Gradients by parameter index, as leaves of this torch would receive them."""
+        if not hasattr(self.raw.fsdp_params[0], "unsharded_grad_dtype"):  # torch < 2.15
+            return grads
+        return {i: self.params[i].as_autograd_gives(grad) for i, grad in grads.items()}
 
     def run_all_reduce_hook(self, output: Tensor) -> None:
         """`set_all_reduce_hook`, on its stream if one was given; the caller's stream waits."""
@@ -230,19 +265,16 @@ class FsdpGroup:
             return None
         return self.raw.post_forward_mesh_info.shard_process_group  # type: ignore[no-any-return]
 
-    def take_unsharded(self) -> list[Tensor] | None:
-        """A flat copy of each parameter that FSDP2 has gathered itself (`unshard()`, say).
+    def unsharded(self) -> list[Tensor] | None:
+        """Flat memory of each parameter that FSDP2 has gathered itself (`unshard()`, say), or None.
 
-        FSDP2's own memory is given back: the group is SHARDED afterwards. None if it was.
+        It is FSDP2's own: to be copied before `reshard` gives it back.
         """
         if self.raw._all_gather_result is not None:
             self.raw.wait_for_unshard()
-        flats = None
-        if self.raw.is_unsharded:
-            flats = [p.raw.all_gather_outputs[0].clone() for p in self.params]
-        if not self.raw.is_sharded:
-            self.reshard()
-        return flats
+        if not self.raw.is_unsharded:
+            return None
+        return [p.all_gather_outputs[0] for p in self.raw.fsdp_params]
 
     @property
     def was_gathered(self) -> bool:
@@ -251,7 +283,8 @@ class FsdpGroup:
 
     @property
     def is_sharded(self) -> bool:
-        return bool(self.raw.is_sharded)
+        """And FSDP2 is not about to gather it."""
+        return self.raw._all_gather_result is None and bool(self.raw.is_sharded)
 
     def reshard(self) -> None:
         """Back to the SHARDED state, DTensors registered."""

@@ -1,12 +1,15 @@
-"""A live view of one FSDP2 parameter."""
+"""A view of one FSDP2 parameter: sizes as they were sharded, everything else as it is now."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,33 +21,40 @@ class Slot:
 
 
 class FsdpParam:
-    """A live view of one FSDPParam."""
+    """A view of one FSDPParam.
 
-    __slots__ = ("raw", "slots")
+    Sizes are read once, since sharding fixes them; the rest is read when it is asked for.
+    size: unsharded. shard_dim: the dimension that is cut. padded_shard_size: this rank's shard with
+    FSDP2's padding, the same on every rank; padded_numel: its elements. local_size, local_stride:
+    this rank's part without padding.
+    """
+
+    __slots__ = (
+        "local_size",
+        "local_stride",
+        "padded_numel",
+        "padded_shard_size",
+        "raw",
+        "shard_dim",
+        "size",
+        "slots",
+    )
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
         info = raw._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         self.slots = (Slot(info.module, info.param_name), *(Slot(m, n) for m, n in shared))
+        self.size: tuple[int, ...] = tuple(raw._orig_size)
+        self.shard_dim = int(raw.fsdp_placement.dim)
+        self.padded_shard_size: tuple[int, ...] = tuple(raw.padded_sharded_param_size)
+        self.padded_numel = math.prod(self.padded_shard_size)
+        self.local_size: tuple[int, ...] = tuple(raw.sharded_size)
+        self.local_stride: tuple[int, ...] = tuple(raw.contiguous_sharded_stride)
 
     @property
     def fqn(self) -> str:
         return str(self.raw._param_fqn or self.raw._module_info.param_name)
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Unsharded size."""
-        return tuple(self.raw._orig_size)
-
-    @property
-    def padded_shard_size(self) -> tuple[int, ...]:
-        """This rank's shard with FSDP2's padding; the same on every rank."""
-        return tuple(self.raw.padded_sharded_param_size)
-
-    @property
-    def shard_dim(self) -> int:
-        return int(self.raw.fsdp_placement.dim)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,39 +62,9 @@ class FsdpParam:
         return self.raw.param_dtype or self.raw.orig_dtype  # type: ignore[no-any-return]
 
     @property
-    def shard(self) -> Tensor:
-        """This rank's padded data, one-dimensional, in the parameter's own dtype, no gradient."""
-        return self.raw._sharded_param_data  # type: ignore[no-any-return]
-
-    @property
     def sharded(self) -> nn.Parameter:
         """The DTensor parameter that the optimizer sees."""
         return self.raw.sharded_param  # type: ignore[no-any-return]
-
-    @property
-    def version(self) -> tuple[int, int, int]:
-        """Changes when the shard is written to (by an optimizer, say) or replaced.
-
-        An operation on the DTensor counts on the DTensor, one on its local tensor only there.
-        """
-        param = self.raw.sharded_param
-        local = param._local_tensor
-        if local.is_inference():
-            return local.data_ptr(), 0, 0
-        return local.data_ptr(), param._version, local._version
-
-    def add_sharded_grad(self, local: Tensor) -> None:
-        """Set or add to `.grad` and run the post-accumulate-grad hooks, as FSDP2 does.
-
-        local: this rank's part of the reduced gradient, of the sharded size.
-        """
-        param = self.raw.sharded_param
-        if param.grad is None:
-            param.grad = self.raw.to_sharded_dtensor(local)
-        else:
-            param.grad._local_tensor += local
-        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(param)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -96,12 +76,6 @@ class FsdpParam:
         """Bytes of one element of the gradient on the wire."""
         return self.reduce_dtype.itemsize
 
-    @property
-    def grad_dtype(self) -> torch.dtype | None:
-        """Dtype of the sharded `.grad`; None leaves it in the reduction's dtype."""
-        dtype = getattr(self.raw, "sharded_grad_dtype", self.raw.orig_dtype)  # torch >= 2.15
-        return dtype  # type: ignore[no-any-return]
-
     def as_accumulated(self, grad: Tensor) -> Tensor:
         """`grad` in the dtype in which FSDP2 accumulates it over micro-steps without sync."""
         if hasattr(self.raw, "unsharded_grad_dtype"):  # torch >= 2.15
@@ -111,11 +85,11 @@ class FsdpParam:
         return grad if dtype is None else grad.to(dtype)
 
     def as_autograd_gives(self, grad: Tensor) -> Tensor:
-        """`grad` as a leaf of this torch would receive it.
+        """`grad` as a leaf of torch >= 2.15 would receive it.
 
-        2.15 narrows it at once, and widens at once what tensor parallel may have to reduce.
+        It narrows a gradient at once, and widens at once what tensor parallel may have to reduce.
         """
-        dtype = getattr(self.raw, "unsharded_grad_dtype", None)
+        dtype = self.raw.unsharded_grad_dtype
         if dtype is None:
             return grad
         narrow = dtype.itemsize < grad.dtype.itemsize
@@ -133,11 +107,31 @@ class FsdpParam:
         the mesh."""
         return self.raw._get_grad_inner_tensor(grad)  # type: ignore[no-any-return]
 
-    @property
-    def local_size(self) -> tuple[int, ...]:
-        """Size of this rank's part without padding."""
-        return tuple(self.raw.sharded_size)
 
-    @property
-    def local_stride(self) -> tuple[int, ...]:
-        return tuple(self.raw.contiguous_sharded_stride)
+def grad_dtypes(params: Sequence[FsdpParam]) -> list[torch.dtype | None]:
+    """Dtype of each sharded `.grad`; None leaves it in the reduction's dtype."""
+    raws = [param.raw for param in params]
+    if hasattr(raws[0], "sharded_grad_dtype"):  # torch >= 2.15
+        return [raw.sharded_grad_dtype for raw in raws]
+    return [raw.orig_dtype for raw in raws]
+
+
+def add_sharded_grads(params: Sequence[FsdpParam], local: Sequence[Tensor]) -> None:
+    """Set or add to each `.grad` and run the post-accumulate-grad hooks, as FSDP2 does.
+
+    local: for each parameter this rank's part of the reduced gradient, of the sharded size.
+    """
+    for param, part in zip(params, local, strict=True):
+        sharded = param.raw.sharded_param
+        grad = sharded.grad
+        if grad is None:
+            # `DTensor(...)` would also run its `__init__`, which does nothing but is kept from
+            # Dynamo at twice the cost of the rest.
+            spec = param.raw._sharding_spec
+            sharded.grad = DTensor.__new__(DTensor, part, spec, requires_grad=False)
+        else:
+            grad._local_tensor += part
+        hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            for hook in hooks.values():
+                hook(sharded)

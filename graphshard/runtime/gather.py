@@ -8,8 +8,7 @@ gather dtypes, in registration order, group after group.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,71 +17,64 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
-from graphshard.fsdp2 import FsdpParam
 from graphshard.runtime.live import Held, LiveGroup
 from graphshard.runtime.ranges import step_range
+from graphshard.runtime.rooms import Layout, Room, give_back, layout_of, parameters, room_for
 from graphshard.runtime.waiting import finish
 from graphshard.schedule import StepKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """What one group puts into a bucket: this rank's parts of its parameters `indices`."""
+    """What one group puts into a bucket: this rank's parts of the parameters of `layout`."""
 
     live: LiveGroup
-    indices: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    parts: tuple[Tensor, ...]
-
-    @property
-    def name(self) -> str:
-        """The group's FQN, with the parameters' places if not all of them travel."""
-        whole = len(self.indices) == len(self.live.fsdp.params)
-        return self.live.fqn if whole else f"{self.live.fqn} {list(self.indices)}"
+    layout: Layout
+    parts: Sequence[Tensor]
 
 
 class Bucket:
     """One all-gather over several ranks, from its issue until everything is copied out."""
 
-    __slots__ = ("_buffer", "_flats", "_live", "_names", "_places", "_ranks", "work")
+    __slots__ = ("_buffer", "_places", "_rooms", "work")
 
     def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
         first = loads[0].live
         comm = first.fsdp.gather_comm
-        self._names = [load.name for load in loads]
-        self._ranks = group.size()
-        self._flats: dict[tuple[LiveGroup, int], Tensor] = {}
-        # Sizes only: what the parts are views of may be freed while the collective runs.
-        self._places = [
-            (load.live, index, part.numel() * self._ranks, dtype)
-            for load in loads
-            for index, part, dtype in zip(load.indices, load.parts, load.dtypes, strict=True)
-        ]
-        parts = [part for load in loads for part in load.parts]
-        dtypes = tuple(dtype for load in loads for dtype in load.dtypes)
-        with step_range(StepKind.GATHER_ISSUE, *self._names):
-            buffer, own = _bucket(parts, dtypes, group, comm)
+        # Not the parts: what they are views of may be freed while the collective runs.
+        self._places = [(load.live, load.layout) for load in loads]
+        self._rooms: dict[LiveGroup, Room] = {}
+        with step_range(StepKind.GATHER_ISSUE, self._names):
+            buffer, own = _bucket(loads, group, comm)
             self.work = all_gather(buffer, own, group, comm)
         self._buffer: Tensor | None = buffer
-        self._live = first
         first.counters.all_gathers += 1
 
-    def take(self, live: LiveGroup, index: int) -> Tensor:
-        """A gathered parameter, one-dimensional. The first call waits and copies all of them."""
+    def _names(self) -> list[str]:
+        """The groups' FQNs, with the parameters' places where not all of a group travel."""
+        return [
+            live.fqn
+            if len(layout.indices) == len(live.fsdp.params)
+            else f"{live.fqn} {list(layout.indices)}"
+            for live, layout in self._places
+        ]
+
+    def take(self, live: LiveGroup) -> Room:
+        """What of `live` travelled. The first call waits and copies everything out."""
         if self._buffer is not None:
-            with step_range(StepKind.GATHER_WAIT, *self._names):
+            with step_range(StepKind.GATHER_WAIT, self._names):
                 self.drain()
-                flats = [memory(*place) for place in self._places]
-                _copy_out(self._buffer, flats, self._ranks)
-            keys = (place[:2] for place in self._places)
-            self._flats = dict(zip(keys, flats, strict=True))
+                rooms = [room_for(*place) for place in self._places]
+                _copy_out(self._buffer, rooms)
+            lives = (live for live, _ in self._places)
+            self._rooms = dict(zip(lives, rooms, strict=True))
             self._free()
-        return self._flats.pop((live, index))
+        return self._rooms.pop(live)
 
     def drain(self) -> None:
         """Wait for the collective, if it is not done."""
         if self.work is not None:
-            finish(self.work, self._live)
+            finish(self.work, self._places[0][0])
             self.work = None
 
     def drop(self) -> None:
@@ -100,108 +92,133 @@ class Bucket:
 class Gather:
     """One gathered use of a group, from its first issue to its release.
 
-    `_flats` are the parameters that are here, by index, with FSDP2's padding, one-dimensional; what
-    compute sees are views of them. What is in `_under_way` is waited for; the rest is missing.
+    Parameters that are here stand in `_rooms` (None after the release). What is in `_under_way` is
+    waited for. missing: how many parameters are neither.
     """
 
-    __slots__ = ("_dtypes", "_flats", "_live", "_spread", "_under_way", "_versions")
+    __slots__ = ("_dtypes", "_live", "_rooms", "_spread", "_under_way", "_versions", "missing")
 
     def __init__(self, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
+        fsdp = live.fsdp
         self._live = live
         self._dtypes = dtypes
-        self._versions = live.versions()
-        self._under_way: dict[int, Bucket] = {}
+        self._versions = fsdp.versions()
+        self._under_way: list[tuple[Layout, Bucket]] = []
+        self._rooms: list[Room] | None = []
         self._spread: Held | None = None
-        here: list[Tensor] = []
-        taken, held = live.fsdp.take_unsharded(), live.fresh(dtypes)
-        if taken is not None:
-            here = cast(taken, dtypes)
-        elif held is not None and held.part_of is None:
-            here = held.flats
-        else:
+        self.missing = len(dtypes)
+        held, live.held = live.fresh(dtypes), None
+        if not fsdp.is_sharded:
+            taken = fsdp.unsharded()
+            if taken is not None:
+                held = None
+                self._copy_in(layout_of(live, live.places, dtypes, fsdp.world_size), taken)
+            fsdp.reshard()
+        if held is not None and held.rooms:
+            self._rooms += held.rooms
+            self.missing = 0
+        elif held is not None:
             self._spread = held
-        self._flats: dict[int, Tensor] | None = dict(enumerate(here))
-        live.held = None
 
     @property
     def route(self) -> tuple[dist.ProcessGroup | None, object]:
         """Process group, and whose collective it is: what is equal may share a bucket."""
-        fsdp = self._live.fsdp
-        group = fsdp.gather_process_group if self._spread is None else self._spread.part_of
-        return group, fsdp.gather_comm_kind
+        return self._group, self._live.fsdp.gather_comm_kind
 
-    def load(self, indices: Iterable[int]) -> Load | None:
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        if self._spread is not None:
+            return self._spread.part_of
+        return self._live.fsdp.gather_process_group
+
+    def load(self, indices: tuple[int, ...]) -> Load | None:
         """What of parameters `indices` has still to travel; None if nothing has."""
-        here = self._here()
-        missing = tuple(i for i in indices if i not in here and i not in self._under_way)
-        if not missing:
+        if not self.missing:
             return None
-        self._live.fsdp.wait_for_optimizer()
-        source = self._live.shards() if self._spread is None else self._spread.flats
-        dtypes = tuple(self._dtypes[i] for i in missing)
-        return Load(self._live, missing, dtypes, tuple(source[i] for i in missing))
+        here, live = self._here(), self._live
+        if self.missing < len(self._dtypes):
+            layouts = [room.layout for room in here] + [layout for layout, _ in self._under_way]
+            known = {index for layout in layouts for index in layout.indices}
+            indices = tuple(i for i in indices if i not in known)
+            if not indices:
+                return None
+        live.fsdp.wait_for_optimizer()
+        source = live.shards() if self._spread is None else self._spread.parts
+        group = self._group
+        layout = layout_of(live, indices, self._dtypes, 1 if group is None else group.size())
+        return Load(live, layout, [source[i] for i in indices])
 
     def sent(self, load: Load, bucket: Bucket | None) -> None:
         """`load` travels in `bucket`; None: this rank has all of it, so that a copy is enough."""
-        if bucket is not None:
-            self._under_way.update(dict.fromkeys(load.indices, bucket))
+        if bucket is None:
+            self._copy_in(load.layout, load.parts)
         else:
-            places = zip(load.indices, load.parts, load.dtypes, strict=True)
-            flats = [memory(self._live, i, p.numel(), d) for i, p, d in places]
-            torch._foreach_copy_(flats, list(load.parts))
-            self._here().update(zip(load.indices, flats, strict=True))
-        if len(self._here()) + len(self._under_way) == len(self._dtypes):
+            self._under_way.append((load.layout, bucket))
+            self.missing -= len(load.layout.indices)
+        if not self.missing:
             self._spread = None
 
-    def wait(self, indices: Sequence[int]) -> dict[int, Tensor]:
-        """Parameters `indices`, gathered, each of its unsharded size."""
-        here, fsdp = self._here(), self._live.fsdp
-        for index in indices:
-            if index in self._under_way:
-                here[index] = self._under_way[index].take(self._live, index)
-                del self._under_way[index]
-        return {i: _unsharded(here[i], fsdp.params[i], fsdp.world_size) for i in indices}
+    def _copy_in(self, layout: Layout, flats: Sequence[Tensor]) -> None:
+        room = room_for(self._live, layout)
+        torch._foreach_copy_(room.flats, list(flats))
+        self._here().append(room)
+        self.missing -= len(layout.indices)
+
+    def wait(self, indices: Sequence[int]) -> Mapping[int, Tensor]:
+        """Gathered parameters by index, each of its unsharded size: `indices`, perhaps others."""
+        rooms = self._here()
+        for one in tuple(self._under_way):
+            if not set(indices).isdisjoint(one[0].indices):
+                rooms.append(one[1].take(self._live))
+                self._under_way.remove(one)
+        if len(rooms) == 1:
+            return parameters(self._live, rooms[0])
+        return {i: t for room in rooms for i, t in parameters(self._live, room).items()}
 
     def release(self, *, keep: bool) -> None:
         """Give the memory back, or keep it for a later gather of the same shards."""
-        flats, live = self._taken(), self._live
-        live.held = Held(flats, self._dtypes, self._versions) if keep else None
-        if live.fsdp.keeps_storage:
-            live.storage = dict(enumerate(flats))
-        if not keep:
-            free(flats)
+        rooms, live = self._taken(), self._live
+        if keep:
+            live.held = Held(self._dtypes, self._versions, tuple(rooms))
+            return
+        live.held = None
+        for room in rooms:
+            give_back(live, room)
 
     def release_to(self, group: dist.ProcessGroup) -> None:
         """Keep this rank's part of each parameter, spread over the smaller `group`."""
-        flats = self._taken()
-        parts = [f.chunk(group.size())[group.rank()].clone() for f in flats]
-        self._live.held = Held(parts, self._dtypes, self._versions, part_of=group)
-        free(flats)
+        rooms, live = self._taken(), self._live
+        size, rank = group.size(), group.rank()
+        flats = {i: f for r in rooms for i, f in zip(r.layout.indices, r.flats, strict=True)}
+        parts = tuple(flats[i].chunk(size)[rank].clone() for i in live.places)
+        live.held = Held(self._dtypes, self._versions, parts=parts, part_of=group)
+        for room in rooms:
+            give_back(live, room)
 
     def fits(self, dtypes: tuple[torch.dtype, ...]) -> bool:
         """Still what a gather of these dtypes would fetch now."""
-        return dtypes == self._dtypes and self._versions == self._live.versions()
+        return dtypes == self._dtypes and self._versions == self._live.fsdp.versions()
 
     def drain(self) -> None:
         """Wait for what is under way and throw it away."""
-        for bucket in self._under_way.values():
+        for _, bucket in self._under_way:
             bucket.drop()
 
-    def _here(self) -> dict[int, Tensor]:
-        if self._flats is None:
+    def _here(self) -> list[Room]:
+        if self._rooms is None:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was used after its release")
-        return self._flats
+        return self._rooms
 
-    def _taken(self) -> list[Tensor]:
-        """All parameters, in registration order; this gather has none afterwards."""
-        here = self._here()
-        if len(here) < len(self._dtypes):
+    def _taken(self) -> list[Room]:
+        """Where all parameters stand; this gather has none afterwards."""
+        rooms = self._here()
+        if self._under_way or self.missing:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
-        self._flats = None
-        return [here[index] for index in range(len(here))]
+        self._rooms = None
+        return rooms
 
 
-def issue(wanted: Iterable[tuple[Gather, Iterable[int]]]) -> list[Bucket]:
+def issue(wanted: Iterable[tuple[Gather, tuple[int, ...]]]) -> list[Bucket]:
     """Start what is missing of each gather's parameters; what goes the same way goes together.
 
     Returns the collectives that were issued, in order.
@@ -229,7 +246,7 @@ def prefetch(live: LiveGroup) -> None:
     """Issue the all-gather of a group that some later run will ask for."""
     if live.prefetched is None:
         live.prefetched = Gather(live, live.dtypes)
-        issue([(live.prefetched, range(len(live.dtypes)))])
+        issue([(live.prefetched, live.places)])
 
 
 def take_prefetched(live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> Gather:
@@ -252,54 +269,36 @@ def all_gather(
     return work  # type: ignore[no-any-return]
 
 
-def memory(live: LiveGroup, index: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Where a parameter goes: new memory, or that of the last time if FSDP2 keeps it."""
-    kept = live.storage.pop(index, None)
-    if kept is not None and (kept.numel(), kept.dtype) == (numel, dtype):
-        return kept
-    return torch.empty(numel, dtype=dtype, device=live.fsdp.device)
-
-
-def free(flats: list[Tensor]) -> None:
-    """End of life of gathered memory: dropping the references frees it."""
-    flats.clear()
-
-
-def cast(parts: list[Tensor], dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
-    return [p.to(d) for p, d in zip(parts, dtypes, strict=True)]
-
-
-def _bucket(
-    parts: list[Tensor], dtypes: tuple[torch.dtype, ...], group: dist.ProcessGroup, comm: Any
-) -> tuple[Tensor, Tensor]:
+def _bucket(loads: Sequence[Load], group: dist.ProcessGroup, comm: Any) -> tuple[Tensor, Tensor]:
     """Output of the all-gather and this rank's filled part of it.
 
     Parameters of different dtypes travel as bytes, as in FSDP2.
     """
-    uniform = len(set(dtypes)) == 1
-    wire = dtypes[0] if uniform else torch.uint8
-    if not uniform:
+    parts = [part for load in loads for part in load.parts]
+    columns = [count for load in loads for count in load.layout.columns]
+    wires = {load.layout.wire for load in loads}
+    wire = wires.pop() if len(wires) == 1 else None
+    if wire is None:
+        dtypes = [dtype for load in loads for dtype in load.layout.dtypes]
         parts = [p.to(d).view(torch.uint8) for p, d in zip(parts, dtypes, strict=True)]
-    numels = [p.numel() for p in parts]
-    total = sum(numels)
+        columns = [part.numel() for part in parts]
+        wire = torch.uint8
+    total = sum(columns)
     bucket = comm.allocate((total * group.size(),), dtype=wire, device=parts[0].device)
     own = bucket.narrow(0, total * group.rank(), total)
-    torch._foreach_copy_(list(own.split(numels)), parts)
+    if {part.dtype for part in parts} == {wire}:
+        torch.cat(parts, out=own)  # the same bytes, without a view of each place
+    else:
+        torch._foreach_copy_(own.split_with_sizes(columns), parts)
     return bucket, own
 
 
-def _copy_out(bucket: Tensor, flats: list[Tensor], ranks: int) -> None:
+def _copy_out(bucket: Tensor, rooms: Sequence[Room]) -> None:
     """From rank-major (the wire) to parameter-major (what compute sees)."""
-    out = [f.view(ranks, -1) for f in flats]
-    if bucket.dtype == torch.uint8:
-        out = [o.view(torch.uint8) for o in out]
-    columns = [o.shape[1] for o in out]
-    torch.split_with_sizes_copy(bucket.view(ranks, -1), columns, dim=1, out=out)
-
-
-def _unsharded(flat: Tensor, param: FsdpParam, world: int) -> Tensor:
-    size, dim = param.size, param.shard_dim
-    if dim == 0:
-        return flat[: math.prod(size)].view(size)
-    ranks = flat.view(world, *param.padded_shard_size).unbind(0)
-    return torch.cat(ranks, dim=dim)
+    rows = [row for room in rooms for row in room.rows]
+    columns = [count for room in rooms for count in room.layout.columns]
+    if any(room.layout.wire != bucket.dtype for room in rooms):
+        rows = [row.view(torch.uint8) for row in rows]
+        columns = [row.shape[1] for row in rows]
+    ranks = rooms[0].layout.ranks
+    torch.split_with_sizes_copy(bucket.view(ranks, -1), columns, dim=1, out=rows)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,18 +21,22 @@ from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import FsdpGroup, State
 from graphshard.runtime.agree import Ballot
 
+Versions: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Held:
-    """Gathered memory that outlives its direction, one flat tensor per parameter.
+    """Gathered parameters that outlive their direction.
 
-    versions: of the shards that it was gathered from. part_of: None for whole parameters, else
-    the smaller group over which they are spread (an int `reshard_after_forward`).
+    rooms: where they stand (`graphshard.runtime.rooms.Room`), if they are whole. versions: of the
+    shards that they were gathered from. parts, part_of: this rank's part of each, and the smaller
+    group over which they are spread (an int `reshard_after_forward`).
     """
 
-    flats: list[Tensor]
     dtypes: tuple[torch.dtype, ...]
-    versions: tuple[tuple[int, int, int], ...]
+    versions: Versions
+    rooms: tuple[Any, ...] = ()
+    parts: tuple[Tensor, ...] = ()
     part_of: dist.ProcessGroup | None = None
 
 
@@ -64,10 +69,10 @@ class Root:
 class LiveGroup:
     """One group at run time. Everything a user can change is read from `fsdp` when it is used.
 
-    held: gathered parameters that outlive forward or backward.
+    places: of all its parameters. held: gathered parameters that outlive forward or backward.
     arrived: gradients of this backward, while another call of the group is still ahead of it.
-    storage: memory of the last gather by parameter, for the next one
-    (`set_keep_unsharded_storage`).
+    layouts, rooms, packings: what gathers and reductions of this group make once (`runtime.rooms`,
+    `runtime.reduce`); sharding fixes it. A room is here while nobody uses it.
     dtypes: what was gathered last. prefetched: a gather (`graphshard.runtime.gather.Gather`) that
     `set_modules_to_*_prefetch` asked for and nobody has used yet. reduced_in: the last
     engine run (autograd graph task) in which this group's gradients came.
@@ -81,11 +86,14 @@ class LiveGroup:
     frozen_anchor: Tensor
     accumulate_node: object
     orig_dtypes: tuple[torch.dtype, ...]
+    places: tuple[int, ...]
     held: Held | None = None
-    arrived: dict[int, Tensor] = field(default_factory=dict)
+    arrived: Mapping[int, Tensor] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
-    storage: dict[int, Tensor] = field(default_factory=dict)
+    layouts: dict[Any, Any] = field(default_factory=dict)
+    rooms: dict[Any, Any] = field(default_factory=dict)
+    packings: dict[Any, Any] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = ()
     prefetched: Any = None
     root: Root | None = None
@@ -101,14 +109,16 @@ class LiveGroup:
 
         Raises RuntimeStateError when a parameter changed its dtype after capture.
         """
-        shards = [p.shard for p in self.fsdp.params]
-        for shard, dtype, param in zip(shards, self.orig_dtypes, self.fsdp.params, strict=True):
-            if shard.dtype != dtype:
-                raise RuntimeStateError(
-                    "GS401",
-                    f"{param.fqn} was {dtype} when it was captured and is {shard.dtype} now; "
-                    "convert the model before the first forward, or call torch._dynamo.reset()",
-                )
+        shards = self.fsdp.shards()
+        dtypes = tuple([shard.dtype for shard in shards])
+        if dtypes != self.orig_dtypes:
+            rows = zip(self.fsdp.params, self.orig_dtypes, dtypes, strict=True)
+            fqn, was, now = next((p.fqn, a, b) for p, a, b in rows if a != b)
+            raise RuntimeStateError(
+                "GS401",
+                f"{fqn} was {was} when it was captured and is {now} now; "
+                "convert the model before the first forward, or call torch._dynamo.reset()",
+            )
         return shards
 
     def fresh(self, dtypes: tuple[torch.dtype, ...]) -> Held | None:
@@ -116,20 +126,16 @@ class LiveGroup:
         held = self.held
         if held is None or held.dtypes != dtypes:
             return None
-        return held if held.versions == self.versions() else None
-
-    def versions(self) -> tuple[tuple[int, int, int], ...]:
-        """Changes when any shard is written to or replaced."""
-        return tuple(p.version for p in self.fsdp.params)
+        return held if held.versions == self.fsdp.versions() else None
 
     def drop(self) -> None:
         """Forget what an interrupted step left."""
         self.held = None
-        self.storage.clear()
+        self.rooms.clear()
         if self.prefetched is not None:
             self.prefetched.drain()
             self.prefetched = None
-        self.arrived.clear()
+        self.arrived = {}
 
 
 _NUMBERS = itertools.count(1)
@@ -154,7 +160,8 @@ def register(fsdp: FsdpGroup) -> LiveGroup:
         anchor=anchor,
         frozen_anchor=frozen,
         accumulate_node=node,
-        orig_dtypes=tuple(p.shard.dtype for p in fsdp.params),
+        orig_dtypes=tuple(shard.dtype for shard in fsdp.shards()),
+        places=tuple(range(len(fsdp.params))),
         dtypes=tuple(p.dtype for p in fsdp.params),
     )
     _LIVE[number] = live

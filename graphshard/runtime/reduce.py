@@ -6,7 +6,9 @@ result is bitwise the same.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,55 +17,77 @@ from torch import Tensor
 
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
 from graphshard.fsdp2.layouts import copy_of
+from graphshard.fsdp2.param import add_sharded_grads, grad_dtypes
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
 from graphshard.runtime.waiting import finish
 from graphshard.schedule import StepKind
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """Where the gradients of `params` lie in what one rank receives; made once for each case.
+
+    places: size, stride and offset of each, without padding. numel: of all, with padding.
+    crosswise: positions of those that are not sharded on dim 0.
+    """
+
+    params: tuple[FsdpParam, ...]
+    places: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    numel: int
+    crosswise: tuple[int, ...]
+
+
+def packing_of(live: LiveGroup, indices: tuple[int, ...]) -> Packing:
+    known = live.packings.get(indices)
+    if known is None:
+        params = tuple(live.fsdp.params[i] for i in indices)
+        ends = list(accumulate((p.padded_numel for p in params), initial=0))
+        rows = zip(params, ends, strict=False)
+        places = tuple((p.local_size, p.local_stride, offset) for p, offset in rows)
+        crosswise = tuple(at for at, p in enumerate(params) if p.shard_dim)
+        known = live.packings[indices] = Packing(params, places, ends[-1], crosswise)
+    return known
+
+
 class Reduction:
     """One reduce-scatter, from issue until the sharded gradients are assigned."""
 
-    __slots__ = ("_input", "_live", "_output", "_params", "_policy", "work")
+    __slots__ = ("_input", "_live", "_output", "_packing", "_policy", "work")
 
-    def __init__(self, live: LiveGroup, grads: dict[int, Tensor]) -> None:
+    def __init__(self, live: LiveGroup, grads: Mapping[int, Tensor]) -> None:
         """grads: parameter index -> unsharded gradient; may be empty (nothing to reduce)."""
         self._live = live
-        self._params = [live.fsdp.params[i] for i in grads]
+        self._packing = packing_of(live, tuple(grads))
         self.work: dist.Work | None = None
         self._input: Tensor | None = None
         if not grads:
             return
-        with step_range(StepKind.REDUCE_ISSUE, live.fqn):
+        with step_range(StepKind.REDUCE_ISSUE, self._names):
             self._issue(list(grads.values()))
 
+    def _names(self) -> list[str]:
+        return [self._live.fqn]
+
     def _issue(self, grads: list[Tensor]) -> None:
-        fsdp = self._live.fsdp
-        world = fsdp.world_size
-        self._policy = fsdp.reduce_policy(self._params, grads)
-        packed = _pack(grads, self._params, world, self._policy, fsdp.reduce_comm)
+        fsdp, comm = self._live.fsdp, self._live.fsdp.reduce_comm
+        world, packing = fsdp.world_size, self._packing
+        self._policy = policy = fsdp.reduce_policy(packing.params, grads)
+        packed = _pack(grads, packing, world, policy, comm)
         if world == 1:
             factor = fsdp.single_rank_divide_factor
             self._output = packed if factor is None else packed / factor
             return
-        self._output = fsdp.reduce_comm.allocate(
-            (packed.numel() // world,), dtype=packed.dtype, device=packed.device
-        )
+        self._output = comm.allocate((packing.numel,), dtype=packed.dtype, device=packed.device)
         self._input = packed
-        self.work = reduce_scatter(
-            self._output,
-            packed,
-            self._policy,
-            fsdp.reduce_process_group,
-            fsdp.reduce_comm,
-        )
+        self.work = reduce_scatter(self._output, packed, policy, fsdp.reduce_process_group, comm)
         self._live.counters.reduce_scatters += 1
 
     def wait(self) -> None:
         """Wait, then set or add to each `.grad` and run its hooks, in registration order."""
-        if not self._params:
+        if not self._packing.params:
             return
-        with step_range(StepKind.REDUCE_WAIT, self._live.fqn):
+        with step_range(StepKind.REDUCE_WAIT, self._names):
             self.drain()
             if self._all_reduce():
                 self._assign()
@@ -75,7 +99,7 @@ class Reduction:
         group = live.fsdp.replicate_process_group
         if group is None:
             return True
-        partial = gradients.take_partial(live.fsdp, self._params, output.dtype)
+        partial = gradients.take_partial(live.fsdp, self._packing.params, output.dtype)
         if partial is not None:
             output.add_(partial)
         if not live.fsdp.all_reduces:
@@ -90,14 +114,12 @@ class Reduction:
         fsdp.run_all_reduce_hook(output)
         if self._policy.postdivide not in (None, 1):
             output.div_(self._policy.postdivide)
+        params, places = self._packing.params, self._packing.places
+        dtypes = grad_dtypes(params)
         # One cast per dtype, as in FSDP2: gradients of one dtype share memory.
-        outputs = {d: output.to(d or output.dtype) for d in {p.grad_dtype for p in self._params}}
-        offset = 0
-        for param in self._params:
-            flat = outputs[param.grad_dtype]
-            grad = flat.as_strided(param.local_size, param.local_stride, offset)
-            param.add_sharded_grad(grad)
-            offset += math.prod(param.padded_shard_size)
+        flats = {dtype: output.to(dtype or output.dtype) for dtype in dict.fromkeys(dtypes)}
+        rows = zip(dtypes, places, strict=True)
+        add_sharded_grads(params, [flats[dtype].as_strided(*place) for dtype, place in rows])
 
     @property
     def holds_input(self) -> bool:
@@ -126,59 +148,55 @@ def reduce_scatter(
 
 
 def _pack(
-    grads: list[Tensor], params: list[FsdpParam], world: int, policy: ReducePolicy, comm: Any
+    grads: Sequence[Tensor], packing: Packing, world: int, policy: ReducePolicy, comm: Any
 ) -> Tensor:
     """Rank-major flat input of the reduce-scatter in the reduction dtype, padded per parameter."""
-    rows = [
-        torch.cat(g.chunk(world, dim=p.shard_dim)) if p.shard_dim and world > 1 else g
-        for g, p in zip(grads, params, strict=True)
-    ]
-    numel = world * sum(math.prod(p.padded_shard_size) for p in params)
-    packed: Tensor = comm.allocate((numel,), dtype=policy.reduce_dtype, device=grads[0].device)
-    if len({r.dtype for r in rows}) > 1:
-        rows = [r.to(policy.reduce_dtype) for r in rows]
+    rows = list(grads)
+    for at in packing.crosswise if world > 1 else ():
+        rows[at] = torch.cat(rows[at].chunk(world, dim=packing.params[at].shard_dim))
+    size, device = (world * packing.numel,), rows[0].device
+    packed: Tensor = comm.allocate(size, dtype=policy.reduce_dtype, device=device)
+    if len({row.dtype for row in rows}) > 1:
+        rows = [row.to(policy.reduce_dtype) for row in rows]
     torch._chunk_cat(rows, dim=0, num_chunks=world, out=packed.view(world, -1))
     if policy.predivide not in (None, 1):
         packed.div_(policy.predivide)
     return packed
 
 
-def merge(first: dict[int, Tensor], second: dict[int, Tensor]) -> dict[int, Tensor]:
+def merge(first: Mapping[int, Tensor], second: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     """Sums by parameter index, in autograd's order of addition."""
+    if not first:
+        return second
     total = dict(first)
     for index, grad in second.items():
         total[index] = total[index] + grad if index in total else grad
     return dict(sorted(total.items()))
 
 
-def merge_unreduced(fsdp: FsdpGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
+def merge_unreduced(fsdp: FsdpGroup, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Add to `grads` what earlier micro-steps left unreduced, compiled or eager.
 
     Returns all (local) gradients by parameter index in packing order; clears what it takes.
     """
-    merged: dict[int, Tensor] = {}
-    for index in fsdp.reduce_order():
-        param = fsdp.params[index]
-        before, grad = gradients.take_unreduced(param), grads.get(index)
-        if before is not None:
-            grad = before if grad is None else before + grad
-        if grad is not None:
-            merged[index] = param.local_gradient(grad)
-        elif gradients.waits_for_all_reduce(fsdp, param) or (
-            fsdp.reduces_unused and param.sharded.requires_grad
-        ):
+    merged = dict(merge(gradients.take_all_unreduced(fsdp), grads))
+    if fsdp.has_dtensors:
+        merged = {i: fsdp.params[i].local_gradient(grad) for i, grad in merged.items()}
+    for index in gradients.reduced_as_zeros(fsdp):
+        if index not in merged:
+            param = fsdp.params[index]
             merged[index] = torch.zeros(param.size, dtype=param.dtype, device=fsdp.device)
     if fsdp.reduces_unused:
         gradients.mark_gathered(fsdp)
     gradients.nothing_unreduced(fsdp)
-    return merged
+    return {index: merged[index] for index in fsdp.reduce_order() if index in merged}
 
 
-def keep_unreduced(live: LiveGroup, grads: dict[int, Tensor]) -> None:
+def keep_unreduced(live: LiveGroup, grads: Mapping[int, Tensor]) -> None:
     """`set_requires_gradient_sync(False)`: leave unsharded gradients with FSDP2."""
     for index, grad in grads.items():
         param = live.fsdp.params[index]
-        before = gradients.take_unreduced(param)
+        before = gradients.take_unreduced(param.raw)
         held = param.as_accumulated(grad if before is None else before + grad)
         # A gradient may share memory with another tensor of the graph (an expanded sum).
         gradients.leave_unreduced(live.fsdp, param, copy_of(held) if held is grad else held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,15 +56,16 @@ class Run:
         group travels alone.
         """
         ready = [(g.gather(), g.places(params)) for g in groups if self.may_issue(g.live)]
-        listed = any(live.fsdp.prefetches(self.direction) for live in self._listers(groups))
-        for lot in [[one] for one in ready] if listed else [ready]:
+        lots = [[one] for one in ready] if self._is_listed(groups) else [ready]
+        for lot in lots:
             self.watch(issue(lot))
         return GatherStep(self, params)
 
-    def _listers(self, groups: tuple[OpenGroup, ...]) -> list[LiveGroup]:
-        """Groups whose prefetch lists concern an all-gather of `groups` that is issued now."""
-        last = [] if self._last is None else [self._last]
-        return [*last, *(group.live for group in groups)]
+    def _is_listed(self, groups: tuple[OpenGroup, ...]) -> bool:
+        """A prefetch list concerns an all-gather of `groups` that is issued now."""
+        return any(g.live.fsdp.prefetches(self.direction) for g in groups) or bool(
+            self._last is not None and self._last.fsdp.prefetches(self.direction)
+        )
 
     def gathered(self, live: LiveGroup) -> None:
         self._gathered.add(live)
@@ -97,8 +98,10 @@ class Run:
 
     def watch(self, issued: Sequence[Bucket | Reduction]) -> None:
         """Time the collectives that the stretch of now has issued."""
+        if self.stopwatch is None:
+            return
         for one in issued:
-            if self.stopwatch is not None and one.work is not None:
+            if one.work is not None:
                 one.work = self.stopwatch.watch(one.work)
 
     def track(self, work: Gather | Reduction) -> None:
@@ -138,8 +141,8 @@ class OpenGroup:
             self._run.track(self._gather)
         return self._gather
 
-    def places(self, params: tuple[int, ...]) -> Sequence[int]:
-        return params or range(len(self.live.fsdp.params))
+    def places(self, params: tuple[int, ...]) -> tuple[int, ...]:
+        return params or self.live.places
 
     def release(self, *, between_micro_steps: bool = False) -> None:
         """Last use is over, and nothing later in this step needs the group.
@@ -185,11 +188,13 @@ class OpenGroup:
             pairs = zip(grads, layouts, strict=True)
             grads = [g if layout < 0 else as_dtensor(g, layout) for g, layout in pairs]
         live, defined = self.live, self._run.defined
-        reducible: dict[int, Tensor] = {}
+        reducible: Mapping[int, Tensor] = {}
         if will_execute(live.accumulate_node):  # not for torch.autograd.grad(loss, inputs)
-            masks = tangents or (ALL_DEFINED,) * len(indices)
-            rows = zip(indices, grads, masks, strict=True)
-            reducible = collect(live, {i: g for i, g, mask in rows if mask & defined})
+            arriving = dict(zip(indices, grads, strict=True))
+            if defined != ALL_DEFINED and tangents:
+                masks = zip(indices, tangents, strict=True)
+                arriving = {i: arriving[i] for i, mask in masks if mask & defined}
+            reducible = collect(live, arriving)
         finish_later(live)
         self._run.free_inputs(live.fsdp.reduce_input_cap)
         reduction = Reduction(live, reducible)
@@ -198,11 +203,9 @@ class OpenGroup:
         return reduction
 
 
-def collect(live: LiveGroup, grads: dict[int, Tensor]) -> dict[int, Tensor]:
+def collect(live: LiveGroup, grads: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     """What is to be reduced now that `grads` have come: nothing while more is to come."""
-    params = live.fsdp.params
-    grads = {index: params[index].as_autograd_gives(grad) for index, grad in grads.items()}
-    grads = merge(live.arrived, grads)
+    grads = merge(live.arrived, live.fsdp.as_autograd_gives(grads))
     if more_calls_ahead(live):
         live.arrived = grads
         return {}
@@ -220,10 +223,11 @@ class GatherStep:
     _run: Run
     _params: tuple[int, ...]
 
-    def wait(self, group: OpenGroup) -> dict[int, Tensor]:
-        """What of `group` travels in this gather, by parameter index, gathered."""
+    def wait(self, group: OpenGroup) -> Mapping[int, Tensor]:
+        """Gathered parameters of `group` by index: all that travel in this gather."""
         gather, places = group.gather(), group.places(self._params)
-        issue([(gather, places)])  # nothing to do, unless a prefetch list held it back
+        if gather.missing:  # a prefetch list held it back
+            issue([(gather, places)])
         tensors = gather.wait(places)
         self._run.prefetch_after(group.live)
         return tensors

@@ -10,7 +10,8 @@ from graphshard.runtime.agree import answer
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.stopwatch import TimedWork
 
-LATE_S = 2.0
+LATE = timedelta(seconds=2)
+KNOWN = (dist.Work, TimedWork)
 
 
 def finish(work: dist.Work | TimedWork, live: LiveGroup) -> None:
@@ -20,17 +21,16 @@ def finish(work: dist.Work | TimedWork, live: LiveGroup) -> None:
     instead of taking part: then raises DivergedRanks, as that rank does. On a GPU only the stream
     waits, and this returns at once.
     """
-    root = live.root
+    ballots = () if live.root is None or live.fsdp.device.type != "cpu" else live.root.ballots
     # What a user's own collective returns may know nothing of time limits.
-    in_time = isinstance(work, dist.Work | TimedWork) and live.fsdp.device.type == "cpu"
-    if root is None or not root.ballots or not in_time:
+    if not ballots or not isinstance(work, KNOWN):
         work.wait()
         return
     while True:
         try:
-            work.wait(timedelta(seconds=LATE_S))
+            work.wait(LATE)
             return
         except RuntimeError:
             if work.is_completed():
                 raise
-        answer(root.ballots)
+        answer(ballots)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
-from graphshard.runtime import gather, reduce
+from graphshard.runtime import gather, reduce, rooms
+from graphshard.runtime.rooms import Room
 
 pytestmark = pytest.mark.dist
 
@@ -55,17 +56,13 @@ def watch_gathered() -> Iterator[Storages]:
     def watching(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            for tensor in [result] if isinstance(result, Tensor) else result:
+            for tensor in result.flats if isinstance(result, Room) else result:
                 seen.add(tensor)
             return result
 
         return call
 
-    with (
-        patched(gather, "_bucket", watching),
-        patched(gather, "memory", watching),
-        patched(gather, "cast", watching),
-    ):
+    with patched(gather, "_bucket", watching), patched(gather, "room_for", watching):
         yield seen
 
 
@@ -142,14 +139,12 @@ def poison(output_at: int) -> Callable[[Any], Any]:
 
 
 def poison_released(original: Any) -> Any:
-    def call(tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            tensor.untyped_storage().copy_(
-                torch.full(
-                    (tensor.untyped_storage().nbytes(),), 0xFF, dtype=torch.uint8
-                ).untyped_storage()
-            )
-        original(tensors)
+    """The memory stays, so that who reads it finds NaN; the next gather finds its size right."""
+
+    def call(room: Room) -> None:
+        for storage in room.storages:
+            ones = torch.full((storage.nbytes(),), 0xFF, dtype=torch.uint8)
+            storage.copy_(ones.untyped_storage())
 
     return call
 
@@ -162,16 +157,16 @@ def poisoned(ctx: Ctx, name: str) -> None:
     released = []
 
     def counting(original: Any) -> Any:
-        def call(tensors: list[Tensor]) -> None:
-            released.append(len(tensors))
-            poison_released(original)(tensors)
+        def call(room: Room) -> None:
+            released.append(len(room.flats))
+            poison_released(original)(room)
 
         return call
 
     with (
         patched(gather, "all_gather", poison(0)),
         patched(reduce, "reduce_scatter", poison(0)),
-        patched(gather, "free", counting),
+        patched(rooms, "free", counting),
     ):
         actual = train(model, case, ctx, 10)
     assert sum(released) > 0

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from graphshard import pipeline, pricing, sketch
 from graphshard.capture.ports import port_of
-from graphshard.runtime import gather, reduce
+from graphshard.runtime import gather, reduce, rooms
 from graphshard.step_plan import Plan, StepKind
 
 pytestmark = pytest.mark.dist
@@ -219,7 +219,7 @@ def poisoned(ctx: Ctx, plan_name: str) -> None:
         planned_as(plan_name),
         patched(gather, "all_gather", poison(0)),
         patched(reduce, "reduce_scatter", poison(0)),
-        patched(gather, "free", poison_released),
+        patched(rooms, "free", poison_released),
     ):
         assert_equal(expected, train(model, case, ctx, 3))
 

@@ -1,0 +1,132 @@
+"""Where gathered parameters stand: views that are made once, on memory that comes and goes.
+
+In: a live group, parameters of it, the dtypes to gather them in. Out: a `Room` with memory, to be
+filled and looked at. Afterwards (`give_back`) the memory is freed and the room waits for the next
+gather of the same parameters, so that a steady step makes no tensor for any parameter.
+
+As in FSDP2, freeing resizes a parameter's storage to nothing. That is only done while nobody but
+the room looks at the storage; else the room is forgotten, and the memory lives as long as the view.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from graphshard.runtime.live import LiveGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What parameters `indices` of a group are in a gather over `ranks`; made once for each case.
+
+    columns: elements of each rank's part. wire: the one dtype, or None if there are several.
+    """
+
+    indices: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    ranks: int
+    columns: tuple[int, ...]
+    wire: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """Memory for one layout.
+
+    flats: each parameter, one-dimensional, with FSDP2's padding. rows: the same, one row per rank.
+    views: what compute sees, by parameter index, of those that are sharded on dim 0.
+    addresses, owners: torch's of the storages, and how many tensors hold these while nobody else
+    looks at them.
+    """
+
+    layout: Layout
+    flats: tuple[Tensor, ...]
+    rows: tuple[Tensor, ...]
+    views: Mapping[int, Tensor]
+    storages: tuple[UntypedStorage, ...]
+    sizes_bytes: tuple[int, ...]
+    addresses: tuple[int, ...]
+    owners: int
+
+
+def layout_of(
+    live: LiveGroup, indices: tuple[int, ...], dtypes: tuple[torch.dtype, ...], ranks: int
+) -> Layout:
+    """dtypes: of all parameters of the group."""
+    key = indices, dtypes, ranks
+    known = live.layouts.get(key)
+    if known is None:
+        chosen = tuple(dtypes[i] for i in indices)
+        world, params = live.fsdp.world_size, live.fsdp.params
+        columns = tuple(params[i].padded_numel * world // ranks for i in indices)
+        wire = chosen[0] if len(set(chosen)) == 1 else None
+        known = live.layouts[key] = Layout(indices, chosen, ranks, columns, wire)
+    return known
+
+
+def room_for(live: LiveGroup, layout: Layout) -> Room:
+    """A room with memory, what is in it undefined."""
+    room = live.rooms.pop(layout, None)
+    if room is None:
+        return _new_room(live, layout)
+    if not any(map(UntypedStorage.nbytes, room.storages)):  # else FSDP2 keeps storage
+        deque(map(UntypedStorage.resize_, room.storages, room.sizes_bytes), maxlen=0)
+    return room  # type: ignore[no-any-return]
+
+
+def give_back(live: LiveGroup, room: Room) -> None:
+    """What is in `room` is not needed any more."""
+    if _owners(room.addresses) != room.owners:
+        return
+    if not live.fsdp.keeps_storage:
+        free(room)
+    live.rooms[room.layout] = room
+
+
+def free(room: Room) -> None:
+    for storage in room.storages:
+        storage.resize_(0)
+
+
+def parameters(live: LiveGroup, room: Room) -> Mapping[int, Tensor]:
+    """Each parameter of a filled room, of its unsharded size, by index."""
+    if len(room.views) == len(room.flats):
+        return room.views
+    found = dict(room.views)
+    for index, flat in zip(room.layout.indices, room.flats, strict=True):
+        if index not in found:
+            param = live.fsdp.params[index]
+            shards = flat.view(live.fsdp.world_size, *param.padded_shard_size).unbind(0)
+            found[index] = torch.cat(shards, dim=param.shard_dim)
+    return found
+
+
+def _new_room(live: LiveGroup, layout: Layout) -> Room:
+    # Its tensors outlive an inference mode that may be on now.
+    with torch.inference_mode(False), torch.no_grad():
+        flats = tuple(
+            torch.empty(columns * layout.ranks, dtype=dtype, device=live.fsdp.device)
+            for columns, dtype in zip(layout.columns, layout.dtypes, strict=True)
+        )
+        rows = tuple(flat.view(layout.ranks, -1) for flat in flats)
+        views = {}
+        for index, flat in zip(layout.indices, flats, strict=True):
+            param = live.fsdp.params[index]
+            if param.shard_dim == 0:
+                views[index] = flat[: math.prod(param.size)].view(param.size)
+        storages = tuple(flat.untyped_storage() for flat in flats)
+        sizes_bytes = tuple(storage.nbytes() for storage in storages)
+        addresses = tuple(storage._cdata for storage in storages)
+        owners = _owners(addresses)
+        return Room(layout, flats, rows, views, storages, sizes_bytes, addresses, owners)
+
+
+def _owners(addresses: tuple[int, ...]) -> int:
+    """How many tensors and storages hold these memories together."""
+    return sum(map(torch._C._storage_Use_Count, addresses))

@@ -1,0 +1,81 @@
+"""Gathered parameters: views that are made once, memory that comes and goes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from graphshard.capture.ports import records_under
+from graphshard.offline.world import pretended
+from graphshard.runtime.live import LiveGroup
+from graphshard.runtime.rooms import Layout, Room, give_back, layout_of, parameters, room_for
+
+
+@pytest.fixture
+def model():
+    """A sharded layer on one rank, which has run once."""
+    with pretended(1):
+        made = nn.Sequential(nn.Linear(4, 3))
+        fully_shard(made[0])
+        options = {"fallback": "error", "verify": "off"}
+        fully_shard(made).compile(backend="graphshard", options=options)
+        made(torch.ones(2, 4)).sum().backward()
+        yield made
+        torch._dynamo.reset()
+
+
+def live_of(model: nn.Module) -> LiveGroup:
+    return next(live for live in records_under(model)[0].groups if live.fqn == "0")
+
+
+def layout(live: LiveGroup) -> Layout:
+    return layout_of(live, live.places, live.dtypes, 1)
+
+
+def held_bytes(room: Room) -> int:
+    return sum(storage.nbytes() for storage in room.storages)
+
+
+def test_a_step_leaves_a_room_without_memory(model):
+    (room,) = live_of(model).rooms.values()
+    assert held_bytes(room) == 0
+
+
+def test_the_next_step_uses_the_same_room(model):
+    (before,) = live_of(model).rooms.values()
+    model(torch.ones(2, 4)).sum().backward()
+    assert list(live_of(model).rooms.values()) == [before]
+
+
+def test_a_room_has_each_parameter_in_its_size(model):
+    live = live_of(model)
+    room = room_for(live, layout(live))
+    assert held_bytes(room) == 4 * (12 + 3)
+    views = parameters(live, room)
+    assert [tuple(views[i].shape) for i in live.places] == [(3, 4), (3,)]
+
+
+def test_two_gathers_at_once_have_two_rooms(model):
+    live = live_of(model)
+    first, second = (room_for(live, layout(live)) for _ in range(2))
+    assert first.flats[0].data_ptr() != second.flats[0].data_ptr()
+
+
+def test_memory_that_somebody_looks_at_stays(model):
+    live = live_of(model)
+    room = room_for(live, layout(live))
+    room.flats[0].fill_(7.0)
+    view = parameters(live, room)[0].t()
+    give_back(live, room)
+    assert live.rooms == {}
+    assert torch.equal(view, torch.full((4, 3), 7.0))
+
+
+def test_a_room_of_an_inference_serves_a_training_step(model):
+    live = live_of(model)
+    live.rooms.clear()
+    with torch.inference_mode():
+        give_back(live, room_for(live, layout(live)))
+    (room,) = live.rooms.values()
+    model(torch.ones(2, 4)).sum().backward()
+    assert list(live.rooms.values()) == [room]
