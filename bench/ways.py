@@ -1,0 +1,96 @@
+"""Ways to run one model: how it is sharded, and who compiles it.
+
+In: a way, a model, its blocks, a mesh. Out: what to call. graphshard is imported by its own ways
+only, so that no other pays for it where whole processes are timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """sharding: "", "fsdp2" or "simple_fsdp". compiler: "", "inductor", "blocks" or "graphshard".
+
+    "inductor" compiles the whole model as one graph, "blocks" each block by itself, as is usual
+    with FSDP2. options: of graphshard.
+    """
+
+    name: str
+    title: str
+    sharding: str = ""
+    compiler: str = ""
+    options: tuple[tuple[str, object], ...] = ()
+
+
+ATEN, INDUCTOR = ("compute", "aten"), ("compute", "inductor")
+WAYS = (
+    Way("single", "one process"),
+    Way("inductor", "one process, Inductor", compiler="inductor"),
+    Way("fsdp2", "FSDP2", "fsdp2"),
+    Way("fsdp2_blocks", "FSDP2, blocks by Inductor", "fsdp2", "blocks"),
+    Way("simple_fsdp", "SimpleFSDP, Inductor", "simple_fsdp", "inductor"),
+    Way("graphshard_aten", "graphshard, aten", "fsdp2", "graphshard", (ATEN,)),
+    Way("graphshard", "graphshard, Inductor", "fsdp2", "graphshard", (INDUCTOR,)),
+    Way(
+        "graphshard_cudagraphs", "graphshard, CUDA graphs", "fsdp2", "graphshard",
+        (INDUCTOR, ("cudagraphs", True)),
+    ),
+)  # fmt: skip
+
+
+def choose(text: str) -> tuple[Way, ...]:
+    """The ways that `text` names, with commas. Raises ValueError, which argparse shows."""
+    known = {way.name: way for way in WAYS}
+    unknown = [name for name in text.split(",") if name not in known]
+    if unknown:
+        raise ValueError(f"unknown: {', '.join(unknown)}")
+    return tuple(known[name] for name in text.split(","))
+
+
+def exists(way: Way) -> bool:
+    """Whether this graphshard knows the way's options."""
+    from graphshard.errors import OptionsError
+    from graphshard.options import parse_options
+
+    try:
+        parse_options(dict(way.options))
+    except OptionsError:
+        return False
+    return True
+
+
+def prepare(
+    way: Way, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh | None
+) -> Callable[..., Tensor]:
+    """Shard and compile as `way` says; compiling itself is left to the first calls.
+
+    mesh: not for ways without sharding. SimpleFSDP runs without the overlap passes of Inductor,
+    which is Inductor's default.
+    """
+    if way.compiler == "blocks":
+        for block in blocks:
+            block.compile(fullgraph=True)
+    if way.sharding == "fsdp2":
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif way.sharding == "simple_fsdp":
+        from bench.peers import simple_fsdp
+
+        simple_fsdp()(model, mesh, mode="fully_shard")
+    settings: dict[str, Any] = {}
+    if way.compiler == "graphshard":
+        # The other ranks are emulated: there is nobody to agree with.
+        options = {"fallback": "error", "verify": "off", **dict(way.options)}
+        settings = {"backend": "graphshard", "options": options}
+    if way.compiler in ("inductor", "graphshard"):
+        model.compile(fullgraph=True, **settings)
+    return model
