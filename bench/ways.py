@@ -1,16 +1,15 @@
 """Ways to run one model: how it is sharded, and who compiles it.
 
-In: a way, a model, its blocks, a mesh. Out: what to call. graphshard is imported by its own ways
-only, so that no other pays for it where whole processes are timed.
+In: a way, a model, its blocks, a mesh. Afterwards the model is called as before. graphshard is
+imported by its own ways only, so that no other pays for it where whole processes are timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -67,17 +66,8 @@ def exists(way: Way) -> bool:
     return True
 
 
-def prepare(
-    way: Way, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh | None
-) -> Callable[..., Tensor]:
-    """Shard and compile as `way` says; compiling itself is left to the first calls.
-
-    mesh: not for ways without sharding. SimpleFSDP runs without the overlap passes of Inductor,
-    which is Inductor's default.
-    """
-    if way.compiler == "blocks":
-        for block in blocks:
-            block.compile(fullgraph=True)
+def shard(way: Way, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
+    """mesh: not for ways without sharding. Raises PeerMissing."""
     if way.sharding == "fsdp2":
         for block in blocks:
             fully_shard(block, mesh=mesh)
@@ -86,11 +76,19 @@ def prepare(
         from bench.peers import simple_fsdp
 
         simple_fsdp()(model, mesh, mode="fully_shard")
-    settings: dict[str, Any] = {}
-    if way.compiler == "graphshard":
+
+
+def compile_as(way: Way, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Say who compiles; compiling itself is left to the first calls.
+
+    SimpleFSDP runs without the overlap passes of Inductor, which is Inductor's default.
+    """
+    if way.compiler == "blocks":
+        for block in blocks:
+            block.compile(fullgraph=True)
+    elif way.compiler == "inductor":
+        model.compile(fullgraph=True)
+    elif way.compiler == "graphshard":
         # The other ranks are emulated: there is nobody to agree with.
         options = {"fallback": "error", "verify": "off", **dict(way.options)}
-        settings = {"backend": "graphshard", "options": options}
-    if way.compiler in ("inductor", "graphshard"):
-        model.compile(fullgraph=True, **settings)
-    return model
+        model.compile(fullgraph=True, backend="graphshard", options=options)
