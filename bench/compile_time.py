@@ -31,7 +31,7 @@ from bench import compile_table, emulator, peers, rounds  # noqa: E402
 from bench.compile_launch import Measured, Request, Step  # noqa: E402
 from bench.compile_table import Launch, Pair, Rounds  # noqa: E402
 from bench.rounds import say  # noqa: E402
-from bench.ways import Way, choose, exists  # noqa: E402
+from bench.ways import Way, choose, usable  # noqa: E402
 
 MODES = "fsdp2_blocks,simple_fsdp,graphshard_aten,graphshard"
 LENGTHS = (64, 48, 40)
@@ -77,8 +77,8 @@ def launch_pair(request: Request, limit_s: float, prefix: str) -> Pair:
         cold = launch(request, Path(name), limit_s)
         warm = cold if cold.measured is None else launch(request, Path(name), limit_s)
     say(
-        f"{prefix} {request.way}, {request.num_blocks} blocks: cold {cold.text()} s, warm {warm.text()} s, "
-        f"{cold.compiler_runs} and {warm.compiler_runs} runs of the C++ compiler"
+        f"{prefix} {request.way}, {request.num_blocks} blocks: cold {cold.text()} s, "
+        f"warm {warm.text()} s; C++ compiler: {cold.compiler_runs} and {warm.compiler_runs} runs"
     )
     return Pair(cold, warm)
 
@@ -154,13 +154,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    ways = [way for way in args.modes if exists(way)]
-    for way in args.modes:
-        if way not in ways:
-            say(f"left out: {way.title}, whose options this graphshard does not know")
     try:
-        if any(way.sharding == "simple_fsdp" for way in ways):
-            peers.install()
+        ways = usable(args.modes)
     except peers.PeerMissing as error:
         say(f"error: {error}")
         return 1

@@ -32,7 +32,7 @@ from bench import emulator, peers, rounds  # noqa: E402
 from bench.host_launch import PARAMS_PER_GROUP, Measured, Request, StepTimes  # noqa: E402
 from bench.interval import Comparison, compare, sign_interval, verdict  # noqa: E402
 from bench.rounds import say  # noqa: E402
-from bench.ways import Way, choose, exists  # noqa: E402
+from bench.ways import Way, choose, usable  # noqa: E402
 
 MODES = "single,inductor,fsdp2,simple_fsdp,graphshard_aten,graphshard"
 BASE, COMPILED_BASE = "single", "inductor"  # without sharding
@@ -231,18 +231,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    ways = [way for way in args.modes if exists(way)]
-    for way in args.modes:
-        if way not in ways:
-            say(f"left out: {way.title}, whose options this graphshard does not know")
-    request = SMOKE if args.smoke else Request("", 0, args.ranks, args.steps, num_warm_up=5)
     try:
-        if any(way.sharding == "simple_fsdp" for way in ways):
-            peers.install()
+        ways = usable(args.modes)
     except peers.PeerMissing as error:
         say(f"error: {error}")
         return 1
     emulator.load_extension()  # compiled once, here
+    request = SMOKE if args.smoke else Request("", 0, args.ranks, args.steps, num_warm_up=5)
     table = measure(args, ways, request)
     print(
         f"{request.num_ranks} ranks (emulated, the link costs nothing), {args.launches} launches "

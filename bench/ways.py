@@ -6,12 +6,16 @@ imported by its own ways only, so that no other pays for it where whole processe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+
+from bench import peers
+from bench.rounds import say
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +50,11 @@ WAYS = (
 
 
 def choose(text: str) -> tuple[Way, ...]:
-    """The ways that `text` names, with commas. Raises ValueError, which argparse shows."""
+    """The ways that `text` names, with commas. For argparse, which shows the error."""
     known = {way.name: way for way in WAYS}
     unknown = [name for name in text.split(",") if name not in known]
     if unknown:
-        raise ValueError(f"unknown: {', '.join(unknown)}")
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}")
     return tuple(known[name] for name in text.split(","))
 
 
@@ -66,6 +70,19 @@ def exists(way: Way) -> bool:
     return True
 
 
+def usable(ways: Iterable[Way]) -> list[Way]:
+    """Those whose options this graphshard knows; says which it leaves out. Raises PeerMissing."""
+    found = []
+    for way in ways:
+        if not exists(way):
+            say(f"left out: {way.title}, whose options this graphshard does not know")
+            continue
+        if way.sharding == "simple_fsdp":
+            peers.install()
+        found.append(way)
+    return found
+
+
 def shard(way: Way, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
     """mesh: not for ways without sharding. Raises PeerMissing."""
     if way.sharding == "fsdp2":
@@ -73,9 +90,7 @@ def shard(way: Way, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceM
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     elif way.sharding == "simple_fsdp":
-        from bench.peers import simple_fsdp
-
-        simple_fsdp()(model, mesh, mode="fully_shard")
+        peers.simple_fsdp()(model, mesh, mode="fully_shard")
 
 
 def compile_as(way: Way, model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -1,5 +1,6 @@
 """bench/host.py: its arithmetic with made-up numbers, and that it runs."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def test_a_peer_that_cannot_be_had_is_an_error_that_says_so(tmp_path, monkeypatc
 
 def test_ways_with_options_of_the_future_are_left_out():
     assert all(exists(way) for way in WAYS)
-    with pytest.raises(ValueError, match="unknown: fsdp3"):
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown: fsdp3"):
         choose("fsdp2,fsdp3")
 
 
