@@ -86,7 +86,10 @@ def launch_pair(request: Request, limit_s: float, prefix: str) -> Pair:
 def run_rounds(
     ways: Sequence[Way], args: argparse.Namespace
 ) -> Iterator[dict[str, dict[int, Pair]]]:
-    """name of the way -> number of blocks -> pair. A way that took too long is not tried again."""
+    """name of the way -> number of blocks -> pair, the same dict after each pair of its round.
+
+    A size that took a way too long is not tried again.
+    """
     late: dict[tuple[str, int], Pair] = {}
     for index in range(args.launches):
         found: dict[str, dict[int, Pair]] = {}
@@ -102,11 +105,11 @@ def run_rounds(
                 if pair.cold.measured is None:
                     late[way.name, num_blocks] = pair
                 found[way.name][num_blocks] = pair
-        yield found
+                yield found
 
 
 def measure(args: argparse.Namespace, ways: Sequence[Way]) -> str:
-    """All rounds; the tables. The file is written after each round."""
+    """All rounds; the tables. The file is written after each pair of launches."""
     result: dict[str, object] = {
         **rounds.header("compile_time.py"),
         "setting": {"dim": args.dim, "lengths": LENGTHS, "ranks": args.ranks, "threads": 1},
@@ -114,7 +117,8 @@ def measure(args: argparse.Namespace, ways: Sequence[Way]) -> str:
     done: Rounds = []
     loads = [os.getloadavg()]
     for found in run_rounds(ways, args):
-        done.append(found)
+        if not done or done[-1] is not found:
+            done.append(found)
         loads.append(os.getloadavg())
         result["load_averages"] = loads
         result["rows"] = [asdict(row) for row in compile_table.make_rows(ways, done)]

@@ -1,7 +1,7 @@
 """Launches of a benchmark: fresh processes that take turns, and the file with what they measured.
 
-In: what to launch. Out: its stdout; a JSON file with command, machine and versions. Afterwards no
-process that was started is left.
+In: what to launch. Out: its stdout; a JSON file with command, machine and versions. After an error,
+a time limit or Ctrl-C no process that was started is left.
 """
 
 from __future__ import annotations
