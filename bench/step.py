@@ -14,48 +14,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common names
 
-from bench import emulator, machine, table  # noqa: E402
+from bench import emulator, table  # noqa: E402
 from bench.launch import Measured, Rate, Request, StepTimes  # noqa: E402
 from bench.models import CONFIGS  # noqa: E402
 from bench.modes import HIGHEST, LOWEST, MODES, Mode, budget_bytes  # noqa: E402
+from bench.rounds import header, last_line, python, say, turns, write  # noqa: E402
 
 
 class LossesDiffer(Exception):
     """Two modes trained differently, so that their times say nothing."""
 
 
-def python(*args: str) -> str:
-    """Run Python in its own process: its stdout. Raises RuntimeError with stderr if it fails."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
-        "KINETO_LOG_LEVEL": "99",  # the profiler's own notes on stderr
-    }
-    done = subprocess.run(
-        [sys.executable, *args],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(args)} failed:\n{done.stderr}")
-    return done.stdout
-
-
 def launch(request: Request) -> Measured:
     """One launch. Raises RuntimeError if it fails."""
-    data = json.loads(python("-m", "bench.launch", json.dumps(asdict(request))).splitlines()[-1])
+    data: Any = last_line(python("-m", "bench.launch", json.dumps(asdict(request))))
     rates = [
         Rate(**{**rate, "steps": [StepTimes(**times) for times in rate["steps"]]})
         for rate in data["rates"]
@@ -101,9 +84,8 @@ def run_rounds(
     """Each round launches every mode once; each begins with another one."""
     total = num_launches * len(modes)
     for index in range(num_launches):
-        first = index % len(modes)
         measured: dict[str, Measured] = {}
-        for mode in (*modes[first:], *modes[:first]):
+        for mode in turns(modes, index):
             began = time.monotonic()
             measured[mode.name] = launch(
                 replace(request, mode=mode.name, budget_bytes=limits[mode.name])
@@ -116,10 +98,6 @@ def run_rounds(
             say(f"[{count:>3}/{total}] {mode.name}: {steps} ({time.monotonic() - began:.0f} s)")
         check_losses(measured, modes)
         yield measured
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -145,11 +123,6 @@ def names(text: str) -> tuple[Mode, ...]:
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}")
     return tuple(known[name] for name in text.split(","))
-
-
-def write(path: Path, result: dict[str, object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> int:
@@ -179,9 +152,7 @@ def main() -> int:
 def measure(args: argparse.Namespace, request: Request) -> list[table.Row]:
     """All rounds. The file is written after each: an interrupted run leaves what it has."""
     result: dict[str, object] = {
-        "command": " ".join(("python bench/step.py", *sys.argv[1:])),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **machine.describe(ROOT),
+        **header("step.py"),
         "setting": {**asdict(request), "model": asdict(CONFIGS[args.config])},
         "compute": json.loads(Path(request.compute).read_text()) if request.compute else None,
     }

@@ -8,25 +8,13 @@ to a round stays out of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from bench.interval import Interval, sign_interval
 from bench.launch import Measured, Rate
 from bench.modes import NO_LIMIT_BYTES, Mode
-
-LEVEL = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """`coverage`: probability that it holds the true median, whatever the distribution."""
-
-    median: float
-    low: float
-    high: float
-    coverage: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +40,6 @@ class Row:
     budget_bytes: int
     against: str = ""
     speedup: Interval | None = None
-
-
-def sign_interval(values: Sequence[float]) -> Interval:
-    """Order statistics around the median: the narrowest symmetric pair that covers LEVEL.
-
-    The k-th smallest and k-th largest of n values cover the true median with probability
-    1 - 2 P(B < k), B binomial (n, 1/2), which is the inverted sign test (any textbook of
-    nonparametric statistics). With fewer than 6 values even the extremes cover less than 0.95;
-    the interval then is theirs, and `coverage` says so.
-    """
-    ordered, n = sorted(values), len(values)
-    outside = 0.0
-    chosen, coverage = 1, 1 - 2 * 0.5**n
-    for k in range(1, n // 2 + 1):
-        outside += math.comb(n, k - 1) * 0.5**n
-        if 1 - 2 * outside < LEVEL:
-            break
-        chosen, coverage = k, 1 - 2 * outside
-    return Interval(median(ordered), ordered[chosen - 1], ordered[-chosen], coverage)
 
 
 Rounds = Sequence[Mapping[str, Measured]]  # each: mode name -> what it measured

@@ -91,6 +91,29 @@ class EmulatedBackend : public c10d::Backend {
     });
   }
 
+  // What functional collectives, and so traced ones, call: one collective for all tensors.
+  WorkPtr allgather_into_tensor_coalesced(
+      TensorList& outputs, TensorList& inputs,
+      const c10d::AllgatherOptions& = c10d::AllgatherOptions()) override {
+    return send("all_gather", ring(total_bytes(outputs)), outputs, inputs, [&] {
+      for (size_t i = 0; i < outputs.size(); i++) {
+        for (const auto& row : outputs[i].view({size_, -1}).unbind(0)) copy(row, inputs.at(i));
+      }
+    });
+  }
+
+  WorkPtr reduce_scatter_tensor_coalesced(
+      TensorList& outputs, TensorList& inputs,
+      const c10d::ReduceScatterOptions& options = c10d::ReduceScatterOptions()) override {
+    double factor = times(options.reduceOp);
+    return send("reduce_scatter", ring(total_bytes(inputs)), outputs, inputs, [&] {
+      for (size_t i = 0; i < outputs.size(); i++) {
+        copy(outputs[i], inputs.at(i).view({size_, -1})[rank_]);
+        if (factor != 1) outputs[i].mul_(factor);
+      }
+    });
+  }
+
   WorkPtr _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input,
       const c10d::ReduceScatterOptions& options = c10d::ReduceScatterOptions()) override {
@@ -113,6 +136,15 @@ class EmulatedBackend : public c10d::Backend {
   WorkPtr broadcast(TensorList& tensors,
                     const c10d::BroadcastOptions& = c10d::BroadcastOptions()) override {
     return send("broadcast", total_bytes(tensors), tensors, {}, [] {});
+  }
+
+  // Rank 0 sends each rank its part.
+  WorkPtr scatter(TensorList& outputs, std::vector<TensorList>& inputs,
+                  const c10d::ScatterOptions& options = c10d::ScatterOptions()) override {
+    TORCH_CHECK(options.rootRank == 0 && rank_ == 0 && inputs.size() == 1 && outputs.size() == 1,
+                "emulated: one tensor, from rank 0");
+    return send("scatter", ring(total_bytes(inputs[0])), outputs, inputs[0],
+                [&] { copy(outputs[0], inputs[0].at(0)); });
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& = c10d::BarrierOptions()) override {

@@ -1,0 +1,184 @@
+"""Tokens a second on one CUDA device: graphshard against torch.compile without FSDP.
+
+    python bench/gpu.py --json OUT.json
+
+A Llama-style model of 1.06 B parameters in bf16, AdamW, world size 1 with NCCL: what sharding costs
+where there is nothing to shard. Plain torch.compile of the whole model, FSDP2 with its blocks
+compiled, and graphshard, with CUDA graphs too. Each launch is a fresh process; the ways take turns.
+`--smoke` runs a tiny model on the CPU with gloo, whose numbers say nothing. One table on stdout,
+progress on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common names
+
+from bench import rounds  # noqa: E402
+from bench.gpu_launch import CONFIGS, Measured, Request  # noqa: E402
+from bench.interval import Comparison, compare, sign_interval, verdict  # noqa: E402
+from bench.rounds import say  # noqa: E402
+from bench.ways import Way, choose, usable  # noqa: E402
+
+MODES = "inductor,fsdp2_blocks,graphshard_aten,graphshard,graphshard_cudagraphs"
+BASE = "inductor"
+TARGET = 1.03  # of its step time, at most
+CUDA_ONLY = ("graphshard_cudagraphs",)
+
+Round = Mapping[str, Measured]  # name of the way -> what it measured
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians over launches of medians over steps. loss: of the last step, of the last launch."""
+
+    way: str
+    title: str
+    tokens_per_s: float
+    step_us: float
+    host_us: float
+    first_s: float
+    peak_bytes: int
+    loss: float
+
+
+def make_row(way: Way, measured: Sequence[Round], tokens: int) -> Row:
+    mine = [each[way.name] for each in measured]
+    step_us = median(median(m.step_us) for m in mine)
+    return Row(
+        way.name, way.title,
+        tokens_per_s=1e6 * tokens / step_us,
+        step_us=step_us,
+        host_us=median(median(m.host_us) for m in mine),
+        first_s=median(m.first_s for m in mine),
+        peak_bytes=max(m.peak_bytes for m in mine),
+        loss=mine[-1].losses[-1],
+    )  # fmt: skip
+
+
+def comparisons(ways: Sequence[Way], measured: Sequence[Round]) -> list[Comparison]:
+    """Paired ratios of step times to plain torch.compile, which come from the same round."""
+    return [
+        compare(
+            way.name, BASE, TARGET,
+            [(median(each[way.name].step_us), median(each[BASE].step_us)) for each in measured],
+        )
+        for way in ways if way.sharding and BASE in measured[0]
+    ]  # fmt: skip
+
+
+HEADER = (
+    f"{'way':<28}{'tokens/s':>12}{'step ms':>10}{'host ms':>10}{'first s':>9}{'peak GiB':>10}"
+    f"{'loss':>9}"
+)
+FOOTER = (
+    "\nhost: until the step was issued, at most (the queue of kernels is finite).\n"
+    "Medians of launches; ratios of step times: paired, order statistics, sign-based, {:.1f} %."
+)
+
+
+def render(rows: Sequence[Row], compared: Sequence[Comparison], num_launches: int) -> str:
+    lines = [HEADER, *(line_of(row) for row in rows), "", *(verdict(c) for c in compared)]
+    coverage = 100 * sign_interval([0.0] * num_launches).coverage
+    return "\n".join([*lines, FOOTER.format(coverage)])
+
+
+def line_of(row: Row) -> str:
+    return (
+        f"{row.title:<28}{row.tokens_per_s:>12,.0f}{row.step_us / 1e3:>10.2f}"
+        f"{row.host_us / 1e3:>10.2f}{row.first_s:>9.1f}{row.peak_bytes / 2**30:>10.1f}"
+        f"{row.loss:>9.4f}"
+    )
+
+
+def launch(request: Request, cache: str) -> Measured:
+    """One launch. Raises RuntimeError if it fails."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": cache}
+    stdout = rounds.python(
+        "-m", "bench.gpu_launch", json.dumps(asdict(request)), environment=environment
+    )
+    data: Any = rounds.last_line(stdout)
+    return Measured(**data)
+
+
+def measure(args: argparse.Namespace, ways: Sequence[Way]) -> str:
+    """All rounds; the table. The file is written after each. All launches share one cache."""
+    config = CONFIGS[args.config]
+    result: dict[str, object] = {**rounds.header("gpu.py"), "model": asdict(config)}
+    found: list[dict[str, Measured]] = []
+    loads = [os.getloadavg()]
+    table = ""
+    with tempfile.TemporaryDirectory() as cache:
+        for index in range(args.launches):
+            measured: dict[str, Measured] = {}
+            for way in rounds.turns(ways, index):
+                began = time.monotonic()
+                request = Request(way.name, args.config, args.device, args.steps, args.warm_up)
+                measured[way.name] = launch(request, cache)
+                say(
+                    f"[round {index + 1} of {args.launches}] {way.name}: "
+                    f"{median(measured[way.name].step_us) / 1e3:.1f} ms "
+                    f"({time.monotonic() - began:.0f} s)"
+                )
+            found.append(measured)
+            loads.append(os.getloadavg())
+            rows = [make_row(way, found, config.batch * config.seq_len) for way in ways]
+            compared = comparisons(ways, found)
+            table = render(rows, compared, len(found))
+            result["load_averages"] = loads
+            result["device"] = measured[ways[0].name].device_name
+            result["rows"] = [asdict(row) for row in rows]
+            result["ratios"] = [{**asdict(c), "met": c.met} for c in compared]
+            result["launches"] = [{name: asdict(m) for name, m in r.items()} for r in found]
+            if args.json:
+                rounds.write(args.json, result)
+    return table
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Tokens a second on one CUDA device.")
+    parser.add_argument("--launches", type=int, default=6, help="of each way; 6 give 95 %%")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of a launch")
+    parser.add_argument("--modes", type=choose, default=choose(MODES), help=MODES)
+    parser.add_argument("--smoke", action="store_true", help="one launch of a tiny model, CPU")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    args = parser.parse_args(argv)
+    args.config, args.device, args.warm_up = "1B", "cuda", 5
+    if args.smoke:
+        args.config, args.device, args.warm_up = "tiny", "cpu", 1
+        args.launches, args.steps = 1, 2
+    return args
+
+
+def main() -> int:
+    import torch
+
+    args = arguments()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        say("error: no CUDA device; --smoke runs a tiny model on the CPU")
+        return 1
+    ways = usable(way for way in args.modes if args.device == "cuda" or way.name not in CUDA_ONLY)
+    table = measure(args, ways)
+    config = CONFIGS[args.config]
+    print(
+        f"{args.device}, {config.batch} sequences of {config.seq_len} tokens, bf16, world size 1, "
+        f"{args.launches} launches of each way\n"
+    )
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""One launch of one way: a fresh process that trains on one device, world size 1, real time.
+
+In: `Request` as JSON in argv[1]. Out: `Measured` as JSON, the last line on stdout. On CUDA the
+process group is NCCL's, on a CPU gloo's.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench.models import Config, Llama, WithLoss
+from bench.ways import WAYS, compile_as, shard
+
+CONFIGS = {
+    "1B": Config(2048, 18, 32, 5632, 32_000, 2048, batch=4),  # 1.06 B parameters
+    "tiny": Config(32, 2, 2, 64, 64, 16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    way: str
+    config: str
+    device: str
+    num_steps: int
+    num_warm_up: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """step_us: of forward, backward and optimizer, until the device is through.
+
+    host_us: until the host had issued the step, which began with an idle device. The host waits
+    once about a thousand kernels are queued, so it is at most this. peak_bytes: 0 on a CPU. losses:
+    of all steps, warm-up included.
+    """
+
+    step_us: list[float]
+    host_us: list[float]
+    losses: list[float]
+    first_s: float
+    peak_bytes: int
+    num_params: int
+    device_name: str
+
+
+def run(request: Request) -> Measured:
+    config, device = CONFIGS[request.config], torch.device(request.device)
+    (way,) = (way for way in WAYS if way.name == request.way)
+    torch.manual_seed(0)
+    with device:
+        model = WithLoss(Llama(config)).to(torch.bfloat16)
+    num_params = sum(param.numel() for param in model.parameters())
+    blocks = list(model.model.layers)
+    shard(way, model, blocks, init_device_mesh(device.type, (1,)))
+    compile_as(way, model, blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    shape = (2, config.batch, config.seq_len)
+    tokens, targets = torch.randint(config.vocabulary, shape, device=device)
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())  # CUDA graphs write the next one to its place
+
+    first_s = timed(step, device)[0] / 1e6
+    for _ in range(request.num_warm_up):
+        timed(step, device)
+    gc.collect()
+    gc.freeze()
+    times = [timed(step, device) for _ in range(request.num_steps)]
+    on_cuda = device.type == "cuda"
+    return Measured(
+        step_us=[step_us for step_us, _ in times],
+        host_us=[host_us for _, host_us in times],
+        losses=[loss.item() for loss in losses],
+        first_s=first_s,
+        peak_bytes=torch.cuda.max_memory_allocated() if on_cuda else 0,
+        num_params=num_params,
+        device_name=torch.cuda.get_device_name() if on_cuda else "cpu",
+    )
+
+
+def timed(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Microseconds until the device is through, and until the host is."""
+    synchronize(device)
+    began = time.perf_counter()
+    step()
+    issued = time.perf_counter()
+    synchronize(device)
+    return 1e6 * (time.perf_counter() - began), 1e6 * (issued - began)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    request = Request(**json.loads(sys.argv[1]))
+    backend = "nccl" if request.device == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(str(Path(folder) / "store"), 1)
+        dist.init_process_group(backend, rank=0, world_size=1, store=store)
+        measured = run(request)
+        dist.destroy_process_group()
+    print(json.dumps(asdict(measured)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Launches of a benchmark: fresh processes that take turns, and the file with what they measured.
+
+In: what to launch. Out: its stdout; a JSON file with command, machine and versions. After an error,
+a time limit or Ctrl-C no process that was started is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class TookTooLong(Exception):
+    """A launch was ended at its time limit."""
+
+
+def python(
+    *args: str, environment: Mapping[str, str] | None = None, limit_s: float | None = None
+) -> str:
+    """Run Python in its own process: its stdout.
+
+    Raises RuntimeError with stderr if it fails, TookTooLong after `limit_s` seconds.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *args],
+        cwd=ROOT, env=_environment(environment or {}), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,  # with the compilers that it starts, it is one group to end
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise TookTooLong(f"{' '.join(args)} took more than {limit_s:g} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(args)} failed:\n{stderr}")
+    return stdout
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
+        "KINETO_LOG_LEVEL": "99",  # the profiler's own notes on stderr
+        **more,
+    }
+
+
+def last_line(stdout: str) -> object:
+    """What a launch printed last, as JSON: libraries may print before."""
+    return json.loads(stdout.splitlines()[-1])
+
+
+def turns(modes: Sequence[T], index: int) -> tuple[T, ...]:
+    """The modes in the order of round `index`: each round begins with another one."""
+    first = index % len(modes)
+    return (*modes[first:], *modes[:first])
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def header(script: str) -> dict[str, object]:
+    """What every results file begins with."""
+    from bench import machine  # imports torch, which --help does without
+
+    return {
+        "command": " ".join((f"python bench/{script}", *sys.argv[1:])),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **machine.describe(ROOT),
+    }
+
+
+def write(path: Path, result: Mapping[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Of an argument such as `4,16,64`."""
+    return tuple(int(part) for part in text.split(","))

@@ -1,0 +1,60 @@
+"""bench/gpu.py: its arithmetic with made-up numbers, and that all ways run on a CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+from bench import gpu  # noqa: E402
+from bench.gpu_launch import Measured  # noqa: E402
+from bench.ways import choose, exists  # noqa: E402
+
+WAYS = choose("inductor,fsdp2_blocks,graphshard_aten")
+
+
+def one_round(*steps_us):
+    return {
+        way.name: Measured([us, 2 * us, 9 * us], [us / 4] * 3, [2.0, 1.0], 5.0, 2**30, 10, "a gpu")
+        for way, us in zip(WAYS, steps_us, strict=True)
+    }
+
+
+ROUNDS = [one_round(100.0, 120.0, 102.0), one_round(200.0, 260.0, 208.0)]
+
+
+def test_tokens_a_second_are_those_of_the_median_step():
+    row = gpu.make_row(WAYS[0], ROUNDS, tokens=600)
+    assert (row.step_us, row.tokens_per_s) == (300.0, 2e6)
+    assert (row.host_us, row.peak_bytes, row.loss) == (37.5, 2**30, 1.0)
+    text = gpu.render([row], gpu.comparisons(WAYS, ROUNDS), 2)
+    assert "2,000,000" in text
+    assert "graphshard_aten / inductor: 1.03 [1.02, 1.04], target 1.03: met" in text
+
+
+def test_step_times_are_compared_within_a_round():
+    blocks, ours = gpu.comparisons(WAYS, ROUNDS)
+    assert (blocks.ours, blocks.met, ours.met) == ("fsdp2_blocks", False, True)
+    assert (ours.ratio.low, ours.ratio.high) == pytest.approx((1.02, 1.04))
+    assert gpu.comparisons(WAYS[1:], [{"fsdp2_blocks": ROUNDS[0]["fsdp2_blocks"]}]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # C++ compilers, which are slow on a busy machine
+def test_all_ways_run_on_a_cpu(tmp_path):
+    out = tmp_path / "gpu.json"
+    done = subprocess.run(
+        [sys.executable, "bench/gpu.py", "--smoke", "--json", str(out)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    known = [way.name for way in choose(gpu.MODES) if exists(way)]
+    assert [row["way"] for row in result["rows"]] == [w for w in known if w not in gpu.CUDA_ONLY]
+    first = [launches["losses"][0] for launches in result["launches"][0].values()]
+    assert first == pytest.approx([first[0]] * len(first), rel=0.02)  # bf16
