@@ -36,7 +36,7 @@ def check_inputs(module: fx.GraphModule, given: fx.GraphModule) -> None:
 def emit(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The boxed callable of one direction."""
     module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
+    fx.GraphModule.recompile(module)  # a draft does not do it by itself
     return module.forward
 
 
@@ -44,7 +44,7 @@ def code_of(module: fx.GraphModule | None) -> str:
     """The Python of one direction, readable, with group names. Passes change graphs, not code."""
     if module is None:
         return ""
-    module.recompile()
+    fx.GraphModule.recompile(module)  # a draft does not do it by itself
     return str(module.code)
 
 

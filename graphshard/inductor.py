@@ -7,20 +7,26 @@ after the schedule is fixed. So nothing in it moves communication.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.triton_bundler import TritonBundler
 from torch._inductor.virtualized import V
 
 from graphshard.regions import Call
 
-logger = logging.getLogger(__name__)
+MOST_AT_ONCE = 8
 
 
 def decompositions(settings: dict[str, Any]) -> dict[Any, Callable[..., Any]]:
@@ -35,15 +41,83 @@ def joint_passes(joint: fx.GraphModule, settings: dict[str, Any]) -> fx.GraphMod
         return _recursive_joint_graph_passes(joint)
 
 
-def compile_region(body: fx.GraphModule, settings: dict[str, Any], *, trains: bool) -> Call:
-    """Code for one region. Raises what Inductor raises.
+def compile_regions(
+    bodies: Sequence[fx.GraphModule], settings: dict[str, Any], *, trains: bool
+) -> list[Call]:
+    """Code for regions, in their order. Raises what Inductor raises.
 
-    settings: of `torch._inductor.config`. trains: the region is a part of a training step.
+    settings: of `torch._inductor.config`. trains: the regions are parts of a training step.
+
+    Inductor itself works on one region at a time. While it waits for the C++ compiler, it goes on
+    with the next one.
     """
+    grad = torch.is_grad_enabled()
+    turns = _Turns()
+
+    def work(body: fx.GraphModule) -> Call:
+        with turns.mine(), torch.set_grad_enabled(grad):
+            return _compiled(body, trains=trains)
+
+    with config.patch(settings):
+        if any(map(_is_on_gpu, bodies)):  # worker processes compile the kernels of each region
+            return list(map(work, bodies))
+        at_once = min(MOST_AT_ONCE, os.cpu_count() or 1)
+        with turns.given_up_while_waiting(), ThreadPoolExecutor(at_once) as threads:
+            return list(threads.map(work, bodies))
+
+
+class _Turns:
+    """Who of several threads may use Inductor, which knows of one only."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    @contextmanager
+    def given_up_while_waiting(self) -> Iterator[None]:
+        """Inside, who has the turn gives it up for as long as it waits for compiled kernels."""
+        original = AsyncCompile.wait
+
+        def wait(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
+            if self._owner != threading.get_ident():
+                original(compiler, scope)  # somebody else's
+                return
+            # Where Inductor collects what belongs to the cache entry of the region at hand.
+            collected, TritonBundler._entries = TritonBundler._entries, None
+            self._owner = None
+            self._lock.release()
+            try:
+                original(compiler, scope)
+            finally:
+                self._lock.acquire()
+                self._owner = threading.get_ident()
+                TritonBundler._entries = collected
+
+        AsyncCompile.wait = wait  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            AsyncCompile.wait = original  # type: ignore[method-assign]
+
+
+def _is_on_gpu(body: fx.GraphModule) -> bool:
+    values = (node.meta["val"] for node in body.graph.find_nodes(op="placeholder"))
+    return any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values)
+
+
+def _compiled(body: fx.GraphModule, *, trains: bool) -> Call:
     inputs = [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")]
     fake_mode = detect_fake_mode(inputs)
-    logger.debug("compiling a region of %d nodes", len(body.graph.nodes))
-    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), config.patch(settings):
+    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
         run = compile_fx_inner(body, inputs, is_inference=not trains)
 
     def call(args: list[Any]) -> Any:

@@ -66,13 +66,20 @@ def copied(program: Program) -> Program:
     )
 
 
-def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+class GraphDraft(fx.GraphModule):
+    """A module whose graph is still being changed, and its Python not written at each change."""
+
+    def recompile(self) -> Any:
+        return None
+
+
+def copy_of(module: fx.GraphModule) -> GraphDraft:
     """A module with a graph of its own. `copy.deepcopy` would copy the calling convention too."""
     graph = fx.Graph()
     found: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
     results, output = found
     graph.output(results).meta.update(output.meta)
-    return fx.GraphModule(module, graph)
+    return GraphDraft(module, graph)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,12 @@ def lowering_of(options: Options, *, trains: bool) -> Lowering:
     from graphshard import inductor  # takes a second to import
 
     settings = dict(options.inductor)
-    compile_region = partial(inductor.compile_region, settings=settings, trains=trains)
+    compile_regions = partial(inductor.compile_regions, settings=settings, trains=trains)
     turn = int(os.environ.get("LOCAL_RANK", 0)) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return Lowering(
         inductor.decompositions(settings),
         partial(inductor.joint_passes, settings=settings),
-        Artifacts(compile_region, turn),
+        Artifacts(compile_regions, turn),
     )
 
 

@@ -34,7 +34,7 @@ class Artifacts:
     that each finds there what the others have made.
     """
 
-    compile: Callable[[fx.GraphModule], Call]
+    compile: Callable[[Sequence[fx.GraphModule]], Sequence[Call]]
     turn: float = 0.0
     by_key: dict[str, Call] = field(default_factory=dict)
 
@@ -75,11 +75,11 @@ def compile_missing(slices: Sequence[Sliced], artifacts: Artifacts) -> None:
         for region in part.regions.values():
             if region.key not in artifacts.by_key:
                 missing.setdefault(region.key, (part.module, region))
-    first, names = int(artifacts.turn * len(missing)), list(missing)
-    made: dict[str, Call] = {}
-    for count, key in enumerate((*names[first:], *names[:first]), start=1):
-        logger.info("compiling region %d of %d", count, len(names))
-        made[key] = artifacts.compile(_body(*missing[key]))
+    names = list(missing)
+    first = int(artifacts.turn * len(names))
+    order = [*names[first:], *names[:first]]
+    logger.debug("compiling %d regions", len(order))
+    made = dict(zip(order, artifacts.compile([_body(*missing[k]) for k in order]), strict=True))
     for key in names:  # numbered alike on all ranks
         made[key].__name__ = made[key].__qualname__ = f"region_{len(artifacts.by_key)}"
         artifacts.by_key[key] = made[key]

@@ -50,8 +50,8 @@ def capture(
 ) -> Captured:
     """The forward and backward of one call of the model.
 
-    fused: as it is captured where Inductor computes. varying: sizes that should become symbols, if the model allows it. Raises CaptureError (GS910)
-    if the call cannot be captured as one graph.
+    fused: as it is captured where Inductor computes. varying: sizes that should become symbols, if
+    the model allows it. Raises CaptureError (GS910) if the call cannot be captured as one graph.
     """
     leaves = fake.leaves
     for place in varying:
