@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -62,8 +63,10 @@ def compile_regions(
         if any(map(_is_on_gpu, bodies)):  # worker processes compile the kernels of each region
             return list(map(work, bodies))
         at_once = min(MOST_AT_ONCE, os.cpu_count() or 1)
+        # Inductor's settings belong to a context, which a new thread does not have.
+        contexts = [copy_context() for _ in bodies]
         with turns.given_up_while_waiting(), ThreadPoolExecutor(at_once) as threads:
-            return list(threads.map(work, bodies))
+            return list(threads.map(lambda own, body: own.run(work, body), contexts, bodies))
 
 
 class _Turns:
@@ -102,7 +105,7 @@ class _Turns:
                 self._owner = threading.get_ident()
                 TritonBundler._entries = collected
 
-        AsyncCompile.wait = wait  # type: ignore[method-assign]
+        AsyncCompile.wait = wait  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:

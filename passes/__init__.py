@@ -7,6 +7,7 @@ in place and returns it; its docstring says what holds before and after.
 if __name__ != "graphshard.passes":
     raise ImportError("import graphshard.passes, not the top-level folder")
 
+from graphshard.passes.drop_detached import drop_detached
 from graphshard.passes.drop_duplicates import drop_duplicates
 from graphshard.passes.fold_casts import fold_casts
 from graphshard.passes.insert_gathers import insert_gathers
@@ -18,6 +19,6 @@ from graphshard.passes.sum_gradients import sum_gradients
 from graphshard.passes.tag_recompute import tag_recompute
 
 # On the graph as captured: the joint graph, or the forward graph under no_grad.
-CAPTURED = (pin_meshes, drop_duplicates, sum_gradients, fold_casts, tag_recompute)
+CAPTURED = (drop_detached, pin_meshes, drop_duplicates, sum_gradients, fold_casts, tag_recompute)
 # On the forward and the backward graph.
 PLACEMENT = (sink_views, insert_gathers, insert_releases, insert_reductions)

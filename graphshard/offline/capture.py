@@ -46,12 +46,18 @@ class _Done(Exception):
 
 
 def capture(
-    fake: Fake, name: str, varying: Sequence[Place] = (), *, fused: bool = False
+    fake: Fake,
+    name: str,
+    varying: Sequence[Place] = (),
+    *,
+    fused: bool = False,
+    by_pieces: bool = True,
 ) -> Captured:
     """The forward and backward of one call of the model.
 
     fused: as it is captured where Inductor computes. varying: sizes that should become symbols, if
-    the model allows it. Raises CaptureError (GS910) if the call cannot be captured as one graph.
+    the model allows it. by_pieces: what repeats is traced once, as in a run. Raises CaptureError
+    (GS910) if the call cannot be captured as one graph.
     """
     leaves = fake.leaves
     for place in varying:
@@ -60,7 +66,7 @@ def capture(
     def only_capture(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         found, symbols = find_groups(gm), _symbols(gm, leaves)
         lowering = lowering_of(Options(compute="inductor" if fused else "aten"), trains=True)
-        gm, pieces = with_pieces(gm, lowering)
+        gm, pieces = with_pieces(gm, lowering) if by_pieces else (gm, ())
 
         def stop(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
             joint = expanded(lowering.joint(joint), pieces)

@@ -234,7 +234,9 @@ class Study:
             self._captures[own] = self._captured(self._fake(own))
 
     def _captured(self, fake: Fake, varying: Sequence[Place] = ()) -> Captured:
-        return capture(fake, self.name, varying, fused=self.points[0].fused)
+        # Of a few blocks the middle ones are compared op by op: all are traced in the same way.
+        fused, by_pieces = self.points[0].fused, not self._repeats
+        return capture(fake, self.name, varying, fused=fused, by_pieces=by_pieces)
 
     # -- parts and bases -----------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import fx
 
 from graphshard.pieces.trace import PIECE, PIECE_GRAD, Piece
@@ -35,7 +36,9 @@ def expanded(joint: fx.GraphModule, pieces: Sequence[Piece]) -> fx.GraphModule:
             piece, forward, env = pieces[number], forwards[number], envs[instance]
             env.update(zip(piece.placeholders[len(tensors) + len(sizes) :], tangents, strict=True))
             _copy(node, (n for n in piece.graph.nodes if n not in forward), env, instance)
-            _replace(node, [env[n] for n in piece.gradients if n is not None])
+            gradients = [env[n] for n in piece.gradients if n is not None]
+            _replace(node, gradients)
+            _add_up_at_once(gradients)
     _renumber(joint.graph)
     return joint
 
@@ -87,6 +90,23 @@ def _replace(call: fx.Node, results: Sequence[fx.Node]) -> None:
         user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
         user.graph.erase_node(user)
     call.graph.erase_node(call)
+
+
+def _add_up_at_once(gradients: Sequence[fx.Node]) -> None:
+    """Autograd adds a gradient to others of the same tensor when the op that it differentiates is
+    done, and does not wait for the end of the piece."""
+    for node in gradients:
+        for user in list(node.users):
+            if user.target is torch.ops.aten.add.Tensor:
+                last = max(user.all_input_nodes)
+                while _op_number(last.next) == _op_number(last) is not None:
+                    last = last.next
+                last.append(user)
+
+
+def _op_number(node: fx.Node) -> int | None:
+    """Of the op in forward that the node differentiates."""
+    return node.meta.get("seq_nr")
 
 
 def _renumber(graph: fx.Graph) -> None:

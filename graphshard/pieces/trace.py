@@ -20,9 +20,9 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from graphshard.cost.live import owner
-from graphshard.errors import CaptureError
 from graphshard.ir import output_node
 from graphshard.lowering import Lowering
 from graphshard.pieces.find import Stretch, alike_stretches
@@ -66,8 +66,8 @@ class Piece:
         return list(self.graph.find_nodes(op="output")[0].args[0])
 
 
-class PieceError(CaptureError):
-    """Pieces do not do for this graph; it has to be traced whole."""
+class PieceError(Exception):
+    """A stretch cannot be traced by itself, or a graph not with pieces: it is traced whole."""
 
 
 # Whose pieces are being traced: the ops know theirs by number alone.
@@ -121,9 +121,16 @@ def _with_calls(gm: fx.GraphModule, called: dict[fx.Node, tuple[Stretch, int]]) 
 
 
 def _arguments(stretch: Stretch) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Tensors and sizes."""
+    """Tensors and sizes. Symbols in the layouts are handed in, too: the whole graph has them as
+    inputs, and would not ask a tensor for its size."""
     tensors = [n for n in stretch.inputs if isinstance(n.meta["example_value"], Tensor)]
-    return tensors, [n for n in stretch.inputs if n not in tensors]
+    sizes = dict.fromkeys(n for n in stretch.inputs if n not in tensors)
+    used = {s for n in tensors for s in free_symbols(n.meta["example_value"])}
+    for node in stretch.nodes[0].graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt) and value.node.expr in used:
+            sizes[node] = None
+    return tensors, list(sizes)
 
 
 def _traced(gm: fx.GraphModule, stretch: Stretch, lowering: Lowering) -> Piece:
@@ -139,7 +146,6 @@ def _traced(gm: fx.GraphModule, stretch: Stretch, lowering: Lowering) -> Piece:
     trains = torch.is_grad_enabled() and any(_has_grad(n) for n in stretch.outputs)
     with tracing(TracingContext(detect_fake_mode(values))):
         joint = lowering.joint(_joint(fx.GraphModule(gm, body), list(map(_leaf, values)), lowering))
-    _drop_detached(joint.graph)
     piece = Piece(joint.graph, tuple(trains and _has_grad(n) for n in stretch.outputs))
     _check(piece)
     return piece
@@ -166,27 +172,19 @@ def _joint(module: fx.GraphModule, inputs: list[Any], lowering: Lowering) -> fx.
         compiler(module, inputs)
     except _Done as done:
         return done.graph
-    raise PieceError("GS205", "AOTAutograd compiled nothing")
+    raise PieceError("AOTAutograd compiled nothing")
 
 
 def _check(piece: Piece) -> None:
     """Raises PieceError unless each result is memory of its own and nothing else is written."""
-    described = output_node(piece.graph).meta["desc"]
-    plain = [d.idx for d in described if isinstance(d, PlainAOTOutput)]
-    if plain != list(range(len(piece.results))) or described[: len(plain)] != [
-        d for d in described if isinstance(d, PlainAOTOutput)
-    ]:
-        raise PieceError("GS205", "it writes to its inputs or to what it returns")
+    described = output_node(piece.graph).meta["desc"][: len(piece.results)]
+    if [getattr(d, "idx", None) for d in described if isinstance(d, PlainAOTOutput)] != list(
+        range(len(piece.results))
+    ):
+        raise PieceError("it writes to its inputs or to what it returns")
     owners = [owner(node) for node in piece.results]
     if len(set(owners)) < len(owners) or any(node.op == "placeholder" for node in owners):
-        raise PieceError("GS205", "it returns a view of an input or of another result")
-
-
-def _drop_detached(graph: fx.Graph) -> None:
-    """A traced graph has no autograd of its own: `detach` does nothing there."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
+        raise PieceError("it returns a view of an input or of another result")
 
 
 def _has_grad(node: fx.Node) -> bool:
@@ -227,7 +225,7 @@ class _Call(torch.autograd.Function):
         piece = _TRACED.get()[ctx.number]
         tangents = [g for g, h in zip(grads, piece.differentiable, strict=True) if h]
         if any(g is None for g in tangents):
-            raise PieceError("GS205", "a result of a block has no gradient")
+            raise PieceError("a result of a block has no gradient")
         found = iter(PIECE_GRAD(ctx.saved_tensors, ctx.sizes, tangents, ctx.number, ctx.instance))
         own = (next(found) if n is not None else None for n in piece.gradients)
         return None, None, None, *own
