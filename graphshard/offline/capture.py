@@ -50,14 +50,13 @@ def capture(
     name: str,
     varying: Sequence[Place] = (),
     *,
-    fused: bool = False,
     by_pieces: bool = True,
 ) -> Captured:
     """The forward and backward of one call of the model.
 
-    fused: as it is captured where Inductor computes. varying: sizes that should become symbols, if
-    the model allows it. by_pieces: what repeats is traced once, as in a run. Raises CaptureError
-    (GS910) if the call cannot be captured as one graph.
+    varying: sizes that should become symbols, if the model allows it. by_pieces: what repeats is
+    traced once, as in a run. Raises CaptureError (GS910) if the call cannot be captured as one
+    graph.
     """
     leaves = fake.leaves
     for place in varying:
@@ -65,11 +64,12 @@ def capture(
 
     def only_capture(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         found, symbols = find_groups(gm), _symbols(gm, leaves)
-        lowering = lowering_of(Options(compute="inductor" if fused else "aten"), trains=True)
+        # Fused compute is priced from whole ops, too: the prices were compared with real runs so.
+        lowering = lowering_of(Options(compute="aten"), trains=True)
         gm, pieces = with_pieces(gm, lowering) if by_pieces else (gm, ())
 
         def stop(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
-            joint = expanded(lowering.joint(joint), pieces)
+            joint = expanded(joint, pieces)
             count = len(joint.graph.nodes)
             draft = drafted(name, joint, inputs, num_fwd_outputs, found, more)
             raise _Done(Captured(draft, count, symbols))
@@ -78,7 +78,6 @@ def capture(
             fw_compiler=_never,
             bw_compiler=_never,
             partition_fn=stop,
-            decompositions=lowering.decompositions,
         )
         config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
         with config, tracing_pieces(pieces):

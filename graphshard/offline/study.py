@@ -53,8 +53,7 @@ Build = Callable[[Sizes], Made]
 class Point:
     """What to plan for. sizes: of the inputs, by the names that the building function knows.
 
-    fused: compute is captured and priced as a compiler fuses it, not op by op; equal for all points
-    of a study.
+    fused: compute is priced as a compiler fuses it, not op by op.
     """
 
     world_size: int
@@ -235,8 +234,7 @@ class Study:
 
     def _captured(self, fake: Fake, varying: Sequence[Place] = ()) -> Captured:
         # Of a few blocks the middle ones are compared op by op: all are traced in the same way.
-        fused, by_pieces = self.points[0].fused, not self._repeats
-        return capture(fake, self.name, varying, fused=fused, by_pieces=by_pieces)
+        return capture(fake, self.name, varying, by_pieces=not self._repeats)
 
     # -- parts and bases -----------------------------------------------------------------------
 
