@@ -38,7 +38,7 @@ def graphshard(
     settings = parse_options(options, mode)
     compiler = GraphCompiler(gm, _graph_name(), settings, announce)
     if not compiler.groups:
-        return without_groups(gm, example_inputs)
+        return without_groups(gm, example_inputs, settings)
     fallback.warn_near_recompile_limit()
     mark(compiler.ballots, COMPILING)
     try:

@@ -253,12 +253,17 @@ def _begin(groups: Sequence[LiveGroup], plan: Plan, *, checks: bool) -> None:
         check_call(ballots, plan, tuple(dict.fromkeys(live.fqn for live in groups)))
 
 
-def without_groups(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A graph with nothing of ours in it, as it was captured.
+def without_groups(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> Callable[..., Any]:
+    """A graph with nothing of ours in it: as Inductor compiles it, or as it was captured.
 
     A higher-order op (activation checkpointing, say) is defined by AOTAutograd's treatment of
     it, random numbers included, so a graph with one goes through AOTAutograd.
     """
+    whole = lowering_of(options, trains=torch.is_grad_enabled()).whole
+    if whole is not None:
+        return whole(gm, example_inputs)
     nodes = [n for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
     if not any(isinstance(n.target, HigherOrderOperator) for n in nodes):
         return gm.forward

@@ -20,7 +20,11 @@ from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+from torch._inductor.compile_fx import (
+    _recursive_joint_graph_passes,
+    compile_fx,
+    compile_fx_inner,
+)
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.triton_bundler import TritonBundler
 from torch._inductor.virtualized import V
@@ -40,6 +44,13 @@ def joint_passes(joint: fx.GraphModule, settings: dict[str, Any]) -> fx.GraphMod
     """Inductor's passes on a joint graph: random numbers, patterns, constants."""
     with config.patch(settings):
         return _recursive_joint_graph_passes(joint)
+
+
+def compile_whole(
+    gm: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]
+) -> Callable[..., Any]:
+    """A graph as it came from Dynamo, exactly as `torch.compile` has Inductor do it."""
+    return compile_fx(gm, inputs, config_patches=settings)  # type: ignore[return-value]
 
 
 def compile_regions(

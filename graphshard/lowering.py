@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,13 +16,16 @@ from graphshard.regions import Artifacts
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """decompositions: ops that AOTAutograd takes apart. joint: run on the joint graph before all
-    other passes. artifacts: where compiled regions are kept; None: ops run one by one.
+    """decompositions: ops that AOTAutograd takes apart. joint: run before all other passes.
+
+    artifacts: where compiled regions are kept; None: ops run one by one. whole: compiles a graph of
+    Dynamo's in which there is nothing to communicate.
     """
 
     decompositions: dict[Any, Callable[..., Any]] | None
     joint: Callable[[fx.GraphModule], fx.GraphModule]
     artifacts: Artifacts | None
+    whole: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None = None
 
 
 def lowering_of(options: Options, *, trains: bool) -> Lowering:
@@ -38,6 +41,7 @@ def lowering_of(options: Options, *, trains: bool) -> Lowering:
         inductor.decompositions(settings),
         partial(inductor.joint_passes, settings=settings),
         Artifacts(compile_regions, turn),
+        partial(inductor.compile_whole, settings=settings),
     )
 
 

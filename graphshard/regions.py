@@ -30,6 +30,8 @@ _OUTSIDE = ("placeholder", "output", "get_attr", "call_method")
 class Artifacts:
     """The compiled regions of one captured graph, by structure. compile: makes what is missing.
 
+    num_regions: in both directions, of which `by_key` has the distinct ones that ever ran.
+
     turn: between 0 and 1. Processes that share a cache on disk begin with different regions, so
     that each finds there what the others have made.
     """
@@ -37,6 +39,7 @@ class Artifacts:
     compile: Callable[[Sequence[fx.GraphModule]], Sequence[Call]]
     turn: float = 0.0
     by_key: dict[str, Call] = field(default_factory=dict)
+    num_regions: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +73,7 @@ def sliced(module: fx.GraphModule, starts: Collection[int]) -> Sliced:
 
 def compile_missing(slices: Sequence[Sliced], artifacts: Artifacts) -> None:
     """Make what the regions need. Raises what the compiler raises."""
+    artifacts.num_regions = sum(len(part.regions) for part in slices)
     missing: dict[str, tuple[fx.GraphModule, Region]] = {}
     for part in slices:
         for region in part.regions.values():

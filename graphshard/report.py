@@ -11,6 +11,7 @@ from graphshard.capture.ports import CompiledPlan, Record, records_under
 from graphshard.measured import Measured
 from graphshard.step_plan import Plan
 from graphshard.view.comparison import comparison_text
+from graphshard.watch import Running
 
 
 def plans(model: nn.Module) -> list[Plan]:
@@ -56,6 +57,8 @@ class Report:
     captured, present: groups whose forward has run in a graph, and all groups of the model.
     reasons: group FQN -> why it runs through eager FSDP2.
     code: for each plan its name, the emitted forward and the emitted backward.
+    regions: name of a plan -> its regions of compute and how many of them are distinct; empty where
+    ops run one by one.
     """
 
     plans: tuple[dict[str, Any], ...]
@@ -63,6 +66,7 @@ class Report:
     present: int
     reasons: dict[str, str]
     code: tuple[tuple[str, str, str], ...]
+    regions: dict[str, tuple[int, int]]
 
     @property
     def graphs(self) -> int:
@@ -78,6 +82,10 @@ class Report:
             f"collectives  {plan['all_gathers']} all-gathers and {plan['reduce_scatters']} "
             f"reduce-scatters per step of {plan['name']}"
             for plan in self.plans
+        ]
+        lines += [
+            f"regions      {count} of compute in {name}, compiled from {distinct} distinct ones"
+            for name, (count, distinct) in self.regions.items()
         ]
         lines += [f"eager        {fqn}: because {reason}" for fqn, reason in self.reasons.items()]
         if self.present == 0:
@@ -96,7 +104,15 @@ def explain(model: nn.Module) -> Report:
         present=len(groups),
         reasons={k: v for r in records for k, v in {**r.outside, **r.reasons}.items()},
         code=tuple((c.plan.name, c.forward_code, c.backward_code) for c in compiled),
+        regions={c.plan.name: found for c in compiled if (found := _regions(c)) is not None},
     )
+
+
+def _regions(compiled: CompiledPlan) -> tuple[int, int] | None:
+    running = compiled.running
+    if not isinstance(running, Running) or running.artifacts is None:
+        return None
+    return running.artifacts.num_regions, len(running.artifacts.by_key)
 
 
 def _compiled(records: list[Record]) -> list[CompiledPlan]:
