@@ -95,6 +95,7 @@ def work(config: Config, num_steps: int, folder: Path) -> dict[str, Any]:
         "memory_budget": "1000GiB",
         "machine": str(profile),
         "replan_after": REPLAN_AFTER,
+        "compute": "aten",
     }
     models = {
         "fsdp2": build(config),

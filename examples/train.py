@@ -1,10 +1,13 @@
-"""Train a small language model twice, with eager FSDP2 and with graphshard, and compare.
+"""Train a small language model with eager FSDP2 and with graphshard, and compare.
 
     torchrun --nproc-per-node 2 examples/train.py
 
 With GPUs the processes take one each and talk through NCCL, without they use the CPU and gloo.
 What is particular to graphshard is one line: `model.compile(backend="graphshard")`. The rest is a
-usual FSDP2 script. Results go to stdout; exit status 1 if any loss or parameter differs by a bit.
+usual FSDP2 script. It trains three times: with eager FSDP2, with graphshard and FSDP2's own kernels
+(`compute="aten"`, the same to the last bit), and with graphshard as it is by default, where
+Inductor compiles the kernels. Results go to stdout; exit status 1 if a loss or parameter of the
+second run differs by a bit, or a loss of the third by more than CLOSE.
 Checkpoints go to a temporary folder, so all processes have to share one machine.
 """
 
@@ -44,6 +47,7 @@ SEED = 20
 CORPUS_BYTES = 4_000_000
 SAMPLE_BYTES = 160
 PROMPT = b"def "
+CLOSE = 1e-3  # of a loss; other kernels add up in another order
 
 Advance = Callable[[str], None]
 
@@ -95,10 +99,11 @@ class Run:
     gathered_peak_bytes: int = 0
 
 
-def start(name: str, job: Job, *, seed: int = SEED, compiled: bool = True) -> Run:
+def start(name: str, job: Job, *, seed: int = SEED, compute: str | None = "aten") -> Run:
+    """compute: None for eager FSDP2."""
     model = build(job.config, job.mesh, seed)
-    if compiled:
-        model.compile(backend="graphshard")
+    if compute is not None:
+        model.compile(backend="graphshard", options={"compute": compute})
     return Run(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
@@ -239,6 +244,19 @@ def print_losses(one: Run, other: Run) -> bool:
     return same and all(equal.values())
 
 
+def print_nearness(one: Run, other: Run) -> bool:
+    """True if no loss of `other` is further from that of `one` than CLOSE."""
+    ours, theirs = mean_over_ranks(one.losses), mean_over_ranks(other.losses)
+    far = {step: abs(theirs[step] / loss - 1) for step, loss in ours.items()}
+    worst = max(far, key=far.__getitem__)
+    last = len(far) - 1
+    say(
+        f"{other.name}: loss {theirs[last]:.6f} after {len(far)} steps, {one.name} "
+        f"{ours[last]:.6f}; furthest apart at step {worst}, by {far[worst]:.1e} (at most {CLOSE:g})"
+    )
+    return far[worst] <= CLOSE
+
+
 def print_costs(*runs: Run) -> None:
     rows = {
         "": [run.name for run in runs],
@@ -321,10 +339,14 @@ def plain_progress(total: int) -> Advance:
 # -- the whole ------------------------------------------------------------------------------------
 
 
-def run_all(job: Job) -> tuple[Run, Run, Run, str]:
-    """The run with eager FSDP2, the one with graphshard, the resumed one, and a sample of text."""
-    eager = start("eager FSDP2", job, compiled=False)
+def run_all(job: Job) -> tuple[Run, Run, Run, Run, str]:
+    """The run with eager FSDP2, the ones with graphshard, bitwise and by default, the resumed one,
+    and a sample of text."""
+    eager = start("eager FSDP2", job, compute=None)
     train(eager, job, 0, job.num_steps)
+
+    fused = start("by Inductor", job, compute="inductor")
+    train(fused, job, 0, job.num_steps)
 
     planned = start("graphshard", job)
     resumed = start("resumed", job, seed=SEED + 1)  # its values must come from the checkpoint
@@ -335,19 +357,20 @@ def run_all(job: Job) -> tuple[Run, Run, Run, str]:
         load(resumed, folder)
         train(resumed, job, job.saved_step, job.num_steps)
     text = generate(resumed.model, PROMPT, SAMPLE_BYTES, SEED, lambda: job.advance("sample"))
-    return eager, planned, resumed, text
+    return eager, planned, fused, resumed, text
 
 
-def report(job: Job, eager: Run, planned: Run, resumed: Run, text: str) -> bool:
+def report(job: Job, eager: Run, planned: Run, fused: Run, resumed: Run, text: str) -> bool:
     count = sum(p.numel() for p in planned.model.parameters())
     say(f"{count:,} parameters, {dist.get_world_size()} processes, {job.device}")
     parity = print_losses(eager, planned)
-    print_costs(eager, planned)
-    say(f"\n{graphshard.explain(planned.model)}")
+    near = print_nearness(eager, fused)
+    print_costs(eager, planned, fused)
+    say(f"\n{graphshard.explain(fused.model)}")
     say(f"\nresumed from the checkpoint of step {job.saved_step} in a fresh model:")
     resumes = print_losses(planned, resumed)
     say(f"\nsample of text:\n{text}")
-    return parity and resumes
+    return parity and near and resumes
 
 
 def arguments() -> argparse.Namespace:
@@ -385,11 +408,11 @@ def main() -> int:
     try:
         mesh = open_mesh()
         saved = 2 * args.steps // 3
-        with progress(3 * args.steps - saved + SAMPLE_BYTES) as advance:
+        with progress(4 * args.steps - saved + SAMPLE_BYTES) as advance:
             job = Job(config, mesh, read_corpus(), args.batch, args.steps, saved, advance)
-            eager, planned, resumed, text = run_all(job)
-        equal = report(job, eager, planned, resumed, text)
-        write_schedule(planned, args.out)
+            eager, planned, fused, resumed, text = run_all(job)
+        equal = report(job, eager, planned, fused, resumed, text)
+        write_schedule(fused, args.out)
         return 0 if equal else 1
     finally:
         if dist.is_initialized():

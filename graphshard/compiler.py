@@ -22,6 +22,7 @@ from graphshard.capture.ports import CompiledPlan, Record, port_of
 from graphshard.draft import Proposal, drafted, find_groups, propose, propose_inference
 from graphshard.emit import check_inputs, code_of
 from graphshard.errors import CaptureError
+from graphshard.fallback import describe, warn_once
 from graphshard.feedback import Feedback
 from graphshard.fsdp2 import modules_of
 from graphshard.ir import Program, copied, output_node
@@ -158,7 +159,7 @@ class GraphCompiler:
             self._options,
             self._lowering.artifacts,
         )
-        for direction, call in executables(self.running, program.by_direction).items():
+        for direction, call in self._code(self.running).items():
             self._bodies[direction] = Body(call)
         self._adopt(program, plan, problem)
         if after is not None and spare is not None:
@@ -171,6 +172,18 @@ class GraphCompiler:
                 after=after,
                 adopt=self._adopt_again,
             )
+
+    def _code(self, running: Running) -> dict[Direction, Callable[[list[Any]], Any]]:
+        """What runs; if Inductor fails, say without a C++ compiler, the ops one by one."""
+        modules = running.program.by_direction
+        try:
+            return executables(running, modules)
+        except Exception as error:
+            if running.artifacts is None or self._options.fallback == "error":
+                raise
+            running.artifacts = None
+            warn_once(f"ops of {self.name} run one by one: Inductor failed: {describe(error)}")
+            return executables(running, modules)
 
     def _adopt(
         self,

@@ -80,12 +80,13 @@ def _done(outline: Outline) -> list[int]:
 
 def _stays(outline: Outline) -> list[tuple[int, int]]:
     """First and last op of each stay at one group, before another group's parameters are read."""
-    found = []
     order = sorted(outline.params, key=attrgetter("first", "group", "param"))
-    for _, uses in groupby(order, key=attrgetter("group")):
-        stay: list[ParamUse] = list(uses)
-        found.append((stay[0].first, max(u.first for u in stay)))
-    return found
+    stays: list[list[ParamUse]] = [list(u) for _, u in groupby(order, key=attrgetter("group"))]
+    ends = [stay[0].first - 1 for stay in stays[1:]] + [outline.num_ops - 1]
+    return [
+        (stay[0].first, max(stay[0].first, min(end, max(u.last or u.first for u in stay))))
+        for stay, end in zip(stays, ends, strict=True)
+    ]
 
 
 def _cheapest(crossing: Sequence[int], low: int, high: int, *, late: bool) -> int:

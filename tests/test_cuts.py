@@ -1,0 +1,78 @@
+"""Where compiled code is cut: near what needs it, where little crosses, alike in alike blocks."""
+
+import graphs
+import pytest
+import torch
+
+from graphshard.cuts import crossing_bytes, snapped
+from graphshard.ir import compute_nodes
+from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
+from graphshard.step_plan import Direction
+
+aten = torch.ops.aten
+
+CHEAP_BETWEEN = [10.0] * 4 + [1.0] * 2 + [10.0] * 4
+
+
+def forward(*blocks, num_ops, direction=Direction.FORWARD):
+    """blocks: (first, last) op that reads each group, of one parameter."""
+    uses = tuple(GroupUse(g, first, last) for g, (first, last) in enumerate(blocks))
+    params = tuple(ParamUse(g, 0, first, last) for g, (first, last) in enumerate(blocks))
+    return Outline(direction, num_ops, uses, (), frozenset(), params)
+
+
+def test_a_wait_and_the_release_before_it_share_the_cheapest_cut():
+    # Group 0 is read until op 3, group 1 from op 6 on; between them place 5 is the narrowest.
+    crossing = [0, 9, 9, 9, 8, 2, 4, 9, 9, 9, 0]
+    found = snapped(forward((0, 3), (6, 9), num_ops=10), crossing, CHEAP_BETWEEN)
+    assert found.regions == (0, 5, 10) == found.cuts
+    assert [(u.first, u.last) for u in found.uses] == [(0, 4), (5, 9)]
+    assert found.params[1].first == 5
+
+
+def test_among_equals_the_end_of_the_stay_before_wins():
+    crossing = [0, 9, 9, 9, 2, 2, 2, 9, 9, 9, 0]
+    found = snapped(forward((0, 3), (6, 9), num_ops=10), crossing, CHEAP_BETWEEN)
+    assert found.regions == (0, 4, 10)
+
+
+def test_a_wait_is_not_moved_over_long_compute():
+    # Ops 4 and 5 take as long as all the others: the release stands before them, the wait behind.
+    crossing = [0, 9, 9, 9, 2, 2, 3, 9, 9, 9, 0]
+    us = [1.0] * 4 + [10.0] * 2 + [1.0] * 4
+    found = snapped(forward((0, 3), (6, 9), num_ops=10), crossing, us)
+    assert found.regions == (0, 4, 6, 10)
+
+
+def test_a_reduction_waits_for_the_next_cut_if_that_is_near():
+    outline = forward((0, 4), (6, 9), num_ops=12, direction=Direction.BACKWARD)
+    near, far = Ready(0, 4, ((0, 2),)), Ready(1, 9, ((0, 9),))
+    outline = Outline(Direction.BACKWARD, 12, outline.uses, (near, far), params=outline.params)
+    us = [10.0] * 5 + [1.0] + [10.0] * 4 + [0.1] * 2
+    found = snapped(outline, [0] + [5] * 4 + [1] * 2 + [5] * 4 + [3, 0], us)
+    assert found.regions == (0, 5, 12)
+    assert [r.after for r in found.reductions] == [4, 11]
+    assert found.reductions[0].comes == ((0, 4),)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_alike_blocks_are_cut_alike(count):
+    # A block is six ops. Its group is read from the second to the fifth; little crosses between.
+    blocks = [(6 * block + 1, 6 * block + 4) for block in range(count)]
+    crossing = [0, *([5, 9, 9, 9, 3, 1] * count)]
+    us = [0.5, 8.0, 8.0, 8.0, 8.0, 0.5] * count
+    found = snapped(forward(*blocks, num_ops=6 * count), crossing, us)
+    assert found.regions == tuple(range(0, 6 * count + 1, 6))
+
+
+def test_crossing_bytes_count_memory_once():
+    sketch = graphs.Sketch()
+    x = sketch.input("x", 4, 4)
+    a = sketch.op(aten.relu.default, x)  # 64 bytes
+    view = sketch.op(aten.t.default, a)
+    b = sketch.op(aten.mm.default, a, view)
+    c = sketch.op(aten.add.Tensor, b, view)
+    module = sketch.done(c)
+    assert len(compute_nodes(module.graph)) == 4
+    # x is an input; `a` is alive until the last reader of its view, then `b` joins it.
+    assert crossing_bytes(module.graph) == [0, 64, 64, 128, 0]
