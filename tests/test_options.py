@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from torch import _inductor
 
 from graphshard.errors import GraphshardError, OptionsError
 from graphshard.options import Options, is_disabled, parse_options
@@ -13,17 +14,18 @@ KEYS = (
 )
 
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"
+COMPUTE = "GRAPHSHARD_COMPUTE"
 
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch):
-    for name in (DUMP, DISABLE):
+    for name in (DUMP, DISABLE, COMPUTE):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("nothing", [None, {}])
 def test_defaults(nothing):
-    assert parse_options(nothing) == Options("aten", "warn", None)
+    assert parse_options(nothing) == Options("inductor", "warn", None)
 
 
 def test_every_option_is_taken(tmp_path):
@@ -40,12 +42,28 @@ def test_options_go_over_the_environment_over_the_default(monkeypatch):
     assert parse_options(None).dump_dir is None
 
 
+def test_the_environment_says_how_compute_runs_where_the_options_do_not(monkeypatch):
+    monkeypatch.setenv(COMPUTE, "aten")
+    assert parse_options(None).compute == "aten"
+    assert parse_options({"compute": "inductor"}).compute == "inductor"
+    monkeypatch.setenv(COMPUTE, "")
+    assert parse_options(None).compute == "inductor"
+    monkeypatch.setenv(COMPUTE, "fast")
+    with pytest.raises(OptionsError, match="GS103: option compute='fast'"):
+        parse_options(None)
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
         ({"fallbak": "warn"}, "GS102", "unknown option 'fallbak'; did you mean 'fallback'?"),
         ({"zzz": 1}, "GS102", f"unknown option 'zzz'; known keys: {KEYS}"),
-        ({"compute": "fast"}, "GS103", "option compute='fast'; choose one of ('aten',)"),
+        ({"compute": "fast"}, "GS103", "option compute='fast'; choose one of ('aten', 'inductor')"),
+        (
+            {"fx_graph_cach": 1},
+            "GS102",
+            "unknown option 'fx_graph_cach'; did you mean 'fx_graph_cache'?",
+        ),
         ({"fallback": True}, "GS103", "option fallback=True; choose one of ('warn', 'error')"),
         ({"fallback": None}, "GS103", "option fallback=None; choose one of ('warn', 'error')"),
         ({"dump_dir": 7}, "GS103", "option dump_dir=7 is not a path"),
@@ -66,10 +84,35 @@ def test_a_key_that_is_no_string_is_named_too():
         parse_options({3: "warn"})
 
 
-def test_there_are_no_modes():
+def test_modes_are_those_of_inductor():
     assert parse_options(None, mode="default") == parse_options(None, mode=None)
-    with pytest.raises(OptionsError, match="GS101: mode='max-autotune' is not supported"):
-        parse_options(None, mode="max-autotune")
+    for mode, settings in _inductor.list_mode_options().items():
+        assert parse_options(None, mode=mode).inductor == tuple(sorted(settings.items()))
+    with pytest.raises(OptionsError, match=r"GS101: mode='fast' is none of Inductor's: default, "):
+        parse_options(None, mode="fast")
+
+
+def test_settings_of_inductor_pass_through_beside_graphshards_own():
+    given = {"triton.cudagraphs": True, "fallback": "error", "fallback-random": True}
+    assert parse_options(given) == Options(
+        fallback="error", inductor=(("fallback_random", True), ("triton.cudagraphs", True))
+    )
+
+
+def test_settings_go_over_those_of_the_mode():
+    settings = dict(parse_options({"max_autotune": False}, mode="max-autotune").inductor)
+    assert settings["max_autotune"] is False
+    assert settings["coordinate_descent_tuning"] is True
+
+
+def test_nothing_is_compiled_with_aten_so_settings_of_inductor_are_refused(monkeypatch):
+    message = "GS104: compute='aten' compiles nothing: leave out max_autotune"
+    with pytest.raises(OptionsError, match=message):
+        parse_options({"compute": "aten", "max_autotune": True})
+    monkeypatch.setenv(COMPUTE, "aten")
+    with pytest.raises(OptionsError, match=r"GS104: .* leave out triton\.cudagraphs"):
+        parse_options(None, mode="reduce-overhead")
+    assert parse_options(None, mode="default").compute == "aten"
 
 
 def test_options_are_read_only_and_the_callers_dict_stays_as_it_is():

@@ -57,8 +57,8 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "--compute",
         choices=("aten", "inductor"),
         default="aten",
-        help="price ops one by one as they run today (aten, default), or fused as by "
-        "torch.compile of each block (inductor; the backend does not run that yet)",
+        help="price ops one by one (aten, default), or fused, about as the backend runs them by "
+        "default (inductor)",
     )
     plan.add_argument(
         "-o", "--output", metavar="PATH", type=Path, help="default: FUNCTION.plan.json"

@@ -47,8 +47,8 @@ def plan(
     inputs: the arguments of one call on one rank, as a tuple, a dict or one tensor.
     world_size: ranks. hardware: a preset such as "h100-ib400", or a profile that `graphshard
     calibrate` wrote. memory_budget: most bytes per rank, as in `options=`. compute: "aten" prices
-    the captured ops one by one, "inductor" as fused between two points of communication, about as
-    torch.compile of each block fuses them; the backend runs "aten" only. shard: calls
+    the captured ops one by one, as the backend runs them with that option; "inductor" as fused
+    between two points of communication, about as the backend runs them by default. shard: calls
     `fully_shard` on the model's parts and on the model.
 
     Raises OptionsError (GS103) for another `compute`, OfflineError if the model cannot be built or
