@@ -202,8 +202,8 @@ class Watch:
     def _compile_apart(self, port: Port) -> None:
         """Compile the port's modules on their own, or give that up if it was done before."""
         own = self._options
-        given = {"fallback": "warn", "dump_dir": own.dump_dir, "compute": own.compute}
-        given |= own.inductor
+        given: dict[str, object] = {"fallback": "warn", "compute": own.compute}
+        given |= {"dump_dir": own.dump_dir, **dict(own.inductor)}
         for module in fsdp2.modules_of(port.state):
             if port.apart and module is self._module:
                 module._compiled_call_impl = None

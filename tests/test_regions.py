@@ -1,4 +1,4 @@
-"""Regions: found between communication, told apart by what they do, called in place of their ops."""
+"""Regions: found between communication, told apart by what they do, called in place of ops."""
 
 import operator
 
@@ -113,7 +113,7 @@ def test_items_of_a_list_belong_to_the_op_that_made_it():
     values = sketch.op(operator.getitem, both, 0, name="values")
     module = sketch.done(sketch.op(aten.neg.default, values))
     part = sliced(module, ())
-    assert [r.outputs for r in part.regions.values()][0] == (values,)
+    assert next(r.outputs for r in part.regions.values()) == (values,)
 
 
 def test_ranks_begin_with_different_regions_and_number_them_alike():
