@@ -44,7 +44,7 @@ WAYS = (
     Way("graphshard", "graphshard, Inductor", "fsdp2", "graphshard", (INDUCTOR,)),
     Way(
         "graphshard_cudagraphs", "graphshard, CUDA graphs", "fsdp2", "graphshard",
-        (INDUCTOR, ("cudagraphs", True)),
+        (INDUCTOR, ("triton.cudagraphs", True)),
     ),
 )  # fmt: skip
 

@@ -24,13 +24,14 @@ from graphshard.planner.outline import GroupUse, Outline, ParamUse
 
 _Use = TypeVar("_Use", GroupUse, ParamUse)
 
-# A wait may come earlier, and a release or a reduction later, by this part of the time of the ops
-# that read the group: exposed time at the worst, against the traffic of tensors that cross.
+# A wait may come earlier by this part of the time of the ops that read the group, a release or a
+# reduction later by this part of the time since the cut before: exposed time at the worst, against
+# the traffic of tensors that cross.
 SLACK = 0.1
 
 
 def snapped(outline: Outline, crossing: Sequence[int], us: Sequence[float]) -> Outline:
-    """`outline` with its uses and reductions moved to cuts, and the cuts.
+    """`outline` with its uses and reductions moved to cuts, which it names as `regions`.
 
     crossing: bytes that cross place p, from the ops before op p to op p and later; one more entry
     than ops. us: of each op.

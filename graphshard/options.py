@@ -67,8 +67,8 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
     foreign = {key: given.pop(key) for key in list(given) if key not in known}
     compute = given.setdefault("compute", os.environ.get("GRAPHSHARD_COMPUTE") or default.compute)
     inductor = _parse_inductor(foreign, mode, known)
-    if inductor and compute != "inductor":
-        names = ", ".join(sorted(inductor))
+    if inductor and compute == "aten":
+        names = ", ".join([*foreign, *([] if mode in (None, "default") else [f"mode={mode!r}"])])
         raise OptionsError("GS104", f"compute={compute!r} compiles nothing: leave out {names}")
     for key, choices in _CHOICES.items():
         if key in given and given[key] not in choices:

@@ -150,7 +150,7 @@ def _items(trace: Trace) -> Iterator[tuple[str, Tensor | None]]:
     yield from ((f"final buffer {name}", value) for name, value in trace.buffers.items())
 
 
-# Of the norm: what reordered sums cost in a few steps of AdamW, which divides by small numbers.
+# Of the norm: what reordered sums cost in a few steps.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float64: 1e-9}
 
 
