@@ -83,7 +83,7 @@ def _stays(outline: Outline) -> list[tuple[int, int]]:
     """First and last op of each stay at one group, before another group's parameters are read."""
     order = sorted(outline.params, key=attrgetter("first", "group", "param"))
     stays: list[list[ParamUse]] = [list(u) for _, u in groupby(order, key=attrgetter("group"))]
-    ends = [stay[0].first - 1 for stay in stays[1:]] + [outline.num_ops - 1]
+    ends = [*(stay[0].first - 1 for stay in stays[1:]), outline.num_ops - 1][: len(stays)]
     return [
         (stay[0].first, max(stay[0].first, min(end, max(u.last or u.first for u in stay))))
         for stay, end in zip(stays, ends, strict=True)

@@ -55,6 +55,11 @@ def test_a_reduction_waits_for_the_next_cut_if_that_is_near():
     assert found.reductions[0].comes == ((0, 4),)
 
 
+def test_a_direction_that_gathers_nothing_is_one_region():
+    found = snapped(forward(num_ops=4), [0, 1, 1, 1, 0], [1.0] * 4)
+    assert found.regions == (0, 4)
+
+
 @pytest.mark.parametrize("count", [3, 5])
 def test_alike_blocks_are_cut_alike(count):
     # A block is six ops. Its group is read from the second to the fifth; little crosses between.
