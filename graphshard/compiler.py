@@ -138,6 +138,8 @@ class GraphCompiler:
         calls: Calls | None,
     ) -> Callable[..., Any]:
         check_inputs(module, given)
+        assert self.running is not None
+        self.running.asked.add(direction)
         return guarded(self._bodies[direction], direction, self.groups[0].fsdp.device, calls)
 
     # -- parts -----------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Feedback:
         if forwards >= self.after:
             self.done = True
             self._plan_again(forwards)
-        elif forwards >= 1 and not self.running.stretches:
+        elif forwards >= 1 and not self.running.stretches and self.running.is_complete:
             watch(self.running)
 
     def _plan_again(self, forwards: int) -> None:

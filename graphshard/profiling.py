@@ -101,7 +101,7 @@ class _Session:
         if running in self.watched:
             if num_laps(running) >= self.steps:
                 self._take(running)
-        else:
+        elif running.is_complete:
             mine = _plan_of(records_under(self.model), running) is not None
             if mine:
                 watch(running)

@@ -37,7 +37,7 @@ class Running:
     """One graph pair as it runs now.
 
     artifacts: its compiled regions; None if ops run one by one. stretches: what its marks separate;
-    empty if unwatched.
+    empty if unwatched. asked: directions of which AOTAutograd has the code.
     """
 
     program: Program
@@ -48,6 +48,12 @@ class Running:
     options: Options
     artifacts: Artifacts | None = None
     stretches: Stretches = field(default_factory=dict)
+    asked: set[Direction] = field(default_factory=set)
+
+    @property
+    def is_complete(self) -> bool:
+        """AOTAutograd has asked for the code of both directions, for backward in the first step."""
+        return len(self.asked) == len(self.program.by_direction)
 
 
 def executables(
