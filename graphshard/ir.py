@@ -280,6 +280,14 @@ def window(graph: fx.Graph, node: fx.Node, radius: int = 5) -> str:
     return "\n".join(f"{'>' if n is node else ' '} {n.format_node()}" for n in rows)
 
 
+def attribute_of(node: fx.Node) -> Any:
+    """What a `get_attr` node gets: a tensor, or the body of a higher-order op."""
+    found: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    return found
+
+
 def identifier(text: str) -> str:
     """A Python identifier that still reads like the FQN `text`."""
     name = "".join(c if c.isalnum() else "_" for c in text).strip("_")

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from graphshard.ir import is_view, step_of
+from graphshard.ir import attribute_of, is_view, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -186,14 +186,7 @@ def _writes(node: fx.Node) -> bool:
 
 def _is_subgraph(node: fx.Node) -> bool:
     """The body of a higher-order op."""
-    return node.op == "get_attr" and isinstance(_attribute(node), fx.GraphModule)
-
-
-def _attribute(node: fx.Node) -> Any:
-    found: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        found = getattr(found, part)
-    return found
+    return node.op == "get_attr" and isinstance(attribute_of(node), fx.GraphModule)
 
 
 # -- telling them apart --------------------------------------------------------------------------
@@ -211,7 +204,7 @@ def _key(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[
 
 def _what(node: fx.Node, names: dict[fx.Node, str]) -> str:
     if node.op == "get_attr":
-        return f"subgraph {id(_attribute(node))}"
+        return f"subgraph {id(attribute_of(node))}"
     return f"{node.target}{map_arg((node.args, node.kwargs), names.__getitem__)}"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from graphshard.ir import is_unshard
+from graphshard.ir import attribute_of, is_unshard
 
 # Fewer are traced as quickly one by one.
 FEWEST = 3
@@ -151,9 +151,7 @@ def _text(node: fx.Node, show: Callable[[fx.Node], str]) -> str:
 
 def _body_text(node: fx.Node) -> str:
     """What the body of a higher-order op does; any other attribute is only like itself."""
-    found: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        found = getattr(found, part)
+    found = attribute_of(node)
     if not isinstance(found, fx.GraphModule):
         return str(id(found))
     names: dict[fx.Node, str] = {}
