@@ -19,9 +19,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import emulator, profile
-from bench.memory import resident_bytes, step_peaks
 from bench.models import CONFIGS, Config, make_batch, make_model
-from bench.modes import MODES, WARM_UP_STEPS, Planner, Trainer, estimate_of, make_trainer
+from bench.modes import (
+    BY_NAME,
+    WARM_UP_STEPS,
+    Link,
+    Planner,
+    Trainer,
+    estimate_of,
+    make_trainer,
+)
+from bench.peaks import resident_bytes, step_peaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,8 @@ class Request:
     num_steps: int
     poison: bool = False
     budget_bytes: int | None = None  # for a mode that is planned
-    compute: str = ""  # path of what `bench.profile` measured
+    micro_steps: int = 1
+    compute: str = ""  # folder of what `bench.profile` measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +92,22 @@ class Training:
     trainer: Trainer
     network: Any
     config: Config
+    micro_steps: int
     losses: list[float]
 
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """Of the next step."""
+        first = len(self.losses) * self.micro_steps
+        return [make_batch(self.config, first + index) for index in range(self.micro_steps)]
+
     def advance(self) -> None:
-        tokens, targets = make_batch(self.config, len(self.losses))
-        self.losses.append(self.trainer.step(tokens, targets).item())
+        self.losses.append(self.trainer.step(self.batches()).item())
 
     def measure(self) -> StepTimes:
-        tokens, targets = make_batch(self.config, len(self.losses))
+        batches = self.batches()
         self.network.clear()
         began_us = self.network.now_us()
-        loss: Tensor = self.trainer.step(tokens, targets)
+        loss = self.trainer.step(batches)
         step_us = self.network.now_us() - began_us
         if self.network.in_flight():
             raise RuntimeError(f"{self.network.in_flight()} collectives outlive their step")
@@ -131,21 +145,22 @@ def run(request: Request) -> Measured:
 
 def start(request: Request, gbit: float, network: Any, mesh: DeviceMesh) -> Training:
     """A new training, warm."""
-    mode = next(m for m in MODES if m.name == request.mode)
+    mode = BY_NAME[request.mode]
     config = CONFIGS[request.config]
     with tempfile.TemporaryDirectory() as folder:
         planner = None
         if request.budget_bytes is not None:
             path = profile.write(
                 Path(folder),
-                Path(request.compute),
+                profile.path_in(Path(request.compute), mode.compute),
                 num_ranks=request.num_ranks,
                 gbit=gbit,
                 alpha_us=request.alpha_us,
             )
-            planner = Planner(request.budget_bytes, path)
-        trainer = make_trainer(mode, make_model(config, request.num_ranks), mesh, planner)
-        training = Training(trainer, network, config, [])
+            planner = Planner(request.budget_bytes, path, request.micro_steps)
+        link = Link(request.num_ranks, gbit, request.alpha_us)
+        trainer = make_trainer(mode, make_model(config, request.num_ranks), mesh, link, planner)
+        training = Training(trainer, network, config, request.micro_steps, [])
         for _ in range(WARM_UP_STEPS):
             training.advance()
     return training

@@ -6,7 +6,7 @@ backward, optimizer. After it no communication is in flight.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from bench import emulator, overlap, peers
 from bench.models import WithLoss
 from graphshard.capture.ports import records_under
 from graphshard.step_plan import Estimate
@@ -24,43 +25,111 @@ from graphshard.step_plan import Estimate
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """reshard: `reshard_after_forward` of the blocks. The root has FSDP2's default everywhere.
+    """sharding: "", "fsdp2" or "simple_fsdp". compiler: "", "inductor" (all as one graph), "blocks"
+    (each by Inductor) or "graphshard".
 
-    budget: of the planner, from 0 (the measured peak of tuned FSDP2 that reshards) to 1 (that of
-    tuned FSDP2 that keeps), `inf` for none. None: the schedule that needs no costs.
+    tuned: FSDP2 with explicit prefetch and asynchronous collectives. reshard: the share of the
+    blocks, from the first one, that are resharded after forward; None leaves them to FSDP2, as the
+    root always is. across: between micro-steps everything stays gathered. within: modes of whose
+    measured peaks the mean is the planner's budget; ANY for no limit, none for no planner.
+    compute: of graphshard. bucket_mb: of Inductor's overlap and bucketing passes; None leaves them
+    off.
     """
 
     name: str
     title: str
-    sharded: bool = True
+    sharding: str = "fsdp2"
+    compiler: str = ""
     tuned: bool = False
-    compiled: bool = False
-    reshard: bool | None = None
-    budget: float | None = None
+    reshard: float | None = None
+    across: bool = False
+    within: tuple[str, ...] = ()
+    compute: str = "aten"
+    bucket_mb: float | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.compiler == "graphshard"
+
+    @property
+    def is_peer(self) -> bool:
+        """What a careful user of something else gets."""
+        return self.tuned or self.sharding == "simple_fsdp"
+
+    @property
+    def is_exact(self) -> bool:
+        """Its losses are eager FSDP2's to the last bit."""
+        return not self.compiler or (self.is_ours and self.compute == "aten")
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """What `options` tell graphshard: a hard limit in bytes, and a profile of the machine."""
+    """What `options` tell graphshard: a hard limit in bytes, a profile of the machine, micro-steps
+    of each step."""
 
     budget_bytes: int
     machine: Path
+    micro_steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The emulated network, for who has to know it."""
+
+    num_ranks: int
+    gbit: float
+    alpha_us: float
+
+
+ANY = ("any",)
+
+
+def ours(name: str, title: str, **more: Any) -> Mode:
+    return Mode(name, f"graphshard, {title}", compiler="graphshard", **more)
+
+
+def fused(name: str, title: str, *within: str) -> Mode:
+    return ours(name, f"Inductor, {title}", within=within, compute="inductor")
 
 
 MODES = (
-    Mode("single", "one process", sharded=False),
+    Mode("single", "one process", ""),
+    Mode("inductor", "one process, Inductor", "", "inductor"),
     Mode("fsdp2", "FSDP2, default"),
-    Mode("fsdp2_tuned", "FSDP2, tuned, reshard", tuned=True, reshard=True),
-    Mode("fsdp2_tuned_keep", "FSDP2, tuned, keep", tuned=True, reshard=False),
-    Mode("graphshard", "graphshard, one ahead", compiled=True),
-    Mode("graphshard_keep", "graphshard, one ahead, keep", compiled=True, reshard=False),
-    Mode("planned_low", "graphshard, low budget", compiled=True, budget=0.0),
-    Mode("planned_middle", "graphshard, middle budget", compiled=True, budget=0.5),
-    Mode("planned", "graphshard, no limit", compiled=True, budget=math.inf),
+    Mode("fsdp2_tuned", "FSDP2, tuned, reshard", tuned=True, reshard=1.0),
+    Mode("fsdp2_tuned_half", "FSDP2, tuned, half", tuned=True, reshard=0.5),
+    Mode("fsdp2_tuned_keep", "FSDP2, tuned, keep", tuned=True, reshard=0.0),
+    Mode("blocks_tuned", "FSDP2, Inductor, reshard", "fsdp2", "blocks", tuned=True, reshard=1.0),
+    Mode("blocks_tuned_half", "FSDP2, Inductor, half", "fsdp2", "blocks", tuned=True, reshard=0.5),
+    Mode("blocks_tuned_keep", "FSDP2, Inductor, keep", "fsdp2", "blocks", tuned=True, reshard=0.0),
+    Mode(
+        "blocks_tuned_across",
+        "FSDP2, Inductor, keep all",
+        "fsdp2",
+        "blocks",
+        tuned=True,
+        reshard=0.0,
+        across=True,
+    ),
+    Mode("simple_fsdp", "SimpleFSDP", "simple_fsdp", "inductor"),
+    Mode("simple_fsdp_2mb", "SimpleFSDP, overlap, 2 MB", "simple_fsdp", "inductor", bucket_mb=2),
+    Mode("simple_fsdp_4mb", "SimpleFSDP, overlap, 4 MB", "simple_fsdp", "inductor", bucket_mb=4),
+    Mode("simple_fsdp_8mb", "SimpleFSDP, overlap, 8 MB", "simple_fsdp", "inductor", bucket_mb=8),
+    ours("graphshard", "one ahead"),
+    ours("graphshard_keep", "one ahead, keep", reshard=0.0),
+    ours("planned_low", "low budget", within=("fsdp2_tuned",)),
+    ours("planned_middle", "middle budget", within=("fsdp2_tuned_half",)),
+    ours("planned", "no limit", within=ANY),
+    fused("fused", "default"),
+    fused("fused_low", "low", "blocks_tuned"),
+    fused("fused_middle", "middle", "blocks_tuned_half"),
+    fused("fused_high", "high", "blocks_tuned_keep"),
+    fused("fused_between", "half-way", "blocks_tuned", "blocks_tuned_across"),
+    fused("fused_free", "no limit", *ANY),
 )
-LOWEST, HIGHEST = "fsdp2_tuned", "fsdp2_tuned_keep"  # between their peaks lie the budgets
 NO_LIMIT_BYTES = 10**12
-PLANNED = MODES[-1]
+BY_NAME = {mode.name: mode for mode in MODES}
+PLANNED = {mode.compute: mode for mode in MODES if mode.within == ANY}
 WARM_UP_STEPS = 3  # the first one compiles and makes the optimizer's state
 PREFETCHED = 2  # groups that tuned FSDP2 gathers ahead
 
@@ -101,48 +170,81 @@ class AsyncReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    model: nn.Module
+    """across: what is gathered stays so from one micro-step to the next. syncs: the model can leave
+    gradients unreduced until the last of them."""
+
+    model: Any
     optimizer: torch.optim.Optimizer
     reductions: AsyncReduceScatter
+    across: bool = False
+    syncs: bool = True
 
-    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = self.model(tokens, targets)
-        loss.backward()
+    def step(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """One micro-step per batch, then the optimizer. Returns the last loss."""
+        for place, batch in enumerate(batches):
+            last = place == len(batches) - 1
+            if self.syncs and len(batches) > 1:
+                self.model.set_requires_gradient_sync(last)
+                if self.across:
+                    self.model.set_reshard_after_backward(last)
+            loss: Tensor = self.model(*batch)
+            loss.backward()
         self.reductions.wait()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
 
-def budget_bytes(mode: Mode, lowest: int, highest: int) -> int | None:
-    """Bytes of `mode.budget`, given the two peaks that it lies between."""
-    if mode.budget is None:
-        return None
-    if math.isinf(mode.budget):
-        return NO_LIMIT_BYTES
-    return lowest + int(mode.budget * (highest - lowest))
-
-
 def make_trainer(
-    mode: Mode, model: WithLoss, mesh: DeviceMesh, planner: Planner | None = None
+    mode: Mode,
+    model: WithLoss,
+    mesh: DeviceMesh,
+    link: Link,
+    planner: Planner | None = None,
 ) -> Trainer:
     """planner: for a mode with a budget."""
     reductions = AsyncReduceScatter()
-    if mode.sharded:
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=mode.reshard)
+    blocks = list(model.model.layers)
+    if mode.sharding == "simple_fsdp":
+        peers.simple_fsdp()(model, mesh, mode="fully_shard")
+    elif mode.sharding:
+        resharded = len(blocks) * (mode.reshard or 0.0)
+        for place, block in enumerate(blocks):
+            after_forward = None if mode.reshard is None else place < resharded
+            fully_shard(block, mesh=mesh, reshard_after_forward=after_forward)
         fully_shard(model, mesh=mesh)
     if mode.tuned:
         tune(model, reductions)
-    if mode.compiled:
-        # The other ranks are emulated: there is nobody to agree with.
-        # Ops one by one, as in FSDP2: the losses are compared bit by bit.
-        options: dict[str, object] = {"fallback": "error", "verify": "off", "compute": "aten"}
-        if planner is not None:
-            options |= {"memory_budget": planner.budget_bytes, "machine": planner.machine}
-        model.compile(backend="graphshard", fullgraph=True, options=options)
+    compile_with(mode, model, blocks, link, planner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    return Trainer(model, optimizer, reductions)
+    return Trainer(model, optimizer, reductions, mode.across, mode.sharding == "fsdp2")
+
+
+def compile_with(
+    mode: Mode,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    link: Link,
+    planner: Planner | None,
+) -> None:
+    if mode.compiler == "blocks":
+        for block in blocks:
+            block.compile(fullgraph=True)
+    elif mode.compiler == "inductor":
+        if mode.bucket_mb is not None:
+            overlap.use(link, mode.bucket_mb)
+        model.compile(fullgraph=True)
+    elif mode.is_ours:
+        options: dict[str, object] = {"fallback": "error", "compute": mode.compute}
+        if dist.get_backend() == emulator.BACKEND:
+            options["verify"] = "off"  # there is nobody to agree with
+        if planner is not None:
+            options |= {
+                "memory_budget": planner.budget_bytes,
+                "machine": planner.machine,
+                "micro_steps": planner.micro_steps,
+            }
+        model.compile(backend="graphshard", fullgraph=True, options=options)
 
 
 def tune(model: Any, reductions: AsyncReduceScatter) -> None:
@@ -152,6 +254,12 @@ def tune(model: Any, reductions: AsyncReduceScatter) -> None:
     with the default alone would say little.
     """
     blocks = list(model.model.layers)
+    if dist.get_backend() == "gloo":
+        # It has no average, and FSDP2 would divide before the reduction is done. AdamW does not
+        # depend on the scale of gradients.
+        for part in (model, *blocks):
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_gradient_divide_factor(1.0)
     model._set_unshard_async_op(True)
     model.set_modules_to_forward_prefetch(blocks[:PREFETCHED])
     model.set_modules_to_backward_prefetch(blocks[: -PREFETCHED - 1 : -1])

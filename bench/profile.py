@@ -1,11 +1,12 @@
 """What the planner is told of the emulated machine: a profile as `graphshard calibrate` writes.
 
-    python -m bench.profile OUT.json CONFIG RANKS
+    python -m bench.profile FOLDER CONFIG RANKS
 
 measures this machine's compute, on the emulated network's own clock (CPU time of one thread): the
-kernels of `graphshard calibrate` first, then the step of a model on a network that takes no time.
-Kernels in a step are slower than alone, so all rates move by the ratio of its time to the
-prediction, as `observed_compute` does it. The network needs no measurement: `with_network` adds the
+kernels of `graphshard calibrate` first, then the step of a model on a network that takes no time,
+op by op and by Inductor. Kernels in a step are slower than alone, so all rates move by the ratio of
+its time to the prediction, as `observed_compute` does it: one file for each way to compute. The
+network needs no measurement: `with_network` adds the
 emulator's exact curves.
 """
 
@@ -27,6 +28,8 @@ from bench.modes import (
     NO_LIMIT_BYTES,
     PLANNED,
     WARM_UP_STEPS,
+    Link,
+    Mode,
     Planner,
     estimate_of,
     make_trainer,
@@ -71,7 +74,13 @@ def moved(profile: Profile, ratio: float) -> Profile:
     )
 
 
-def compute_ratio(profile: Profile, config: Config, num_ranks: int, network: Any) -> float:
+def path_in(folder: Path, compute: str) -> Path:
+    return folder / f"{compute}.json"
+
+
+def compute_ratio(
+    mode: Mode, profile: Profile, config: Config, num_ranks: int, network: Any
+) -> float:
     """Measured over predicted time of forward and backward where collectives take no time."""
     mesh = init_device_mesh("cpu", (num_ranks,))
     free = with_network(profile, num_ranks=num_ranks, gbit=FREE_GBIT, alpha_us=0.0)
@@ -79,7 +88,8 @@ def compute_ratio(profile: Profile, config: Config, num_ranks: int, network: Any
         path = Path(folder) / "free.json"
         path.write_text(free.to_json())
         planner = Planner(NO_LIMIT_BYTES, path)
-        trainer = make_trainer(PLANNED, make_model(config, num_ranks), mesh, planner)
+        link = Link(num_ranks, FREE_GBIT, 0.0)
+        trainer = make_trainer(mode, make_model(config, num_ranks), mesh, link, planner)
         times_us = []
         for step in range(WARM_UP_STEPS + STEPS):
             tokens, targets = make_batch(config, step)
@@ -94,13 +104,15 @@ def compute_ratio(profile: Profile, config: Config, num_ranks: int, network: Any
 
 
 def main() -> None:
-    path, config, num_ranks = Path(sys.argv[1]), CONFIGS[sys.argv[2]], int(sys.argv[3])
+    folder, config, num_ranks = Path(sys.argv[1]), CONFIGS[sys.argv[2]], int(sys.argv[3])
     torch.set_num_threads(1)
     network = emulator.join(num_ranks, gbit=FREE_GBIT, alpha_us=0.0)
     alone = calibrate({}, torch.device("cpu"), command=f"python -m bench.profile {sys.argv[1:]}")
-    ratio = compute_ratio(alone, config, num_ranks, network)
-    print(f"compute in a step takes {ratio:.3f} times what its kernels take alone")
-    path.write_text(moved(alone, ratio).to_json())
+    for compute, mode in PLANNED.items():
+        torch._dynamo.reset()
+        ratio = compute_ratio(mode, alone, config, num_ranks, network)
+        print(f"compute ({compute}) in a step takes {ratio:.3f} times what its kernels take alone")
+        path_in(folder, compute).write_text(moved(alone, ratio).to_json())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Numbers of all launches to one table: medians, and ratios between modes with an interval.
 
 In: what each launch of each mode measured, and the budgets. Out: rows, and the table as text. Each
-compiled mode is compared with the best hand-tuned FSDP2 that fits its memory. Ratios are paired:
+mode of graphshard is compared with the best tuned peer that fits its memory. Ratios are paired:
 the baseline's step over the mode's step in the same round of launches, so that what the machine did
 to a round stays out of them.
 """
@@ -54,10 +54,10 @@ def make_rows(
             mode.name: make_row(mode, gbit, [r[mode.name].rates[rate] for r in rounds], limits)
             for mode in modes
         }
-        tuned = [rows[mode.name] for mode in modes if mode.tuned]
+        peers = [rows[mode.name] for mode in modes if mode.is_peer]
         for mode in modes:
             row = rows[mode.name]
-            found.append(compare(row, tuned, rounds, rate) if mode.compiled and tuned else row)
+            found.append(compare(row, peers, rounds, rate) if mode.is_ours and peers else row)
     return found
 
 
@@ -84,14 +84,14 @@ def make_row(
     )
 
 
-def compare(row: Row, tuned: Sequence[Row], rounds: Rounds, rate: int) -> Row:
-    """With the fastest of `tuned` whose peak is within the row's budget (without one, its peak).
+def compare(row: Row, peers: Sequence[Row], rounds: Rounds, rate: int) -> Row:
+    """With the fastest of `peers` whose peak is within the row's budget (without one, its peak).
 
     If none is, with the one whose peak is lowest.
     """
     limit = row.budget_bytes or row.peak_bytes
-    lowest = min(tuned, key=lambda t: t.peak_bytes)
-    fitting = [t for t in tuned if t.peak_bytes <= limit] or [lowest]
+    lowest = min(peers, key=lambda t: t.peak_bytes)
+    fitting = [t for t in peers if t.peak_bytes <= limit] or [lowest]
     best = min(fitting, key=lambda t: t.step_us)
     ratios = [
         step_median(r[best.mode].rates[rate], "step_us")
@@ -152,6 +152,6 @@ def amount(value: float, unit: float) -> str:
 FOOTER = (
     "exposed: compute waits; busy: the rest of the step; lanes: sum of the collectives' times;\n"
     "plan: predicted step (without optimizer) and peak; link: bytes that a rank sends, MB;\n"
-    "gathered: parameters at peak; peak: all tensors, MB. speed-up: over the fastest tuned FSDP2\n"
+    "gathered: parameters at peak; peak: all tensors, MB. speed-up: over the fastest tuned peer\n"
     "within the budget; median of paired ratios [order statistics, sign-based, {coverage:.1f} %]."
 )

@@ -37,6 +37,7 @@ ATEN, INDUCTOR = ("compute", "aten"), ("compute", "inductor")
 WAYS = (
     Way("single", "one process"),
     Way("inductor", "one process, Inductor", compiler="inductor"),
+    Way("graphshard_single", "one process, graphshard", "", "graphshard", (INDUCTOR,)),
     Way("fsdp2", "FSDP2", "fsdp2"),
     Way("fsdp2_blocks", "FSDP2, blocks by Inductor", "fsdp2", "blocks"),
     Way("simple_fsdp", "SimpleFSDP, Inductor", "simple_fsdp", "inductor"),

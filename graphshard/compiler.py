@@ -161,8 +161,9 @@ class GraphCompiler:
             self._options,
             self._lowering.artifacts,
         )
+        exact_sums = self._options.compute != "inductor"  # the same on all ranks
         for direction, call in self._code(self.running).items():
-            self._bodies[direction] = Body(call)
+            self._bodies[direction] = Body(call, exact_sums)
         self._adopt(program, plan, problem)
         if after is not None and spare is not None:
             assert self.running is not None

@@ -27,7 +27,7 @@ def order_of(groups: Sequence[LiveGroup], options: Options, ballots: Sequence[Ba
     if ballots:
         machine = pickle.loads(bytes.fromhex(lead_costs(ballots, _text(machine))))
     fused = options.compute == "inductor"
-    return Order(settings_of(fsdp), machine, freedom_of(options), fused)
+    return Order(settings_of(fsdp, exact_sums=not fused), machine, freedom_of(options), fused)
 
 
 def _text(machine: Machine) -> str:

@@ -143,7 +143,11 @@ def plan_with_costs(
     recomputation, if the program has some: what FSDP2 would run.
     """
     groups = tuple(
-        replace(info, resharded_by=reshard if group.reshard is None else Reshard.FSDP2)
+        replace(
+            info,
+            resharded_by=reshard if group.reshard is None else Reshard.FSDP2,
+            gathers_in_place=all(part.gather.in_place for part in group.parts),
+        )
         for info, group in zip(program.groups, problem.groups, strict=True)
     )
     if problem.near:  # quicker made than stored

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -38,7 +38,8 @@ from graphshard.step_plan import Direction, GroupInfo, ParamInfo, Reshard
 
 # A long stretch of compute is cut into so many regions, so that a gather can start inside it.
 CUTS = 8
-# A group that is larger than this many typical ones may travel in several parts, at most MAX_PARTS.
+# A group that is larger than this many typical ones may travel in several parts, at most MAX_PARTS;
+# so may the root.
 HUGE = 4
 MAX_PARTS = 8
 
@@ -67,9 +68,13 @@ def price(
     basis: Basis, settings: Sequence[GroupSettings], machine: Machine, freedom: Freedom
 ) -> Problem:
     """The problem that `basis` poses on `machine`. Raises PlanError if it contradicts itself."""
+    in_place = machine.network.in_place
+    settings = [
+        replace(own, in_place=in_place) if own.in_place is None else own for own in settings
+    ]
     lanes = _lanes(basis.groups, settings, machine)
-    huge = _huge(basis.groups) if freedom.regroup else frozenset()
-    stages = {direction: _stage(sketch, huge) for direction, sketch in basis.sketches.items()}
+    splittable = _splittable(basis.groups, settings) if freedom.regroup else frozenset()
+    stages = {direction: _stage(sketch, splittable) for direction, sketch in basis.sketches.items()}
     groups = tuple(
         _group(
             info,
@@ -78,7 +83,7 @@ def price(
             lanes,
             machine,
             freedom.reshard,
-            splits=info.id in huge,
+            splits=info.id in splittable,
         )
         for info in basis.groups
     )
@@ -115,9 +120,9 @@ class _Stage:
         return bisect_right(self.starts[:-1], op) - 1
 
 
-def _stage(sketch: Sketch, huge: Container[int]) -> _Stage:
+def _stage(sketch: Sketch, splittable: Container[int]) -> _Stage:
     ends = sketch.ends_us
-    starts = _starts(sketch.outline, ends, huge)
+    starts = _starts(sketch.outline, ends, splittable)
     regions = tuple(
         Region(
             us=ends[stop] - ends[start],
@@ -129,7 +134,7 @@ def _stage(sketch: Sketch, huge: Container[int]) -> _Stage:
     return _Stage(sketch.outline, starts, regions)
 
 
-def _starts(outline: Outline, ends: Sequence[float], huge: Container[int]) -> tuple[int, ...]:
+def _starts(outline: Outline, ends: Sequence[float], splittable: Container[int]) -> tuple[int, ...]:
     """Where regions start: where a group is needed, released or reduced, and inside long ones.
 
     Where a group may be split, also where each of its parameters is needed. Compiled code is cut
@@ -137,7 +142,7 @@ def _starts(outline: Outline, ends: Sequence[float], huge: Container[int]) -> tu
     """
     if outline.regions:
         return outline.regions
-    needed = {u.first for u in outline.params if u.group in huge}
+    needed = {u.first for u in outline.params if u.group in splittable}
     cuts = sorted({*outline.cuts, *needed})
     longest_us = ends[-1] / (CUTS * max(1, len(outline.uses)))
     found = []
@@ -152,10 +157,15 @@ def _starts(outline: Outline, ends: Sequence[float], huge: Container[int]) -> tu
 # -- groups --------------------------------------------------------------------------------------
 
 
-def _huge(groups: Sequence[GroupInfo]) -> frozenset[int]:
-    """Groups that are worth splitting."""
+def _splittable(groups: Sequence[GroupInfo], settings: Sequence[GroupSettings]) -> frozenset[int]:
+    """Groups that may travel in parts: large ones, and roots, whose first parameters (an embedding)
+    and last ones (a head) are needed at the two ends of a step."""
     typical = median([g.gathered_bytes for g in groups])
-    return frozenset(g.id for g in groups if g.gathered_bytes > HUGE * typical)
+    return frozenset(
+        g.id
+        for g in groups
+        if g.gathered_bytes > HUGE * typical or (settings[g.id].is_root and len(g.params) > 1)
+    )
 
 
 def _group(
@@ -211,6 +221,7 @@ def _part(
         us=float(collective_us(machine, Collective.ALL_GATHER, ranks, info.gathered_bytes)),
         pack_us=float(copy_us(machine.processor, info.gathered_bytes / own.ranks)),
         unpack_us=float(copy_us(machine.processor, info.gathered_bytes)),
+        in_place=own.gathers_in_place,
     )
     whole = len(params) == len(info.params)
     uses = {d: _use(stage, info.id, () if whole else params) for d, stage in stages.items()}
@@ -232,7 +243,7 @@ def _share(whole: Transfer, launch_us: float, part_bytes: int, whole_bytes: int)
     share = part_bytes / max(1, whole_bytes)
     launch_us = min(whole.us, launch_us)
     us = launch_us + (whole.us - launch_us) * share
-    return Transfer(us, whole.pack_us * share, whole.unpack_us * share)
+    return Transfer(us, whole.pack_us * share, whole.unpack_us * share, whole.in_place)
 
 
 def _use(stage: _Stage, group: int, params: tuple[int, ...]) -> Use | None:
@@ -271,6 +282,7 @@ def _gradient(
         us=float(collective_us(machine, Collective.REDUCE_SCATTER, ranks, whole_bytes)),
         pack_us=float(copy_us(machine.processor, whole_bytes)),
         unpack_us=float(copy_us(machine.processor, whole_bytes / own.ranks)),
+        in_place=own.reduces_in_place,
     )
     return Gradient(
         first=stage.region_of(min(first)),

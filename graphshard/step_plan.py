@@ -65,6 +65,7 @@ class GroupInfo:
     resharded_by: who says whether it stays gathered until backward. between_micro_steps: it stays
     gathered after backward too, as long as gradients are not synchronised.
     reduce_dtype, reduce_bytes: of the gradients on the wire, all trainable parameters together.
+    gathers_in_place: straight into the parameters' memory, without a bucket.
     """
 
     id: int
@@ -75,6 +76,7 @@ class GroupInfo:
     gathered_bytes: int
     resharded_by: Reshard = Reshard.FSDP2
     between_micro_steps: bool = False
+    gathers_in_place: bool = False
     reduce_dtype: str = ""
     reduce_bytes: int = 0
 
@@ -277,8 +279,8 @@ def gathered_bytes_by_step(plan: Plan) -> list[int]:
 
     What a gather carries counts from its issue to its group's release. At its wait the bucket and
     the parameters copied out of it are alive together, so that step counts it twice (unless it was
-    kept or has one rank only). Where groups stay gathered between micro-steps, a step shows the
-    larger of what it has in the first micro-step and in a later one.
+    kept, is in place, or has one rank only). Where groups stay gathered between micro-steps, a step
+    shows the larger of what it has in the first micro-step and in a later one.
     """
     stays = {g.id: g.gathered_bytes for g in plan.groups if g.between_micro_steps}
     first = _alive_bytes(plan, {})
@@ -296,12 +298,16 @@ def _alive_bytes(plan: Plan, stays: dict[int, int]) -> list[int]:
             carried = _carried_bytes(group, step)
             if step.kind is StepKind.GATHER_ISSUE:
                 held[group.id] = carried + (0 if step.kept else held.get(group.id, 0))
-            elif step.kind is StepKind.GATHER_WAIT and not step.kept and group.world_size > 1:
+            elif step.kind is StepKind.GATHER_WAIT and not step.kept and _has_bucket(group):
                 bucket += carried
         alive.append(sum(held.values()) + bucket)
         if step.kind is StepKind.RELEASE and not step.kept and (group_id := step.group) is not None:
             held[group_id] = stays.get(group_id, 0)
     return alive
+
+
+def _has_bucket(group: GroupInfo) -> bool:
+    return group.world_size > 1 and not group.gathers_in_place
 
 
 def _carried_bytes(group: GroupInfo, step: Step) -> int:

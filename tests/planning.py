@@ -104,6 +104,19 @@ def random_problem(
     )
 
 
+def in_place(problem):
+    """The same problem where no collective needs copies."""
+
+    def part(one):
+        gradient = one.gradient
+        if gradient is not None:
+            gradient = replace(gradient, reduce=replace(gradient.reduce, in_place=True))
+        return replace(one, gather=replace(one.gather, in_place=True), gradient=gradient)
+
+    groups = (replace(g, parts=tuple(map(part, g.parts))) for g in problem.groups)
+    return replace(problem, groups=tuple(groups))
+
+
 def _option(r, index, num_forward, weight):
     after = r.randrange(num_forward - 1)
     saved = r.randint(1, weight + 1)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import layers, random_problem
+from planning import in_place, layers, random_problem
 
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.plan_step import fsdp2, plan_step
@@ -47,9 +47,10 @@ def test_what_the_user_set_is_binding(reshard):
 
 
 @settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 10_000), share=st.floats(0.7, 2.0))
-def test_the_budget_holds_and_fsdp2_is_not_faster(seed, share):
+@given(seed=st.integers(0, 10_000), share=st.floats(0.7, 2.0), copies=st.booleans())
+def test_the_budget_holds_and_fsdp2_is_not_faster(seed, share, copies):
     problem = random_problem(seed, regroup=False)
+    problem = problem if copies else in_place(problem)
     own = fsdp2(problem)
     budget = int(own.peak_bytes * share)
     try:
@@ -60,6 +61,31 @@ def test_the_budget_holds_and_fsdp2_is_not_faster(seed, share):
     assert estimate.peak_bytes <= budget
     if own.peak_bytes <= budget:
         assert estimate.step_time_us <= own.us
+
+
+def with_copy_times(problem):
+    def part(one):
+        slow = replace(one.gather, pack_us=7.0, unpack_us=30.0)
+        reduce = replace(one.gradient.reduce, pack_us=20.0)
+        return replace(one, gather=slow, gradient=replace(one.gradient, reduce=reduce))
+
+    groups = (replace(g, parts=tuple(map(part, g.parts))) for g in problem.groups)
+    return replace(problem, groups=tuple(groups))
+
+
+def test_collectives_in_place_save_copies_and_buckets():
+    problem = with_copy_times(layers(6, gather_us=10.0))
+    before, after = plan_step(problem), plan_step(in_place(problem))
+    assert after.estimate.fsdp2 == before.estimate.fsdp2  # which makes the copies
+    assert after.estimate.budget_bytes == before.estimate.budget_bytes
+    saved_us = before.estimate.step_time_us - after.estimate.step_time_us
+    assert saved_us >= 6 * (37.0 + 20.0)  # and what is gathered again in backward
+    (gain,) = [r for r in after.reasons if r.what == "gain" and "in place" in r.text]
+    assert gain.gain_us > 0
+    assert gain.gain_bytes >= 0
+    gains = [r for r in after.reasons if r.what == "gain"]
+    estimate = after.estimate
+    assert sum(r.gain_us for r in gains) == estimate.fsdp2.step_time_us - estimate.step_time_us
 
 
 def test_every_step_of_the_problem_is_in_the_schedules():

@@ -61,13 +61,15 @@ class Network:
     """Links of one rank: `intra` inside the node, `inter` its share of the node's adapters.
 
     protocols: the fastest one runs. traffic: bytes that a kind really moves over the ring's bytes,
-    where a library does not use a ring (1 where a kind is missing).
+    where a library does not use a ring (1 where a kind is missing). in_place: one collective may
+    go from and to many tensors where they are, so that nothing has to be packed.
     """
 
     intra_bytes_per_us: Quantity
     inter_bytes_per_us: Quantity
     protocols: tuple[Protocol, ...]
     traffic: tuple[tuple[Collective, float], ...] = ()
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)

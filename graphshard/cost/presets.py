@@ -130,4 +130,5 @@ def _network(device: dict[str, Any], network: dict[str, Any], library: dict[str,
             for protocol in library["protocol"]
         ),
         traffic=tuple((Collective(k), _number(v)) for k, v in library.get("traffic", {}).items()),
+        in_place=library["in_place"]["value"],
     )

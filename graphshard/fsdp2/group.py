@@ -33,6 +33,11 @@ def fsdp_groups(state: FSDPState) -> list[FsdpGroup]:
     return [FsdpGroup(g, state) for g in groups]
 
 
+# Backends that copy many tensors of one collective into one of their own, so that nothing is gained
+# by handing them over where they are. Others are asked, and may say that they cannot.
+COPYING_BACKENDS = ("gloo", "mpi", "ucc")
+
+
 @dataclass(frozen=True, slots=True)
 class ReducePolicy:
     """How one group reduces now. Factors and ops are FSDP2's own."""
@@ -45,15 +50,21 @@ class ReducePolicy:
 
 
 class FsdpGroup:
-    """A live view of one FSDPParamGroup. has_dtensors: of parameters before `fully_shard`."""
+    """A live view of one FSDPParamGroup.
 
-    __slots__ = ("has_dtensors", "params", "raw", "state")
+    has_dtensors: of parameters before `fully_shard`. sends_in_place: one collective of the backend
+    takes many tensors from where they are, until it says that it cannot.
+    """
+
+    __slots__ = ("has_dtensors", "params", "raw", "sends_in_place", "state")
 
     def __init__(self, raw: Any, state: FSDPState) -> None:
         self.raw = raw
         self.state = state
         self.params = tuple(FsdpParam(p) for p in raw.fsdp_params)
         self.has_dtensors = any(p.is_dtensor for p in raw.fsdp_params)
+        backend = _backend_name(self.gather_process_group, self.device)
+        self.sends_in_place = backend is not None and backend not in COPYING_BACKENDS
 
     @property
     def fqn(self) -> str:
@@ -185,6 +196,16 @@ class FsdpGroup:
         return isinstance(self.gather_comm_kind, type) and self.post_forward_process_group is None
 
     @property
+    def gathers_in_place(self) -> bool:
+        """An all-gather may go from and to where the parameters are."""
+        return self.sends_in_place and self.gathers_plainly
+
+    @property
+    def reduces_plainly(self) -> bool:
+        """FSDP2's own reduce-scatter."""
+        return type(self.reduce_comm) is _fsdp_collectives.DefaultReduceScatter
+
+    @property
     def reduce_comm(self) -> Any:
         """FSDP2's ReduceScatter: its own, or one set by `set_custom_reduce_scatter`."""
         return self.raw._reduce_scatter_comm
@@ -295,6 +316,16 @@ class FsdpGroup:
     def unsupported(self) -> str | None:
         """Why this group has to run through eager FSDP2, or None. Checked in FSDP2's terms."""
         return next(_unsupported(self), None)
+
+
+def _backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """None where there is none: on one rank, and where the group itself is made in Python."""
+    if group is None or group.size() == 1:
+        return None
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:
+        return None
 
 
 def _unsupported(group: FsdpGroup) -> Iterator[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from graphshard.fsdp2.group import FsdpGroup
+from graphshard.fsdp2.param import FsdpParam
 from graphshard.fsdp2.state import is_root
 from graphshard.step_plan import Direction
 
@@ -25,6 +26,9 @@ class GroupSettings:
     it is sharded, at most `ranks_per_node` of them on one node. gather_lane, reduce_lane: names of
     process groups, the same on all ranks. reduce_item_bytes: of one element of a gradient on the
     wire. regroups: its gathers may be merged and split. Prefetch lists: places of groups.
+    in_place: the backend sends many tensors from where they are; None: whatever the machine's does.
+    reduces_plainly: FSDP2's own reduce-scatter takes each gradient as it comes, without a cast.
+    exact_sums: its sums have to be those of FSDP2, to the last bit.
     """
 
     reshard: bool | None
@@ -38,12 +42,25 @@ class GroupSettings:
     reduce_item_bytes: int
     kept_after_backward: bool = False
     regroups: bool = True
+    in_place: bool | None = False
+    reduces_plainly: bool = False
+    exact_sums: bool = True
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
 
+    @property
+    def gathers_in_place(self) -> bool:
+        return bool(self.in_place) and self.regroups and self.ranks > 1
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """More than two numbers are added in an order that depends on their place in a buffer."""
+        movable = self.ranks == 2 or (self.ranks > 2 and not self.exact_sums)
+        return bool(self.in_place) and self.reduces_plainly and movable
+
 
 def settings_of(
-    groups: Sequence[FsdpGroup], ranks_per_node: int | None = None
+    groups: Sequence[FsdpGroup], ranks_per_node: int | None = None, *, exact_sums: bool = True
 ) -> tuple[GroupSettings, ...]:
     """Settings of the groups of one graph, in their order.
 
@@ -75,11 +92,19 @@ def settings_of(
             reduce_item_bytes=max(p.reduce_item_bytes for p in group.params),
             kept_after_backward=not group.reshard_after_backward,
             regroups=group.gathers_plainly,
+            in_place=group.sends_in_place,
+            reduces_plainly=group.reduces_plainly and not any(map(_is_packed, group.params)),
+            exact_sums=exact_sums,
             forward_prefetch=listed(group, Direction.FORWARD),
             backward_prefetch=listed(group, Direction.BACKWARD),
         )
         for group in groups
     )
+
+
+def _is_packed(param: FsdpParam) -> bool:
+    """Its gradient is copied before it is reduced, wherever it goes."""
+    return param.shard_dim != 0 or param.reduce_dtype != param.dtype
 
 
 def _shard_bytes(group: FsdpGroup, *, trainable: bool) -> int:

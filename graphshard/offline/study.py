@@ -125,7 +125,8 @@ class Study:
 
     def _answer(self, point: Point) -> Answer:
         world = self._worlds[point.world_size, point.ranks_per_node]
-        order = Order(world.settings, point.machine, point.freedom, point.fused)
+        settings = tuple(replace(s, exact_sums=not point.fused) for s in world.settings)
+        order = Order(settings, point.machine, point.freedom, point.fused)
         try:
             if self._repeats:
                 basis = replace(self._basis(point), groups=world.infos)

@@ -161,7 +161,9 @@ def world_of(fake: Fake, names: Sequence[str], ranks_per_node: int) -> World:
         raise OfflineError("GS904", f"{missing[0]} is no group on every number of ranks")
     own = [groups[name] for name in names]
     infos = tuple(describe(place, group) for place, group in enumerate(own))
-    return World(infos, settings_of(own, ranks_per_node))
+    settings = settings_of(own, ranks_per_node)
+    # The pretended backend sends nothing at all: the machine's counts.
+    return World(infos, tuple(replace(one, in_place=None) for one in settings))
 
 
 def varying(every: Sequence[Shapes]) -> tuple[Place, ...]:

@@ -73,8 +73,8 @@ def _gathers(problem: Problem, direction: Direction, turn: Turn) -> Iterator[Nee
             own, transfer = use_of(part, direction) or use, gather_of(part, direction)
             lane = group.lane_in(direction)
             us = transfer.us if group.world_size > 1 else 0.0
-            unpack_us = transfer.unpack_us if group.world_size > 1 else 0.0
-            yield Need(lane, group.id, us, transfer.pack_us, unpack_us, -1, own.first)
+            unpack_us = transfer.after_us if group.world_size > 1 else 0.0
+            yield Need(lane, group.id, us, transfer.before_us, unpack_us, -1, own.first)
 
 
 def _may_be_there(problem: Problem, group: Group, direction: Direction, turn: Turn) -> bool:
@@ -91,7 +91,7 @@ def _reductions(problem: Problem) -> Iterator[Need]:
             copies, us = grad.reduce, grad.reduce.us if group.world_size > 1 else 0.0
             end = len(problem.backward)
             yield Need(
-                group.reduce_lane, group.id, us, copies.pack_us, copies.unpack_us, grad.ready, end
+                group.reduce_lane, group.id, us, copies.before_us, copies.after_us, grad.ready, end
             )
 
 

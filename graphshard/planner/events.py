@@ -3,7 +3,9 @@
 An `Event` is what `simulate.play` runs. The memory rules are those of `graphshard.runtime`: a
 gather allocates its bucket when it is issued; its wait allocates the parameters and then frees
 the bucket; a reduction allocates its packed input and its output when it is issued and drops the
-unsharded gradients; its wait frees the input. One rank needs no bucket and no collective.
+unsharded gradients; its wait frees the input. In place, a gather allocates the parameters when it
+is issued, and a reduction keeps the gradients until its wait. One rank needs no bucket and no
+collective.
 """
 
 from __future__ import annotations
@@ -167,10 +169,11 @@ def gather_events(
         return Event(steps[0]), Event(steps[1])
     transfers = [gather_of(part, direction) for _, part in parts]
     params = tuple(Claim(Category.UNSHARDED_PARAM, p.gathered_bytes, g.id) for g, p in parts)
-    pack_us = sum(t.pack_us for t in transfers)
+    pack_us = sum(t.before_us for t in transfers)
     if first.world_size == 1:
         return Event(steps[0], us=pack_us, takes=params), Event(steps[1])
     lane = first.lane_in(direction)
+    in_place = all(t.in_place for t in transfers)
     flight = tuple(Claim(Category.ALL_GATHER, c.bytes, c.group) for c in params)
     issue = Event(
         steps[0],
@@ -178,10 +181,12 @@ def gather_events(
         lane=lane,
         comm_us=transfer_us([t.us for t in transfers], problem.lanes[lane].launch_us),
         job=_job(problem, bucket, 0),
-        takes=flight,
+        takes=params if in_place else flight,
         gives=_spread(problem, bucket) if direction is Direction.BACKWARD else (),
     )
-    unpack_us = sum(t.unpack_us for t in transfers)
+    unpack_us = sum(t.after_us for t in transfers)
+    if in_place:
+        return issue, Event(steps[1], us=unpack_us, job=issue.job)
     return issue, Event(steps[1], us=unpack_us, job=issue.job, takes=params, gives=flight)
 
 
@@ -226,8 +231,8 @@ def reduce_events(problem: Problem, bucket: Bucket, turn: Turn) -> tuple[Event, 
     packed = tuple(Claim(Category.REDUCE_SCATTER, g.input_bytes, n) for n, g in grads)
     reduced = tuple(Claim(Category.SHARDED_GRAD, g.output_bytes, n) for n, g in grads)
     adds = problem.has_gradients or (problem.sync_each and not turn.first)
-    pack_us = sum(g.reduce.pack_us for _, g in grads)
-    unpack_us = sum(g.reduce.unpack_us for _, g in grads)
+    pack_us = sum(g.reduce.before_us for _, g in grads)
+    unpack_us = sum(g.reduce.after_us for _, g in grads)
     dropped = reduced if adds else ()
     if first.world_size == 1:
         return (
@@ -237,6 +242,11 @@ def reduce_events(problem: Problem, bucket: Bucket, turn: Turn) -> tuple[Event, 
     lane = first.reduce_lane
     comm_us = transfer_us([g.reduce.us for _, g in grads], problem.lanes[lane].launch_us)
     job = _job(problem, bucket, 1)
+    if all(g.reduce.in_place for _, g in grads):
+        return (
+            Event(issue, pack_us, lane, comm_us, job, takes=reduced),
+            Event(wait, unpack_us, job=job, gives=fresh + dropped),
+        )
     return (
         Event(issue, pack_us, lane, comm_us, job, takes=packed + reduced, gives=fresh),
         Event(wait, unpack_us, job=job, gives=packed + dropped),

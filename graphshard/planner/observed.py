@@ -7,7 +7,7 @@ its kind.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 from graphshard.measured import Measured, Stretch
@@ -84,15 +84,24 @@ def _part(group: Group, place: int, part: Part, seen: Seen) -> Part:
 def _as_usual(transfer: Transfer, kind: StepKind, seen: Seen) -> Transfer:
     """`transfer`, off by as much as the median of its kind."""
     alike = [
-        (astuple(before), astuple(after))
-        for key, (before, after) in seen.items()
-        if key.kind is kind
+        (_times(before), _times(after)) for key, (before, after) in seen.items() if key.kind is kind
     ]
     factors = [
         median([after[i] / before[i] for before, after in alike if before[i] > 0] or [1.0])
         for i in range(3)
     ]
-    return Transfer(*(t * f for t, f in zip(astuple(transfer), factors, strict=True)))
+    return _with_times(transfer, *(t * f for t, f in zip(_times(transfer), factors, strict=True)))
+
+
+def _times(transfer: Transfer) -> tuple[float, float, float]:
+    return transfer.us, transfer.before_us, transfer.after_us
+
+
+def _with_times(transfer: Transfer, us: float, before_us: float, after_us: float) -> Transfer:
+    """What is in place makes no copies, so nothing is learnt of what these cost FSDP2."""
+    if transfer.in_place:
+        return replace(transfer, us=us)
+    return Transfer(us, before_us, after_us)
 
 
 def _seen(
@@ -111,11 +120,11 @@ def _seen(
         own = [predicted for _, predicted in rows]
         columns = (
             _shares(comm_us, [t.us for t in own]),
-            _shares(stretch.us, [t.pack_us for t in own]),
-            _shares(unpack_us, [t.unpack_us for t in own]),
+            _shares(stretch.us, [t.before_us for t in own]),
+            _shares(unpack_us, [t.after_us for t in own]),
         )
         for (key, predicted), *times in zip(rows, *columns, strict=True):
-            yield key, (predicted, Transfer(*times))
+            yield key, (predicted, _with_times(predicted, *times))
 
 
 def travelling(

@@ -1,7 +1,8 @@
 """The planner: a problem in, the schedule of each direction out.
 
-The budget is the problem's own or, without one, the peak of FSDP2's own schedule; it holds in the
-simulation. What is not faster than FSDP2's schedule is replaced by it.
+The budget is the problem's own or, without one, the peak of FSDP2's own schedule, with the copies
+that FSDP2 makes; it holds in the simulation. What is not faster than FSDP2's schedule is replaced
+by it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from graphshard.planner.compare import Place, forecasts, placed_as, schedules, s
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
 from graphshard.planner.infeasible import why_infeasible
 from graphshard.planner.kit import Kit
-from graphshard.planner.problem import Problem, checked
+from graphshard.planner.problem import Problem, checked, with_copies
 from graphshard.planner.reasons import reasons_of
 from graphshard.planner.score import Bench, Candidate
 from graphshard.planner.search import search
@@ -49,20 +50,22 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     """
     kit = Kit(checked(problem))
     own = placed_as(kit, fsdp2_choices(kit.problem))
-    budget = own.peak_bytes if problem.budget_bytes is None else problem.budget_bytes
+    copies = Kit(with_copies(kit.problem))
+    copied = placed_as(copies, fsdp2_choices(copies.problem))
+    budget = copied.peak_bytes if problem.budget_bytes is None else problem.budget_bytes
     bound = lower_bound_us(kit.problem)
     bench = Bench(kit, budget, enough_us=bound * (1 + problem.near) if problem.near else 0.0)
     best = _chosen(bench, own)
     if best is None:
-        raise InfeasibleBudget("GS601", why_infeasible(kit.problem, budget, own.peak_bytes))
-    other, eager = kit, own
+        raise InfeasibleBudget("GS601", why_infeasible(kit.problem, budget, copied.peak_bytes))
+    other, eager = copies, copied
     if baseline is not None:
-        other = Kit(checked(baseline))
+        other = Kit(with_copies(checked(baseline)))
         eager = placed_as(other, fsdp2_choices(other.problem))
     theirs = simulated(other, eager)
     ours = simulated(kit, best)
     estimate = Estimate(_figures(ours), _figures(theirs), budget, bound)
-    reasons = reasons_of(bench, own, best, ours, theirs)
+    reasons = reasons_of(bench, copied, own, best, ours, theirs)
     choices = best.choices
     return Planned(
         schedules=schedules(kit, best),
@@ -77,7 +80,7 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
 
 def fsdp2(problem: Problem, place: Place = fsdp2_placement) -> Candidate:
     """FSDP2's own choices and positions, whether they fit or not. place: its positions."""
-    kit = Kit(checked(problem))
+    kit = Kit(with_copies(checked(problem)))
     return placed_as(kit, fsdp2_choices(kit.problem), place)
 
 

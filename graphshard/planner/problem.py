@@ -56,11 +56,25 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One collective: `us` on its lane, launch included; copies before and after on compute."""
+    """One collective: `us` on its lane, launch included; copies before and after on compute.
+
+    in_place: it goes from and to where its tensors are, and only FSDP2 makes the copies.
+    """
 
     us: float
     pack_us: float = 0.0
     unpack_us: float = 0.0
+    in_place: bool = False
+
+    @property
+    def before_us(self) -> float:
+        """On compute, before it is sent."""
+        return 0.0 if self.in_place else self.pack_us
+
+    @property
+    def after_us(self) -> float:
+        """On compute, when it has arrived."""
+        return 0.0 if self.in_place else self.unpack_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +277,30 @@ def _exact_part(part: Part) -> Part:
 
 
 def _exact_transfer(transfer: Transfer) -> Transfer:
-    times = (transfer.us, transfer.pack_us, transfer.unpack_us)
-    return Transfer(*map(exact_us, times))
+    return replace(
+        transfer,
+        us=exact_us(transfer.us),
+        pack_us=exact_us(transfer.pack_us),
+        unpack_us=exact_us(transfer.unpack_us),
+    )
+
+
+def with_copies(problem: Problem) -> Problem:
+    """`problem` as FSDP2 runs it: no transfer is in place."""
+    return replace(
+        problem,
+        groups=tuple(replace(g, parts=tuple(map(_copied, g.parts))) for g in problem.groups),
+    )
+
+
+def _copied(part: Part) -> Part:
+    gradient, regather = part.gradient, part.regather
+    if gradient is not None:
+        gradient = replace(gradient, reduce=replace(gradient.reduce, in_place=False))
+    if regather is not None:
+        regather = replace(regather, in_place=False)
+    gather = replace(part.gather, in_place=False)
+    return replace(part, gather=gather, regather=regather, gradient=gradient)
 
 
 def _faults(problem: Problem) -> Iterator[str]:

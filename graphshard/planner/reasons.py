@@ -24,20 +24,31 @@ from graphshard.step_plan import Direction, Reason
 
 
 def reasons_of(
-    bench: Bench, own: Candidate, best: Candidate, ours: Simulation, fsdp2: Simulation
+    bench: Bench,
+    copied: Candidate,
+    own: Candidate,
+    best: Candidate,
+    ours: Simulation,
+    fsdp2: Simulation,
 ) -> Iterator[Reason]:
-    """fsdp2: FSDP2's predicted step; the gains add up to what `best` saves of it."""
+    """fsdp2: FSDP2's predicted step; the gains add up to what `best` saves of it.
+
+    copied, own: FSDP2's choices on this graph, with the copies that FSDP2 makes and without those
+    that collectives in place need not make.
+    """
     kit = bench.kit
-    yield from _gains(bench, own, best, fsdp2)
+    yield from _gains(bench, copied, own, best, fsdp2)
     yield from _keeps(kit, own.choices, best.choices)
     yield from _cuts(kit, best.choices)
     yield from _recomputed(kit, best.choices)
     yield from why_not_earlier(bench, best, ours)
 
 
-def _gains(bench: Bench, own: Candidate, best: Candidate, fsdp2: Simulation) -> Iterator[Reason]:
+def _gains(
+    bench: Bench, copied: Candidate, own: Candidate, best: Candidate, fsdp2: Simulation
+) -> Iterator[Reason]:
     before_us, before_bytes = fsdp2.step_us, fsdp2.peak_bytes
-    for text, us, peak_bytes in _way(bench, own, best):
+    for text, us, peak_bytes in _way(bench, copied, own, best):
         if (us, peak_bytes) != (before_us, before_bytes):
             faster = "costs" if us > before_us else "saves"
             amount = f"{faster} {abs(before_us - us):,.3f} us of {before_us:,.3f}"
@@ -46,11 +57,14 @@ def _gains(bench: Bench, own: Candidate, best: Candidate, fsdp2: Simulation) -> 
         before_us, before_bytes = us, peak_bytes
 
 
-def _way(bench: Bench, own: Candidate, best: Candidate) -> Iterator[tuple[str, float, int]]:
+def _way(
+    bench: Bench, copied: Candidate, own: Candidate, best: Candidate
+) -> Iterator[tuple[str, float, int]]:
     """From FSDP2's candidate to the chosen one: each kind of decision with the step and the peak
     after it."""
     kit, chosen = bench.kit, best.choices
-    yield "activations that this graph computes again", own.us, own.peak_bytes
+    yield "activations that this graph computes again", copied.us, copied.peak_bytes
+    yield "collectives in place, without copies", own.us, own.peak_bytes
     if own == best:
         return
     for text, now in _choices(own.choices, chosen):

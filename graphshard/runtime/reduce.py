@@ -1,7 +1,8 @@
 """Reduce-scatter of one group's gradients: issue, wait, hand over to `.grad`.
 
 Packing order, reduction dtype, divide factors and the order of casts are FSDP2's, so that the
-result is bitwise the same.
+result is bitwise the same. Where it need not be, or where two numbers are added, which is the same
+in any place, a backend that can takes each gradient from where it is, and nothing is packed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from graphshard.fsdp2.layouts import copy_of
 from graphshard.fsdp2.param import add_sharded_grads, grad_dtypes
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
-from graphshard.runtime.waiting import finish
+from graphshard.runtime.waiting import finish, trying_in_place
 from graphshard.schedule import StepKind
 
 
@@ -28,12 +29,13 @@ from graphshard.schedule import StepKind
 class Packing:
     """Where the gradients of `params` lie in what one rank receives; made once for each case.
 
-    places: size, stride and offset of each, without padding. numel: of all, with padding.
-    crosswise: positions of those that are not sharded on dim 0.
+    places: size, stride and offset of each, without padding. columns: elements of each, with
+    padding; numel: of all. crosswise: positions of those that are not sharded on dim 0.
     """
 
     params: tuple[FsdpParam, ...]
     places: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    columns: tuple[int, ...]
     numel: int
     crosswise: tuple[int, ...]
 
@@ -42,25 +44,33 @@ def packing_of(live: LiveGroup, indices: tuple[int, ...]) -> Packing:
     known = live.packings.get(indices)
     if known is None:
         params = tuple(live.fsdp.params[i] for i in indices)
-        ends = list(accumulate((p.padded_numel for p in params), initial=0))
+        columns = tuple(p.padded_numel for p in params)
+        ends = list(accumulate(columns, initial=0))
         rows = zip(params, ends, strict=False)
         places = tuple((p.local_size, p.local_stride, offset) for p, offset in rows)
         crosswise = tuple(at for at, p in enumerate(params) if p.shard_dim)
-        known = live.packings[indices] = Packing(params, places, ends[-1], crosswise)
+        known = live.packings[indices] = Packing(params, places, columns, ends[-1], crosswise)
     return known
 
 
 class Reduction:
     """One reduce-scatter, from issue until the sharded gradients are assigned."""
 
-    __slots__ = ("_input", "_live", "_output", "_packing", "_policy", "work")
+    __slots__ = ("_exact_sums", "_input", "_live", "_output", "_packing", "_policy", "work")
 
-    def __init__(self, live: LiveGroup, grads: Mapping[int, Tensor]) -> None:
-        """grads: parameter index -> unsharded gradient; may be empty (nothing to reduce)."""
+    def __init__(
+        self, live: LiveGroup, grads: Mapping[int, Tensor], *, exact_sums: bool = True
+    ) -> None:
+        """grads: parameter index -> unsharded gradient; may be empty (nothing to reduce).
+
+        exact_sums: FSDP2's to the last bit, for which their numbers have to stand where FSDP2 has
+        them.
+        """
         self._live = live
+        self._exact_sums = exact_sums
         self._packing = packing_of(live, tuple(grads))
         self.work: dist.Work | None = None
-        self._input: Tensor | None = None
+        self._input: Sequence[Tensor] = ()
         if not grads:
             return
         with step_range(StepKind.REDUCE_ISSUE, self._names):
@@ -73,15 +83,48 @@ class Reduction:
         fsdp, comm = self._live.fsdp, self._live.fsdp.reduce_comm
         world, packing = fsdp.world_size, self._packing
         self._policy = policy = fsdp.reduce_policy(packing.params, grads)
+        if world > 1:
+            self._live.counters.reduce_scatters += 1
+        if self._may_stay(grads):
+            with trying_in_place([self._live]):
+                self._issue_in_place(grads)
+                return
         packed = _pack(grads, packing, world, policy, comm)
         if world == 1:
             factor = fsdp.single_rank_divide_factor
             self._output = packed if factor is None else packed / factor
             return
         self._output = comm.allocate((packing.numel,), dtype=packed.dtype, device=packed.device)
-        self._input = packed
+        self._input = (packed,)
         self.work = reduce_scatter(self._output, packed, policy, fsdp.reduce_process_group, comm)
-        self._live.counters.reduce_scatters += 1
+
+    def _may_stay(self, grads: list[Tensor]) -> bool:
+        """The reduction may take each gradient from where it is."""
+        fsdp, policy = self._live.fsdp, self._policy
+        movable = fsdp.world_size == 2 or (fsdp.world_size > 2 and not self._exact_sums)
+        return (
+            movable
+            and fsdp.sends_in_place
+            and fsdp.reduces_plainly
+            and policy.predivide in (None, 1)
+            and not self._packing.crosswise
+            and all(grad.dtype == policy.reduce_dtype for grad in grads)
+        )
+
+    def _issue_in_place(self, grads: list[Tensor]) -> None:
+        packing, group = self._packing, self._live.fsdp.reduce_process_group
+        assert group is not None
+        world, first = group.size(), grads[0]
+        inputs = [
+            _padded(grad, columns, world)
+            for grad, columns in zip(grads, packing.columns, strict=True)
+        ]
+        output = torch.empty(packing.numel, dtype=first.dtype, device=first.device)
+        outputs = list(output.split_with_sizes(packing.columns))
+        options = dist.ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = self._policy.scatter_op, True
+        self.work = group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+        self._input, self._output = inputs, output
 
     def wait(self) -> None:
         """Wait, then set or add to each `.grad` and run its hooks, in registration order."""
@@ -123,14 +166,14 @@ class Reduction:
 
     @property
     def holds_input(self) -> bool:
-        return self._input is not None
+        return bool(self._input)
 
     def drain(self) -> None:
         """Wait for the collective, if any, and free its input; the result may be thrown away."""
         if self.work is not None:
             finish(self.work, self._live)
             self.work = None
-        self._input = None
+        self._input = ()
 
 
 def reduce_scatter(
@@ -161,6 +204,15 @@ def _pack(
     torch._chunk_cat(rows, dim=0, num_chunks=world, out=packed.view(world, -1))
     if policy.predivide not in (None, 1):
         packed.div_(policy.predivide)
+    return packed
+
+
+def _padded(grad: Tensor, columns: int, world: int) -> Tensor:
+    """`grad`, flat, as it is where it needs no padding; `columns` elements for each rank."""
+    if grad.numel() == world * columns and grad.is_contiguous():
+        return grad.view(-1)
+    packed = grad.new_empty(world * columns)
+    torch._chunk_cat([grad], dim=0, num_chunks=world, out=packed.view(world, -1))
     return packed
 
 

@@ -14,11 +14,12 @@ from graphshard.fsdp2 import gradients
 from graphshard.fsdp2.layouts import as_dtensor
 from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
 from graphshard.runtime.finish import finish_later
-from graphshard.runtime.gather import Bucket, Gather, issue, prefetch, take_prefetched
+from graphshard.runtime.gather import Gather, issue, prefetch, take_prefetched
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.ranges import direction_range
 from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_unreduced
 from graphshard.runtime.stopwatch import Stopwatch, stopwatch
+from graphshard.runtime.travel import Carrier
 from graphshard.step_plan import Direction
 
 
@@ -26,12 +27,13 @@ from graphshard.step_plan import Direction
 class Run:
     """Opens groups and remembers what is in flight, so that an exception leaves nothing behind.
 
-    defined: bit k is set when tangent k of this backward is not missing. stopwatch: takes the
-    times of this run, if the emitted code has marks.
+    defined: bit k is set when tangent k of this backward is not missing. exact_sums: of gradients,
+    FSDP2's to the last bit. stopwatch: takes the times of this run, if the emitted code has marks.
     """
 
     direction: Direction
     defined: int = ALL_DEFINED
+    exact_sums: bool = True
     stopwatch: Stopwatch | None = None
     _groups: list[LiveGroup] = field(default_factory=list)
     _gathered: set[LiveGroup] = field(default_factory=set)
@@ -96,7 +98,7 @@ class Run:
         if self.stopwatch is not None:
             self.stopwatch.mark(index)
 
-    def watch(self, issued: Sequence[Bucket | Reduction]) -> None:
+    def watch(self, issued: Sequence[Carrier | Reduction]) -> None:
         """Time the collectives that the stretch of now has issued."""
         if self.stopwatch is None:
             return
@@ -197,7 +199,7 @@ class OpenGroup:
             reducible = collect(live, arriving)
         finish_later(live)
         self._run.free_inputs(live.fsdp.reduce_input_cap)
-        reduction = Reduction(live, reducible)
+        reduction = Reduction(live, reducible, exact_sums=self._run.exact_sums)
         self._run.track(reduction)
         self._run.watch([reduction])
         return reduction
@@ -237,10 +239,11 @@ class GatherStep:
 class Body:
     """What one direction runs; replaced between steps, never during one.
 
-    watched: with marks, so that each run leaves its stopwatch in `watches`.
+    exact_sums: see `Run`. watched: with marks, so that each run leaves its stopwatch in `watches`.
     """
 
     call: Callable[[list[Any]], Any]
+    exact_sums: bool = True
     watched: bool = False
     watches: list[Stopwatch] = field(default_factory=list)
 
@@ -254,7 +257,8 @@ def guarded(
     """
 
     def call(args: list[Any]) -> Any:
-        run = Run(direction, ALL_DEFINED if calls is None else calls.take_mask())
+        defined = ALL_DEFINED if calls is None else calls.take_mask()
+        run = Run(direction, defined, body.exact_sums)
         if body.watched:
             run.stopwatch = stopwatch(device)
         args.insert(0, run)

@@ -1,7 +1,9 @@
-"""Waiting for a collective, and what to do while it is late."""
+"""Waiting for a collective, what to do while it is late, and where a backend cannot run it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -34,3 +36,19 @@ def finish(work: dist.Work | TimedWork, live: LiveGroup) -> None:
             if work.is_completed():
                 raise
         answer(ballots)
+
+
+@contextmanager
+def trying_in_place(lives: Sequence[LiveGroup]) -> Iterator[None]:
+    """Inside, a collective of many tensors is issued, perhaps in vain.
+
+    What a backend does not have it refuses before anything is sent, on every rank. `lives` do not
+    try again.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not support" not in str(error):
+            raise
+        for live in lives:
+            live.fsdp.sends_in_place = False

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from graphshard import fallback, pipeline
 from graphshard.capture.ports import records_under
-from graphshard.runtime import gather
+from graphshard.runtime import travel
 
 pytestmark = pytest.mark.dist
 
@@ -143,7 +143,7 @@ def collective_failure(ctx: Ctx) -> None:
     oracle, model = two_heads(ctx), two_heads(ctx)
     model.compile(backend="graphshard", **STRICT)
     assert_same(step(oracle, ctx), step(model, ctx))
-    original, calls = gather._copy_out, []
+    original, calls = travel._copy_out, []
 
     def failing(*args: Any) -> Any:
         calls.append(1)
@@ -151,12 +151,12 @@ def collective_failure(ctx: Ctx) -> None:
             raise Boom("collective")
         return original(*args)
 
-    gather._copy_out = failing
+    travel._copy_out = failing
     try:
         with pytest.raises(Boom):
             model(inputs(ctx))
     finally:
-        gather._copy_out = original
+        travel._copy_out = original
     assert_clean(model)
     assert_same(step(oracle, ctx, 1), step(model, ctx, 1))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
-from graphshard.runtime import gather, reduce, rooms
+from graphshard.runtime import gather, reduce, rooms, travel
 from graphshard.runtime.rooms import Room
 
 pytestmark = pytest.mark.dist
@@ -62,7 +62,11 @@ def watch_gathered() -> Iterator[Storages]:
 
         return call
 
-    with patched(gather, "_bucket", watching), patched(gather, "room_for", watching):
+    with (
+        patched(travel, "_bucket", watching),
+        patched(travel, "room_for", watching),
+        patched(gather, "room_for", watching),
+    ):
         yield seen
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from bench.memory import resident_bytes, step_peaks
 from bench.models import CONFIGS, Llama, WithLoss, make_batch
+from bench.peaks import resident_bytes, step_peaks
 from graphshard import watch
 from graphshard.runtime import run
 from graphshard.step_plan import Plan, Step, StepKind

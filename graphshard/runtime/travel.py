@@ -1,0 +1,216 @@
+"""One all-gather on its way: what is sent, where it arrives, and how it becomes parameters.
+
+In: what each group puts into one collective. Out, after the wait: a filled `Room` for each group.
+
+There are two ways with the same bytes on the wire. `InPlace` sends each shard from where it is, and
+it arrives where compute reads it: nothing is copied. `Bucket` is FSDP2's way: shards are copied
+into one buffer, and out of it. It serves whoever changed FSDP2's collective, and backends that
+would copy all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from graphshard.runtime.live import LiveGroup
+from graphshard.runtime.ranges import step_range
+from graphshard.runtime.rooms import Layout, Room, give_back, room_for
+from graphshard.runtime.waiting import finish, trying_in_place
+from graphshard.schedule import StepKind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """What one group puts into a collective: this rank's parts of the parameters of `layout`."""
+
+    live: LiveGroup
+    layout: Layout
+    parts: Sequence[Tensor]
+
+
+class _Collective:
+    """One all-gather over several ranks. work: None when it is done."""
+
+    __slots__ = ("_places", "_rooms", "work")
+
+    def __init__(self, loads: Sequence[Load]) -> None:
+        # Not the parts: what they are views of may be freed while the collective runs.
+        self._places = [(load.live, load.layout) for load in loads]
+        self._rooms: dict[LiveGroup, Room] = {}
+        self.work: dist.Work | None = None
+
+    def _names(self) -> list[str]:
+        """The groups' FQNs, with the parameters' places where not all of a group travel."""
+        return [
+            live.fqn
+            if len(layout.indices) == len(live.fsdp.params)
+            else f"{live.fqn} {list(layout.indices)}"
+            for live, layout in self._places
+        ]
+
+    def drain(self) -> None:
+        """Wait for the collective, if it is not done."""
+        if self.work is not None:
+            finish(self.work, self._places[0][0])
+            self.work = None
+
+
+class InPlace(_Collective):
+    """From its issue until everything is taken."""
+
+    __slots__ = ()
+
+    def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
+        super().__init__(loads)
+        with step_range(StepKind.GATHER_ISSUE, self._names):
+            outputs: list[Tensor] = []
+            inputs: list[Tensor] = []
+            for load in loads:
+                room = self._rooms[load.live] = room_for(load.live, load.layout)
+                outputs += room.flats
+                inputs += _sent(load, room, group.rank())
+            if len({output.dtype for output in outputs}) > 1:  # as bytes, like FSDP2
+                outputs = [output.view(torch.uint8) for output in outputs]
+                inputs = [part.view(torch.uint8) for part in inputs]
+            self.work = gather_in_place(outputs, inputs, group)
+
+    def take(self, live: LiveGroup) -> Room:
+        """What of `live` travelled. The first call waits."""
+        if self.work is not None:
+            with step_range(StepKind.GATHER_WAIT, self._names):
+                self.drain()
+        return self._rooms.pop(live)
+
+    def drop(self) -> None:
+        """Wait for the collective and throw its result away."""
+        self.drain()
+        for live, room in self._rooms.items():
+            give_back(live, room)
+        self._rooms.clear()
+
+
+class Bucket(_Collective):
+    """From its issue until everything is copied out."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
+        super().__init__(loads)
+        comm = loads[0].live.fsdp.gather_comm
+        with step_range(StepKind.GATHER_ISSUE, self._names):
+            buffer, own = _bucket(loads, group, comm)
+            self.work = all_gather(buffer, own, group, comm)
+        self._buffer: Tensor | None = buffer
+
+    def take(self, live: LiveGroup) -> Room:
+        """What of `live` travelled. The first call waits and copies everything out."""
+        if self._buffer is not None:
+            with step_range(StepKind.GATHER_WAIT, self._names):
+                self.drain()
+                rooms = [room_for(*place) for place in self._places]
+                _copy_out(self._buffer, rooms)
+            lives = (live for live, _ in self._places)
+            self._rooms = dict(zip(lives, rooms, strict=True))
+            self._free()
+        return self._rooms.pop(live)
+
+    def drop(self) -> None:
+        """Wait for the collective and throw its result away."""
+        self.drain()
+        self._free()
+
+    def _free(self) -> None:
+        if self._buffer is not None:
+            # The backend's thread may hold the tensor a little longer: free its memory now.
+            self._buffer.untyped_storage().resize_(0)
+            self._buffer = None
+
+
+Carrier: TypeAlias = InPlace | Bucket
+
+
+def send(loads: Sequence[Load], group: dist.ProcessGroup) -> Carrier:
+    """Issue one all-gather of `loads`."""
+    carrier: Carrier | None = None
+    if all(load.live.fsdp.gathers_in_place for load in loads):
+        with trying_in_place([load.live for load in loads]):
+            carrier = InPlace(loads, group)
+    if carrier is None:
+        carrier = Bucket(loads, group)
+    loads[0].live.counters.all_gathers += 1
+    return carrier
+
+
+def _sent(load: Load, room: Room, rank: int) -> Sequence[Tensor]:
+    """Each shard where it is, or, where it has to be cast, where it will be in the result."""
+    cast = [
+        (index, part)
+        for index, (part, dtype) in enumerate(zip(load.parts, load.layout.dtypes, strict=True))
+        if part.dtype != dtype
+    ]
+    if not cast:
+        return load.parts
+    sent = list(load.parts)
+    for index, _ in cast:
+        sent[index] = room.rows[index][rank]
+    torch._foreach_copy_([sent[index] for index, _ in cast], [part for _, part in cast])
+    return sent
+
+
+def gather_in_place(
+    outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """Asynchronous all-gather of each input into the output at its place, as one collective."""
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return group.allgather_into_tensor_coalesced(outputs, inputs, options)
+
+
+def all_gather(
+    bucket: Tensor, own: Tensor, group: dist.ProcessGroup, comm: Any
+) -> dist.Work | None:
+    """Asynchronous all-gather of `own` (a view into `bucket`) into `bucket` by FSDP2's `comm`."""
+    work = comm(output_tensor=bucket, input_tensor=own, group=group, async_op=True)
+    return work  # type: ignore[no-any-return]
+
+
+def _bucket(loads: Sequence[Load], group: dist.ProcessGroup, comm: Any) -> tuple[Tensor, Tensor]:
+    """Output of the all-gather and this rank's filled part of it.
+
+    Parameters of different dtypes travel as bytes, as in FSDP2.
+    """
+    parts = [part for load in loads for part in load.parts]
+    columns = [count for load in loads for count in load.layout.columns]
+    wires = {load.layout.wire for load in loads}
+    wire = wires.pop() if len(wires) == 1 else None
+    if wire is None:
+        dtypes = [dtype for load in loads for dtype in load.layout.dtypes]
+        parts = [p.to(d).view(torch.uint8) for p, d in zip(parts, dtypes, strict=True)]
+        columns = [part.numel() for part in parts]
+        wire = torch.uint8
+    total = sum(columns)
+    bucket = comm.allocate((total * group.size(),), dtype=wire, device=parts[0].device)
+    own = bucket.narrow(0, total * group.rank(), total)
+    if {part.dtype for part in parts} == {wire}:
+        torch.cat(parts, out=own)  # the same bytes, without a view of each place
+    else:
+        torch._foreach_copy_(own.split_with_sizes(columns), parts)
+    return bucket, own
+
+
+def _copy_out(bucket: Tensor, rooms: Sequence[Room]) -> None:
+    """From rank-major (the wire) to parameter-major (what compute sees)."""
+    rows = [row for room in rooms for row in room.rows]
+    columns = [count for room in rooms for count in room.layout.columns]
+    if any(room.layout.wire != bucket.dtype for room in rooms):
+        rows = [row.view(torch.uint8) for row in rows]
+        columns = [row.shape[1] for row in rows]
+    ranks = rooms[0].layout.ranks
+    torch.split_with_sizes_copy(bucket.view(ranks, -1), columns, dim=1, out=rows)

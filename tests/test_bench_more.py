@@ -1,0 +1,89 @@
+"""bench/memory.py, bench/single.py and bench/sockets.py: their arithmetic, and a launch of each."""
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+from bench import memory, netns, single, sockets  # noqa: E402
+from bench.memory import Spot  # noqa: E402
+from bench.single_launch import Measured as Alone  # noqa: E402
+from bench.sockets_rank import Measured, Times  # noqa: E402
+
+
+def test_budgets_go_from_below_the_lowest_peak_to_the_highest():
+    spots = memory.budgets(100_000_000, 200_000_000, 4)
+    sizes = [spot.budget_bytes for spot in spots]
+    assert (sizes[0], sizes[-1]) == (95_000_000, 200_000_000)
+    assert sizes == sorted(sizes)
+
+
+def test_the_picture_has_what_was_measured():
+    spots = [
+        Spot("blocks_tuned", None, 600e3, 100_000_000),
+        Spot("budget 90", 90_000_000, failed="does not fit"),
+        Spot("budget 120", 120_000_000, 500e3, 118_000_000),
+    ]
+    root = ET.fromstring(memory.picture(spots, "S < 8"))
+    assert len(root.findall("{http://www.w3.org/2000/svg}circle")) == 2
+    assert "does not fit" in memory.render(spots)
+
+
+def test_a_launch_is_the_median_of_ratios_of_neighbours():
+    steps = {"inductor": [1.0, 2.0, 4.0], "graphshard_single": [1.0, 2.2, 4.4], "graphshard": [2.0]}
+    alone = Alone(steps, {}, {})
+    assert single.ratio(alone, "graphshard_single") == pytest.approx(1.1)
+
+
+def rank(own_us, machine_us, wall_us=1e6):
+    return Measured({"fused": [Times(wall_us, own_us, machine_us)]}, {})
+
+
+def test_a_step_counts_where_others_took_little(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    quiet = [rank(0.9e6, 2.0e6), rank(1.0e6, 2.0e6, 1.1e6)]
+    assert sockets.quiet_steps(quiet, "fused") == [1.1e6]
+    assert sockets.quiet_steps([rank(0.9e6, 2.0e6), rank(0.8e6, 2.0e6)], "fused") == []
+
+
+def test_graphshard_is_compared_with_the_fastest_peer():
+    def both(**wall_us):
+        steps = {mode: [Times(us, us, us)] for mode, us in wall_us.items()}
+        idle = {mode: [Times(us, 0.0, us)] for mode, us in wall_us.items()}
+        return [Measured(steps, {}), Measured(idle, {})]
+
+    launches = [both(fsdp2_tuned=4e5, blocks_tuned=3e5, fused=2e5)] * 2
+    rows = sockets.make_rows(1.0, ("fsdp2_tuned", "blocks_tuned", "fused"), launches)
+    assert [row.against for row in rows] == ["", "", "blocks_tuned"]
+    assert rows[-1].speedup.median == pytest.approx(1.5)
+
+
+@pytest.mark.slow
+def test_compute_on_one_process_is_measured(tmp_path):
+    out = tmp_path / "single.json"
+    command = ["bench/single.py", "--models", "XXS", "--launches", "1", "--steps", "2"]
+    done = subprocess.run(
+        [sys.executable, *command, "--json", str(out)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "XXS, graphshard_single / inductor:" in done.stdout
+    assert "graphshard: " in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
+def test_two_ranks_over_sockets_train_the_same():
+    command = ["bench/sockets.py", "--config", "XXS", "--gbit", "1", "--launches", "1"]
+    modes = ["--steps", "1", "--modes", "fsdp2_tuned,fused,fused_free"]
+    done = subprocess.run(
+        [sys.executable, *command, *modes], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Inductor, no limit" in done.stdout
