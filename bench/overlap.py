@@ -41,6 +41,7 @@ def use(link: Any, bucket_mb: float) -> None:
     config.enable_overlap_scheduling = True
     config.collective_bucketing = True
     config.insert_overlap_deps = True
+    config.overlap_scheduling_autofix_cycles = True  # else some bucket sizes fail
     config.compute_estimator = "analytical"
     config.pre_bucketing_fsdp_collectives_bucket_cap_mb = bucket_mb
     config.custom_runtime_estimation = estimator(link)
