@@ -34,8 +34,12 @@ class Demo(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = tiny_llama.Llama(tiny_llama.LlamaConfig(256, 8, 128))
-        tiny_llama.reset_parameters(self.model, seed=0)
+        config = tiny_llama.LlamaConfig(256, 8, 128)
+        self.model = tiny_llama.Llama(config)
+        self.model.rope = tiny_llama.rope_table(config.seq_len, config.head_dim, "cpu")
+        for param in self.model.parameters():  # its own initialisation is for sharded parameters
+            if param.dim() > 1:
+                nn.init.normal_(param, std=0.02)
 
     @property
     def blocks(self) -> list[nn.Module]:
