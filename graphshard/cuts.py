@@ -5,15 +5,20 @@ stand at the exact op that needs them but at a cut near it: where the fewest byt
 where one block of the model hands over to the next. In: an outline of one direction with exact
 uses, the time of each op and the bytes that cross each place. Out: the outline with all uses at
 cuts; what lies between two cuts is one region.
+
+At the ends of a step nothing hides communication: compute cannot start before the first parameters
+are there, and the last gradients are reduced after it. So where parts of a group may travel alone,
+the stay at which that happens is cut in two.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from operator import attrgetter
+from statistics import median
 from typing import TypeVar
 
 from torch import fx
@@ -21,6 +26,7 @@ from torch import fx
 from graphshard.cost.live import owner, tensor_bytes
 from graphshard.ir import compute_nodes
 from graphshard.planner.outline import GroupUse, Outline, ParamUse
+from graphshard.step_plan import Direction
 
 _Use = TypeVar("_Use", GroupUse, ParamUse)
 
@@ -28,32 +34,53 @@ _Use = TypeVar("_Use", GroupUse, ParamUse)
 # reduction later by this part of the time since the cut before: exposed time at the worst, against
 # the traffic of tensors that cross.
 SLACK = 0.1
+# A stay at an end is cut somewhere in the middle of its time, and the smaller part lies at the end.
+MIDDLE = {Direction.FORWARD: (0.2, 0.6), Direction.BACKWARD: (0.4, 0.8)}
 
 
-def snapped(outline: Outline, crossing: Sequence[int], us: Sequence[float]) -> Outline:
+def snapped(
+    outline: Outline, crossing: Sequence[int], us: Sequence[float], *, ends: bool = False
+) -> Outline:
     """`outline` with its uses and reductions moved to cuts, which it names as `regions`.
 
     crossing: bytes that cross place p, from the ops before op p to op p and later; one more entry
-    than ops. us: of each op.
+    than ops. us: of each op. ends: parts of a group may travel alone.
     """
-    ends = [0.0, *accumulate(us)]
+    times = [0.0, *accumulate(us)]
     done = _done(outline)
     cuts = {0, outline.num_ops}
     for first, last in _stays(outline):
-        slack = SLACK * (ends[last + 1] - ends[first])
+        slack = SLACK * (times[last + 1] - times[first])
         before = max((p for p in done if p <= first), default=0)
-        low = bisect_left(ends, ends[first] - slack, hi=first)
+        low = bisect_left(times, times[first] - slack, hi=first)
         # One cut for the end of one stay and the start of the next, if it can be.
         cuts.add(_cheapest(crossing, max(low, before), first, late=before < low))
     for place in done:
         ordered = sorted(cuts)
         after = bisect_left(ordered, place)
         late, before = ordered[after], ordered[max(after - 1, 0)]
-        slack = SLACK * (ends[place] - ends[before])
-        if ends[late] - ends[place] > slack:
-            high = max(bisect_right(ends, ends[place] + slack) - 1, place)
+        slack = SLACK * (times[place] - times[before])
+        if times[late] - times[place] > slack:
+            high = max(bisect_right(times, times[place] + slack) - 1, place)
             cuts.add(_cheapest(crossing, place, high, late=False))
+    if ends and len(cuts) > 2:
+        cuts.update(_halved(outline, crossing, times))
     return _moved(outline, tuple(sorted(cuts)))
+
+
+def _halved(outline: Outline, crossing: Sequence[int], times: Sequence[float]) -> Iterator[int]:
+    """A cheap cut in the middle of the stay at the end of the step where nothing else hides
+    communication: the first of forward, the last of backward. What is much shorter than the others
+    (an embedding) is passed over."""
+    stays = _stays(outline)
+    lengths = [times[last + 1] - times[first] for first, last in stays]
+    long = [stay for stay, us in zip(stays, lengths, strict=True) if us >= median(lengths) / 2]
+    first, last = long[0] if outline.direction is Direction.FORWARD else long[-1]
+    length = times[last + 1] - times[first]
+    shares = MIDDLE[outline.direction]
+    low, high = (bisect_left(times, times[first] + share * length) for share in shares)
+    if first < low <= high <= last:
+        yield _cheapest(crossing, low, high, late=False)
 
 
 def crossing_bytes(graph: fx.Graph) -> list[int]:

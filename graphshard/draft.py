@@ -156,13 +156,14 @@ def decide(parts: Parts, order: Order, again: Callable[[tuple[Unit, ...]], Parts
     Raises InfeasibleBudget if no schedule fits the order's budget.
     """
     recompute, fused = order.freedom.recompute, order.fused
-    basis = basis_of(parts.placed, order.machine, recompute=recompute, fused=fused)
+    regroup = order.freedom.regroup
+    basis = basis_of(parts.placed, order.machine, recompute=recompute, fused=fused, parts=regroup)
     problem = pose(basis, order)
     plan = best_plan(basis, order, problem)
     if plan.recompute:
         names, baseline = plan.recompute, problem
         parts = again(tuple(u for u in basis.units if basis.groups[u.group].fqn in names))
-        basis = basis_of(parts.placed, order.machine, recompute=False, fused=fused)
+        basis = basis_of(parts.placed, order.machine, recompute=False, fused=fused, parts=regroup)
         problem = pose(basis, order)
         plan = plan_with_costs(basis, problem, order.freedom.reshard, baseline)
         plan = replace(plan, recompute=names)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from statistics import median
 
 from graphshard.cost.comm import Collective
@@ -73,7 +73,8 @@ def price(
         replace(own, in_place=in_place) if own.in_place is None else own for own in settings
     ]
     lanes = _lanes(basis.groups, settings, machine)
-    splittable = _splittable(basis.groups, settings) if freedom.regroup else frozenset()
+    first = basis.sketches[Direction.FORWARD].outline
+    splittable = _splittable(basis.groups, settings, first) if freedom.regroup else frozenset()
     stages = {direction: _stage(sketch, splittable) for direction, sketch in basis.sketches.items()}
     groups = tuple(
         _group(
@@ -95,6 +96,7 @@ def price(
             backward=stages[Direction.BACKWARD].regions if Direction.BACKWARD in stages else (),
             resident=tuple(_resident(settings)),
             regroup_gathers=freedom.regroup and all(own.regroups for own in settings),
+            split_reductions=freedom.regroup and all(own.splits_reductions for own in settings),
             most_ahead=freedom.most_ahead,
             micro_steps=freedom.micro_steps,
             sync_each=freedom.micro_steps == 1,
@@ -157,14 +159,23 @@ def _starts(outline: Outline, ends: Sequence[float], splittable: Container[int])
 # -- groups --------------------------------------------------------------------------------------
 
 
-def _splittable(groups: Sequence[GroupInfo], settings: Sequence[GroupSettings]) -> frozenset[int]:
-    """Groups that may travel in parts: large ones, and roots, whose first parameters (an embedding)
-    and last ones (a head) are needed at the two ends of a step."""
+def _splittable(
+    groups: Sequence[GroupInfo], settings: Sequence[GroupSettings], forward: Outline
+) -> frozenset[int]:
+    """Groups that may travel in parts: large ones, and those at the ends of a step, where nothing
+    hides their collectives.
+
+    These are the root, whose first parameters (an embedding) and last ones (a head) are needed far
+    apart, and the first of the others in forward, whose gradients come last.
+    """
     typical = median([g.gathered_bytes for g in groups])
+    uses = sorted((use.first, use.group) for use in forward.uses)
+    first = next((g for _, g in uses if not settings[g].is_root), None)
     return frozenset(
         g.id
         for g in groups
-        if g.gathered_bytes > HUGE * typical or (settings[g.id].is_root and len(g.params) > 1)
+        if len(g.params) > 1
+        and (g.gathered_bytes > HUGE * typical or settings[g.id].is_root or g.id == first)
     )
 
 
@@ -178,7 +189,9 @@ def _group(
     *,
     splits: bool,
 ) -> Group:
-    pieces = _pieces(info) if splits else [tuple(range(len(info.params)))]
+    pieces = [tuple(range(len(info.params)))]
+    if splits:
+        pieces = _pieces(info, stages[Direction.FORWARD])
     decided = {Reshard.OPEN: own.reshard, Reshard.AUTO: None}
     return Group(
         id=info.id,
@@ -195,15 +208,25 @@ def _group(
     )
 
 
-def _pieces(info: GroupInfo) -> list[tuple[int, ...]]:
-    """Neighbouring parameters, each piece at least 1 / MAX_PARTS of the group but for the last."""
+def _pieces(info: GroupInfo, forward: _Stage) -> list[tuple[int, ...]]:
+    """Parameters that forward reads first in the same region, or in neighbouring ones: each piece
+    is at least 1 / MAX_PARTS of the group but for the last."""
+    regions = {
+        use.param: forward.region_of(use.first)
+        for use in forward.outline.params
+        if use.group == info.id
+    }
+    unused = len(forward.regions)
+    order = sorted(range(len(info.params)), key=lambda place: (regions.get(place, unused), place))
     pieces: list[tuple[int, ...]] = []
-    open_bytes, start = 0, 0
-    for place, param in enumerate(info.params):
-        open_bytes += param.gathered_bytes
-        if open_bytes * MAX_PARTS >= info.gathered_bytes or place + 1 == len(info.params):
-            pieces.append(tuple(range(start, place + 1)))
-            open_bytes, start = 0, place + 1
+    piece: list[int] = []
+    for place, after in zip_longest(order, order[1:]):
+        piece.append(place)
+        size_bytes = sum(info.params[p].gathered_bytes for p in piece)
+        ends = after is None or regions.get(after, unused) != regions.get(place, unused)
+        if after is None or (ends and size_bytes * MAX_PARTS >= info.gathered_bytes):
+            pieces.append(tuple(sorted(piece)))
+            piece = []
     return pieces
 
 
@@ -286,7 +309,7 @@ def _gradient(
     )
     return Gradient(
         first=stage.region_of(min(first)),
-        ready=stage.region_of(ready.after),
+        ready=stage.region_of(ready.after if chosen == trainable else max(first)),
         bytes=sum(p.gathered_bytes for p in chosen),
         reduce=_share(reduce, lanes[own.reduce_lane], input_bytes, whole_bytes),
         input_bytes=input_bytes,

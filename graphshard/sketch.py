@@ -48,24 +48,34 @@ class Basis:
     units: tuple[Unit, ...] = ()
 
 
-def basis_of(program: Program, machine: Machine, *, recompute: bool, fused: bool = False) -> Basis:
+def basis_of(
+    program: Program,
+    machine: Machine,
+    *,
+    recompute: bool,
+    fused: bool = False,
+    parts: bool = False,
+) -> Basis:
     """recompute: say also what backward could compute again. fused: price the ops between two
-    communication points as a compiler would fuse them, not one by one."""
+    communication points as a compiler would fuse them, not one by one. parts: groups may travel in
+    parts."""
     sketches = {
-        direction: _sketch(program, direction, machine, fused) for direction in program.by_direction
+        direction: _sketch(program, direction, machine, fused, parts)
+        for direction in program.by_direction
     }
     forward = sketches[Direction.FORWARD]
     found = units(program, forward.outline, forward.us) if recompute else ()
     return Basis(program.name, program.groups, sketches, found)
 
 
-def _sketch(program: Program, direction: Direction, machine: Machine, fused: bool) -> Sketch:
+def _sketch(
+    program: Program, direction: Direction, machine: Machine, fused: bool, parts: bool
+) -> Sketch:
     graph = program.by_direction[direction].graph
     found = outline(program, graph, direction)
     if fused:
-        found = snapped(
-            found, crossing_bytes(graph), _us(machine, graph_work(graph, fused_regions=(0,)))
-        )
+        us = _us(machine, graph_work(graph, fused_regions=(0,)))
+        found = snapped(found, crossing_bytes(graph), us, ends=parts)
     works = graph_work(graph, fused_regions=found.cuts if fused else None)
     us = _us(machine, works)
     unstored = never_stored(compute_nodes(graph), found.cuts) if fused else {}

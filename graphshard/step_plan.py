@@ -319,9 +319,20 @@ def _carried_bytes(group: GroupInfo, step: Step) -> int:
 def size_bytes(step: Step, groups: Sequence[GroupInfo]) -> int:
     """What the collective that `step` issues for `groups` moves: the bucket of all ranks' parts."""
     if step.kind is StepKind.REDUCE_ISSUE:
-        return sum(g.reduce_bytes for g in groups)
+        return sum(_reduced_bytes(g, step.params) for g in groups)
     params = (g.params[p] for g in groups for p in step.params or range(len(g.params)))
     return sum(p.gathered_bytes for p in params)
+
+
+def _reduced_bytes(group: GroupInfo, params: tuple[int, ...]) -> int:
+    """The share of `params` (empty: all) in the group's gradients on the wire."""
+    trainable = sum(p.gathered_bytes for p in group.params if p.trainable)
+    chosen = (group.params[place] for place in params or range(len(group.params)))
+    return (
+        group.reduce_bytes
+        * sum(p.gathered_bytes for p in chosen if p.trainable)
+        // max(1, trainable)
+    )
 
 
 def received_bytes(groups: Sequence[GroupInfo], schedules: Sequence[Schedule]) -> int:

@@ -140,11 +140,13 @@ def _one_wait_each(graph: fx.Graph, issue: fx.Node, step: CommStep) -> Iterator[
 
 
 def _subjects(program: Program, node: fx.Node, step: CommStep) -> Iterator[tuple[int, int]]:
-    """Groups, and parameters of gathers, that a step is about; -1 stands for the whole group."""
+    """Groups, and parameters of collectives, that a step is about; -1: the whole group."""
     if step.kind is StepKind.GATHER_ISSUE:
         for opened in gathered_groups(node):
             group = _group_of(opened)
             yield from ((group, index) for index in _travelling(program, node, group))
+    elif step.kind in (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT):
+        yield from ((step.group, index) for index in step.params or (-1,))
     elif step.kind is not StepKind.GATHER_WAIT:  # these are counted at their issue
         yield step.group, -1
 

@@ -1,4 +1,6 @@
-"""All-gathers carry what the plan says: several groups together, or a group in several parts."""
+"""Collectives carry what the plan says: several groups together, or a group in several parts."""
+
+from typing import Any
 
 from torch import fx
 
@@ -8,12 +10,12 @@ from graphshard.step_plan import GroupInfo, Plan, Schedule, Step, StepKind
 
 
 def regroup(program: Program, plan: Plan) -> Program:
-    """Merge and split all-gathers as the plan's steps do.
+    """Merge and split all-gathers, and split reductions, as the plan's steps do.
 
     Before: one issue and one wait per group and direction. After: as many as the plan has; each
     parameter still travels once and is waited for before its first use, and the waits of one
     all-gather stand together. Groups are opened and released one by one, as before. Raises
-    VerifyError if the plan gathers what the program does not.
+    VerifyError if the plan gathers or reduces what the program does not.
     """
     modules = program.by_direction
     for schedule in plan.schedules:
@@ -25,6 +27,12 @@ def regroup(program: Program, plan: Plan) -> Program:
                 _merge(module.graph, steps[0])
             else:
                 _split(module.graph, program.groups[steps[0].groups[0]], steps)
+        parts: dict[int | None, list[Step]] = {}
+        for step in schedule.of_kind(StepKind.REDUCE_ISSUE):
+            if step.params:
+                parts.setdefault(step.group, []).append(step)
+        for steps in parts.values():
+            _split_reduction(module.graph, program.groups[steps[0].groups[0]], steps)
     return program
 
 
@@ -80,6 +88,48 @@ def _split(graph: fx.Graph, info: GroupInfo, steps: list[Step]) -> None:
         raise VerifyError("GS310", f"the plan leaves out parameters of {info.fqn}")
     graph.erase_node(whole)
     graph.erase_node(nodes["issue"])
+
+
+def _split_reduction(graph: fx.Graph, info: GroupInfo, steps: list[Step]) -> None:
+    """The group's one reduction becomes one per step, at its place; so does its wait."""
+    whole = _reduction(graph, info.id)
+    (wait,) = whole.users
+    opened, grads, indices = whole.args
+    rows = {index: at for at, index in enumerate(indices)}
+    left = set(rows)
+    for step in steps:
+        chosen = tuple(index for index in indices if index in step.params)
+        left -= set(chosen)
+        details = {
+            name: tuple(values[rows[index]] for index in chosen)
+            for name, values in whole.kwargs.items()
+        }
+        with graph.inserting_before(whole):
+            issue = graph.call_method(
+                "issue_reduce",
+                (opened, [grads[rows[index]] for index in chosen], chosen),
+                {**details, "part": step.params},
+            )
+        with graph.inserting_before(wait):
+            waited = graph.call_method("wait", (issue,))
+        name = identifier(info.params[step.params[0]].fqn)
+        issue._rename(f"reduce_{name}")
+        waited._rename(f"reduced_{name}")
+        set_step(issue, CommStep(StepKind.REDUCE_ISSUE, info.id, params=step.params))
+        set_step(waited, CommStep(StepKind.REDUCE_WAIT, info.id, params=step.params))
+    if left:
+        raise VerifyError("GS310", f"the plan leaves out gradients of {info.fqn}")
+    set_step(opened, CommStep(StepKind.REDUCE_ISSUE, info.id, "open", steps[0].params))
+    graph.erase_node(wait)
+    graph.erase_node(whole)
+
+
+def _reduction(graph: fx.Graph, group: int) -> Any:
+    """The issue of the group's reduction. Raises VerifyError if it has none of its own."""
+    for node in graph.find_nodes(op="call_method", target="issue_reduce"):
+        if step_of(node) == CommStep(StepKind.REDUCE_ISSUE, group):
+            return node
+    raise VerifyError("GS310", f"the graph has no reduction of group {group}")
 
 
 def _nodes(graph: fx.Graph, group: int) -> dict[str, fx.Node]:

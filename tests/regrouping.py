@@ -6,6 +6,7 @@ from dataclasses import replace
 from graphshard.step_plan import GroupInfo, Plan, Schedule, Step, StepKind
 
 GATHER = (StepKind.GATHER_ISSUE, StepKind.GATHER_WAIT)
+REDUCE = (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT)
 
 
 def merged(plan: Plan, count: int) -> Plan:
@@ -18,6 +19,15 @@ def split(plan: Plan, count: int) -> Plan:
     groups = {g.id: g for g in plan.groups}
     return _changed(
         plan, lambda schedule: (p for s in schedule.steps for p in _pieces(s, groups, count))
+    )
+
+
+def split_reductions(plan: Plan, count: int) -> Plan:
+    """Each group's gradients travel in pieces of at most `count` parameters."""
+    groups = {g.id: g for g in plan.groups}
+    return _changed(
+        plan,
+        lambda schedule: (p for s in schedule.steps for p in _pieces(s, groups, count, REDUCE)),
     )
 
 
@@ -37,8 +47,13 @@ def _merged(schedule: Schedule, count: int) -> Iterator[Step]:
             yield replace(step, with_groups=lots[step.group][1:])
 
 
-def _pieces(step: Step, groups: dict[int, GroupInfo], count: int) -> Iterator[Step]:
-    size = len(groups[step.group].params) if step.kind in GATHER and not step.kept else 0
+def _pieces(
+    step: Step,
+    groups: dict[int, GroupInfo],
+    count: int,
+    kinds: tuple[StepKind, StepKind] = GATHER,
+) -> Iterator[Step]:
+    size = len(groups[step.group].params) if step.kind in kinds and not step.kept else 0
     if size <= count:
         yield step
         return

@@ -17,9 +17,10 @@ from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.param import FsdpParam
 
 
-def take_all_unreduced(group: FsdpGroup) -> dict[int, Tensor]:
-    """What `take_unreduced` finds, by parameter index: nothing, unless steps went without sync."""
-    raws = enumerate(group.raw.fsdp_params)
+def take_all_unreduced(group: FsdpGroup, indices: Sequence[int]) -> dict[int, Tensor]:
+    """What `take_unreduced` finds of parameters `indices`, by index: nothing, unless steps went
+    without sync."""
+    raws = [(index, group.params[index].raw) for index in indices]
     found = [(i, take_unreduced(raw)) for i, raw in raws if hasattr(raw, "_unsharded_param")]
     return {index: grad for index, grad in found if grad is not None}
 
@@ -103,7 +104,7 @@ def reduced_as_zeros(group: FsdpGroup) -> list[int]:
 
 def forget(group: FsdpGroup) -> None:
     """Drop everything that waits, as after a failed backward."""
-    take_all_unreduced(group)
+    take_all_unreduced(group, range(len(group.params)))
     group.raw._partial_reduce_output = None
     nothing_unreduced(group)
 

@@ -206,6 +206,12 @@ class FsdpGroup:
         return type(self.reduce_comm) is _fsdp_collectives.DefaultReduceScatter
 
     @property
+    def reduces_alone(self) -> bool:
+        """A gradient is done when FSDP2's own reduce-scatter is: no all-reduce, no hook on it."""
+        hook = self.raw._all_reduce_hook
+        return self.reduces_plainly and hook is None and self.replicate_process_group is None
+
+    @property
     def reduce_comm(self) -> Any:
         """FSDP2's ReduceScatter: its own, or one set by `set_custom_reduce_scatter`."""
         return self.raw._reduce_scatter_comm

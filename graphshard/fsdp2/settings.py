@@ -28,7 +28,8 @@ class GroupSettings:
     wire. regroups: its gathers may be merged and split. Prefetch lists: places of groups.
     in_place: the backend sends many tensors from where they are; None: whatever the machine's does.
     reduces_plainly: FSDP2's own reduce-scatter takes each gradient as it comes, without a cast.
-    exact_sums: its sums have to be those of FSDP2, to the last bit.
+    exact_sums: its sums have to be those of FSDP2, to the last bit. reduces_alone: nothing but the
+    reduce-scatter is done to its gradients (no all-reduce, no hook).
     """
 
     reshard: bool | None
@@ -45,6 +46,7 @@ class GroupSettings:
     in_place: bool | None = False
     reduces_plainly: bool = False
     exact_sums: bool = True
+    reduces_alone: bool = False
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
 
@@ -55,8 +57,15 @@ class GroupSettings:
     @property
     def reduces_in_place(self) -> bool:
         """More than two numbers are added in an order that depends on their place in a buffer."""
-        movable = self.ranks == 2 or (self.ranks > 2 and not self.exact_sums)
-        return bool(self.in_place) and self.reduces_plainly and movable
+        return bool(self.in_place) and self.reduces_plainly and self._may_move_sums
+
+    @property
+    def splits_reductions(self) -> bool:
+        return self.reduces_alone and self._may_move_sums
+
+    @property
+    def _may_move_sums(self) -> bool:
+        return self.ranks == 2 or (self.ranks > 2 and not self.exact_sums)
 
 
 def settings_of(
@@ -95,6 +104,7 @@ def settings_of(
             in_place=group.sends_in_place,
             reduces_plainly=group.reduces_plainly and not any(map(_is_packed, group.params)),
             exact_sums=exact_sums,
+            reduces_alone=group.reduces_alone,
             forward_prefetch=listed(group, Direction.FORWARD),
             backward_prefetch=listed(group, Direction.BACKWARD),
         )

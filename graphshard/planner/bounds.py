@@ -115,7 +115,7 @@ def _lane_bounds(problem: Problem, needs: list[Need], done: list[float]) -> Iter
 
 
 def _may_merge(problem: Problem) -> bool:
-    return problem.regroup_gathers or problem.regroup_reductions
+    return problem.regroup_gathers or problem.regroup_reductions or problem.split_reductions
 
 
 def _critical_path(problem: Problem, direction: Direction, needs: Iterable[Need]) -> float:

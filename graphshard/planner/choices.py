@@ -95,7 +95,7 @@ def reduce_buckets(kit: Kit, choices: Choices) -> list[Bucket]:
     problem = kit.problem
     found = _cut(
         once(kit, "by readiness", order),
-        choices.reduce if problem.regroup_reductions else Cuts(),
+        choices.reduce if problem.regroup_reductions or problem.split_reductions else Cuts(),
         lambda g: g.reduce_lane if g.world_size > 1 else -1,
     )
     found = [b for b in found if any(p.gradient for _, p in parts_of(problem, b))]

@@ -170,7 +170,8 @@ def _carried(kit: Kit) -> list[Group]:
 
 
 def _splits(kit: Kit, what: What) -> list[Move]:
-    if not _may_regroup(kit, what):
+    may_split = what is What.REDUCE and kit.problem.split_reductions
+    if not (may_split or _may_regroup(kit, what)):
         return []
     many = [g for g in kit.problem.groups if len(g.parts) > 1 and g.world_size > 1]
     many.sort(key=lambda g: (-g.gathered_bytes, g.id))

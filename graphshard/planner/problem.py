@@ -208,8 +208,8 @@ class Problem:
     micro_steps: forward and backward runs per optimizer step. sync_each: every one of them
     reduces; otherwise the last one does, and unsharded gradients stay until then.
     has_gradients: `.grad` exists already, so that a reduction adds to it.
-    regroup_reductions: reductions too may be merged and split. That can change the last bit of a
-    sum over more than two ranks, so it is off unless asked for.
+    regroup_reductions: reductions too may be merged and split; split_reductions: only split. Both
+    can change the last bit of a sum over more than two ranks.
     most_ahead: at most so many gathers in flight; None: as many as memory allows.
     budget_bytes: hard limit on the peak; None: FSDP2's own peak.
     near: the search may stop at a step that is longer than the lower bound by this share of it.
@@ -226,6 +226,7 @@ class Problem:
     has_gradients: bool = False
     regroup_gathers: bool = True
     regroup_reductions: bool = False
+    split_reductions: bool = False
     most_ahead: int | None = None
     budget_bytes: int | None = None
     near: float = 0.0

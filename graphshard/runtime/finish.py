@@ -28,6 +28,6 @@ def _finish(root: Root, task: int) -> None:
     for live in root.groups.values():
         if live.reduced_in == task or not live.fsdp.reduces or not live.was_gathered:
             continue
-        grads = merge_unreduced(live.fsdp, {})
+        grads = merge_unreduced(live.fsdp, {}, live.places)
         if grads:
             Reduction(live, grads).wait()

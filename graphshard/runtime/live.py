@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -88,7 +87,7 @@ class LiveGroup:
     orig_dtypes: tuple[torch.dtype, ...]
     places: tuple[int, ...]
     held: Held | None = None
-    arrived: Mapping[int, Tensor] = field(default_factory=dict)
+    arrived: dict[int, Tensor] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     layouts: dict[Any, Any] = field(default_factory=dict)

@@ -56,17 +56,25 @@ def packing_of(live: LiveGroup, indices: tuple[int, ...]) -> Packing:
 class Reduction:
     """One reduce-scatter, from issue until the sharded gradients are assigned."""
 
-    __slots__ = ("_exact_sums", "_input", "_live", "_output", "_packing", "_policy", "work")
+    __slots__ = (
+        "_exact_sums", "_input", "_live", "_output", "_packing", "_part", "_policy", "work",
+    )  # fmt: skip
 
     def __init__(
-        self, live: LiveGroup, grads: Mapping[int, Tensor], *, exact_sums: bool = True
+        self,
+        live: LiveGroup,
+        grads: Mapping[int, Tensor],
+        part: tuple[int, ...] = (),
+        *,
+        exact_sums: bool = True,
     ) -> None:
         """grads: parameter index -> unsharded gradient; may be empty (nothing to reduce).
 
+        part: the parameters that the plan means, where not all of the group.
         exact_sums: FSDP2's to the last bit, for which their numbers have to stand where FSDP2 has
         them.
         """
-        self._live = live
+        self._live, self._part = live, part
         self._exact_sums = exact_sums
         self._packing = packing_of(live, tuple(grads))
         self.work: dist.Work | None = None
@@ -77,7 +85,7 @@ class Reduction:
             self._issue(list(grads.values()))
 
     def _names(self) -> list[str]:
-        return [self._live.fqn]
+        return [f"{self._live.fqn} {list(self._part)}" if self._part else self._live.fqn]
 
     def _issue(self, grads: list[Tensor]) -> None:
         fsdp, comm = self._live.fsdp, self._live.fsdp.reduce_comm
@@ -226,16 +234,19 @@ def merge(first: Mapping[int, Tensor], second: Mapping[int, Tensor]) -> Mapping[
     return dict(sorted(total.items()))
 
 
-def merge_unreduced(fsdp: FsdpGroup, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Add to `grads` what earlier micro-steps left unreduced, compiled or eager.
+def merge_unreduced(
+    fsdp: FsdpGroup, grads: Mapping[int, Tensor], about: Sequence[int]
+) -> dict[int, Tensor]:
+    """Add to `grads` what earlier micro-steps left unreduced of parameters `about`, compiled or
+    eager.
 
     Returns all (local) gradients by parameter index in packing order; clears what it takes.
     """
-    merged = dict(merge(gradients.take_all_unreduced(fsdp), grads))
+    merged = dict(merge(gradients.take_all_unreduced(fsdp, about), grads))
     if fsdp.has_dtensors:
         merged = {i: fsdp.params[i].local_gradient(grad) for i, grad in merged.items()}
     for index in gradients.reduced_as_zeros(fsdp):
-        if index not in merged:
+        if index in about and index not in merged:
             param = fsdp.params[index]
             merged[index] = torch.zeros(param.size, dtype=param.dtype, device=fsdp.device)
     if fsdp.reduces_unused:

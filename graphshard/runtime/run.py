@@ -179,12 +179,14 @@ class OpenGroup:
         *,
         tangents: tuple[int, ...] = (),
         layouts: tuple[int, ...] = (),
+        part: tuple[int, ...] = (),
     ) -> Reduction:
         """Start the reduce-scatter of the gradients of parameters `indices`.
 
         tangents: for each gradient, the bit mask of the tangents it depends on; a gradient of
         which all tangents are missing does not exist in eager (None), so it is left out.
         layouts: for each gradient, the DTensor layout of which it is the local part, or -1.
+        part: the parameters that this reduction is about, where a group has several.
         """
         if layouts:
             pairs = zip(grads, layouts, strict=True)
@@ -196,24 +198,30 @@ class OpenGroup:
             if defined != ALL_DEFINED and tangents:
                 masks = zip(indices, tangents, strict=True)
                 arriving = {i: arriving[i] for i, mask in masks if mask & defined}
-            reducible = collect(live, arriving)
+            reducible = collect(live, arriving, part)
         finish_later(live)
         self._run.free_inputs(live.fsdp.reduce_input_cap)
-        reduction = Reduction(live, reducible, exact_sums=self._run.exact_sums)
+        reduction = Reduction(live, reducible, part, exact_sums=self._run.exact_sums)
         self._run.track(reduction)
         self._run.watch([reduction])
         return reduction
 
 
-def collect(live: LiveGroup, grads: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    """What is to be reduced now that `grads` have come: nothing while more is to come."""
-    grads = merge(live.arrived, live.fsdp.as_autograd_gives(grads))
+def collect(
+    live: LiveGroup, grads: Mapping[int, Tensor], part: tuple[int, ...]
+) -> Mapping[int, Tensor]:
+    """What is to be reduced now that `grads` have come: nothing while more is to come.
+
+    part: the parameters that this is about; empty: all of the group.
+    """
+    about = part or live.places
+    before = {i: live.arrived.pop(i) for i in about if i in live.arrived}
+    grads = merge(before, live.fsdp.as_autograd_gives(grads))
     if more_calls_ahead(live):
-        live.arrived = grads
+        live.arrived.update(grads)
         return {}
-    live.arrived = {}
     if live.fsdp.reduces:
-        return merge_unreduced(live.fsdp, grads)
+        return merge_unreduced(live.fsdp, grads, about)
     keep_unreduced(live, grads)
     return {}
 

@@ -13,7 +13,7 @@ from contract_models import plain
 from models import CASES
 from parity import assert_equal, build, count_collectives, train
 from pool import Ctx, Pool
-from regrouping import merged, split
+from regrouping import merged, split, split_reductions
 from test_memory import STRICT, patched, poison, poison_released, watch_gathered
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from graphshard import pipeline, pricing, sketch
 from graphshard.capture.ports import port_of
-from graphshard.runtime import gather, reduce, rooms
+from graphshard.runtime import reduce, rooms, travel
 from graphshard.step_plan import Plan, StepKind
 
 pytestmark = pytest.mark.dist
@@ -34,6 +34,7 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
     "merge all": partial(merged, count=1000),
     "split 1": partial(split, count=1),
     "split 3": partial(split, count=3),
+    "split reductions": partial(split_reductions, count=3),
 }
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -108,7 +109,28 @@ def test_no_bit_changes(pool: Pool, case_name: str, plan_name: str) -> None:
         assert seen["gathers"] == 2
 
 
-@pytest.mark.parametrize("plan_name", ["merge 3", "split 3"])
+def reduced_in_parts(ctx: Ctx, micro_steps: int) -> tuple[int, int]:
+    """Reductions of one step, and groups; bits are those of FSDP2, also after micro-steps."""
+    case = CASES["llama"]
+    oracle, model = build(case, ctx), build(case, ctx)
+    model.compile(backend="graphshard", **STRICT)
+    expected = train(oracle, case, ctx, 3, micro_steps=micro_steps)
+    with planned_as("split reductions"):
+        assert_equal(expected, train(model, case, ctx, 3, micro_steps=micro_steps))
+    (plan,) = graphshard.plans(model)
+    with count_collectives() as counts:
+        case.loss(model, case.batch(3, ctx.rank, ctx.device)).backward()
+    assert counts.reduce_scatter == sum(s.num_reduce_scatters for s in plan.schedules)
+    return counts.reduce_scatter, len(plan.groups)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_reductions_in_parts(pool: Pool, micro_steps: int) -> None:
+    for reductions, groups in pool.run(2, reduced_in_parts, micro_steps):
+        assert reductions > groups
+
+
+@pytest.mark.parametrize("plan_name", ["merge 3", "split 3", "split reductions"])
 @pytest.mark.parametrize(
     ("shape", "kwargs"),
     [
@@ -217,7 +239,7 @@ def poisoned(ctx: Ctx, plan_name: str) -> None:
     model.compile(backend="graphshard", **STRICT)
     with (
         planned_as(plan_name),
-        patched(gather, "all_gather", poison(0)),
+        patched(travel, "all_gather", poison(0)),
         patched(reduce, "reduce_scatter", poison(0)),
         patched(rooms, "free", poison_released),
     ):
@@ -252,7 +274,7 @@ def failing(ctx: Ctx, plan_name: str, function: str, calls: int) -> None:
         case.loss(model, case.batch(0, ctx.rank, ctx.device))
     model.reshard()
     with watch_gathered() as seen:
-        with patched(gather, function, partial(Failing, calls=calls)):
+        with patched(travel, function, partial(Failing, calls=calls)):
             try:
                 case.loss(model, case.batch(0, ctx.rank, ctx.device))
                 raise AssertionError("it did not fail")
