@@ -14,7 +14,8 @@ the stay at which that happens is cut in two.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from operator import attrgetter
@@ -26,7 +27,6 @@ from torch import fx
 from graphshard.cost.live import owner, tensor_bytes
 from graphshard.ir import compute_nodes
 from graphshard.planner.outline import GroupUse, Outline, ParamUse
-from graphshard.step_plan import Direction
 
 _Use = TypeVar("_Use", GroupUse, ParamUse)
 
@@ -34,17 +34,24 @@ _Use = TypeVar("_Use", GroupUse, ParamUse)
 # reduction later by this part of the time since the cut before: exposed time at the worst, against
 # the traffic of tensors that cross.
 SLACK = 0.1
-# A stay at an end is cut somewhere in the middle of its time, and the smaller part lies at the end.
-MIDDLE = {Direction.FORWARD: (0.2, 0.6), Direction.BACKWARD: (0.4, 0.8)}
+# The stay at the start of a step is cut between these parts of its time.
+MIDDLE = (0.2, 0.6)
 
 
 def snapped(
-    outline: Outline, crossing: Sequence[int], us: Sequence[float], *, ends: bool = False
+    outline: Outline,
+    crossing: Sequence[int],
+    us: Sequence[float],
+    *,
+    halves: bool = False,
+    late: Collection[tuple[int, int]] = (),
 ) -> Outline:
     """`outline` with its uses and reductions moved to cuts, which it names as `regions`.
 
     crossing: bytes that cross place p, from the ops before op p to op p and later; one more entry
-    than ops. us: of each op. ends: parts of a group may travel alone.
+    than ops. us: of each op. halves: parts of a group may travel alone, so the stay at the start of
+    a step is cut in two. late: groups and parameters (`late_params`) whose gradients may be reduced
+    before the rest of their group's.
     """
     times = [0.0, *accumulate(us)]
     done = _done(outline)
@@ -58,29 +65,58 @@ def snapped(
     for place in done:
         ordered = sorted(cuts)
         after = bisect_left(ordered, place)
-        late, before = ordered[after], ordered[max(after - 1, 0)]
+        behind, before = ordered[after], ordered[max(after - 1, 0)]
         slack = SLACK * (times[place] - times[before])
-        if times[late] - times[place] > slack:
+        if times[behind] - times[place] > slack:
             high = max(bisect_right(times, times[place] + slack) - 1, place)
             cuts.add(_cheapest(crossing, place, high, late=False))
-    if ends and len(cuts) > 2:
-        cuts.update(_halved(outline, crossing, times))
+    if halves:
+        cuts.update(_first_half(outline, crossing, times))
+    cuts.update(_last_half(outline, crossing, times, late))
     return _moved(outline, tuple(sorted(cuts)))
 
 
-def _halved(outline: Outline, crossing: Sequence[int], times: Sequence[float]) -> Iterator[int]:
-    """A cheap cut in the middle of the stay at the end of the step where nothing else hides
-    communication: the first of forward, the last of backward. What is much shorter than the others
-    (an embedding) is passed over."""
+def late_params(forward: Outline) -> frozenset[tuple[int, int]]:
+    """Group and place of the parameters that the second half of a stay that was cut reads first."""
+    regions: dict[int, dict[int, int]] = defaultdict(dict)
+    for use in forward.params:
+        regions[use.group][use.param] = bisect_right(forward.regions, use.first)
+    return frozenset(
+        (group, param)
+        for group, firsts in regions.items()
+        for param, region in firsts.items()
+        if sorted(set(firsts.values())) == [region - 1, region]
+    )
+
+
+def _first_half(outline: Outline, crossing: Sequence[int], times: Sequence[float]) -> Iterator[int]:
+    """A cheap cut in the middle of the first stay; one that is much shorter than the others (an
+    embedding) is passed over."""
     stays = _stays(outline)
     lengths = [times[last + 1] - times[first] for first, last in stays]
-    long = [stay for stay, us in zip(stays, lengths, strict=True) if us >= median(lengths) / 2]
-    first, last = long[0] if outline.direction is Direction.FORWARD else long[-1]
-    length = times[last + 1] - times[first]
-    shares = MIDDLE[outline.direction]
-    low, high = (bisect_left(times, times[first] + share * length) for share in shares)
-    if first < low <= high <= last:
-        yield _cheapest(crossing, low, high, late=False)
+    for (first, last), length in zip(stays, lengths, strict=True):
+        if length >= median(lengths) / 2:
+            low, high = (bisect_left(times, times[first] + share * length) for share in MIDDLE)
+            if first < low <= high <= last:
+                yield _cheapest(crossing, low, high, late=False)
+            return
+
+
+def _last_half(
+    outline: Outline,
+    crossing: Sequence[int],
+    times: Sequence[float],
+    late: Collection[tuple[int, int]],
+) -> Iterator[int]:
+    """A cheap cut soon after the gradients of `late` are complete."""
+    for reduction in outline.reductions:
+        comes = dict(reduction.comes)
+        found = [comes[p] for group, p in late if group == reduction.group and p in comes]
+        place = max(found, default=outline.num_ops) + 1
+        if place < outline.num_ops and place <= max(comes.values()):
+            slack = SLACK * (times[max(comes.values())] - times[min(comes.values())])
+            high = max(bisect_right(times, times[place] + slack) - 1, place)
+            yield _cheapest(crossing, place, high, late=False)
 
 
 def crossing_bytes(graph: fx.Graph) -> list[int]:

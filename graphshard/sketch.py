@@ -7,7 +7,7 @@ gradients come; and what backward could compute again.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,7 +17,7 @@ from graphshard.cost.flops import graph_work, never_stored
 from graphshard.cost.live import Live, live_bytes, saved_memory
 from graphshard.cost.machine import Machine
 from graphshard.cost.roofline import Work, op_us
-from graphshard.cuts import crossing_bytes, snapped
+from graphshard.cuts import crossing_bytes, late_params, snapped
 from graphshard.ir import Program, aliases, compute_nodes, positions, steps
 from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
 from graphshard.recompute import Unit, units
@@ -59,23 +59,32 @@ def basis_of(
     """recompute: say also what backward could compute again. fused: price the ops between two
     communication points as a compiler would fuse them, not one by one. parts: groups may travel in
     parts."""
-    sketches = {
-        direction: _sketch(program, direction, machine, fused, parts)
-        for direction in program.by_direction
-    }
-    forward = sketches[Direction.FORWARD]
+    forward = _sketch(program, Direction.FORWARD, machine, fused, halves=parts)
+    sketches = {Direction.FORWARD: forward}
+    if program.backward is not None:
+        late = late_params(forward.outline) if parts else ()
+        sketches[Direction.BACKWARD] = _sketch(
+            program, Direction.BACKWARD, machine, fused, late=late
+        )
     found = units(program, forward.outline, forward.us) if recompute else ()
     return Basis(program.name, program.groups, sketches, found)
 
 
 def _sketch(
-    program: Program, direction: Direction, machine: Machine, fused: bool, parts: bool
+    program: Program,
+    direction: Direction,
+    machine: Machine,
+    fused: bool,
+    *,
+    halves: bool = False,
+    late: Collection[tuple[int, int]] = (),
 ) -> Sketch:
+    """halves, late: see `graphshard.cuts.snapped`."""
     graph = program.by_direction[direction].graph
     found = outline(program, graph, direction)
     if fused:
         us = _us(machine, graph_work(graph, fused_regions=(0,)))
-        found = snapped(found, crossing_bytes(graph), us, ends=parts)
+        found = snapped(found, crossing_bytes(graph), us, halves=halves, late=late)
     works = graph_work(graph, fused_regions=found.cuts if fused else None)
     us = _us(machine, works)
     unstored = never_stored(compute_nodes(graph), found.cuts) if fused else {}
