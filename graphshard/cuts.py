@@ -94,8 +94,9 @@ def _first_half(outline: Outline, crossing: Sequence[int], times: Sequence[float
     embedding) is passed over."""
     stays = _stays(outline)
     lengths = [times[last + 1] - times[first] for first, last in stays]
+    typical = median(lengths or [0.0])
     for (first, last), length in zip(stays, lengths, strict=True):
-        if length >= median(lengths) / 2:
+        if length >= typical / 2:
             low, high = (bisect_left(times, times[first] + share * length) for share in MIDDLE)
             if first < low <= high <= last:
                 yield _cheapest(crossing, low, high, late=False)

@@ -4,7 +4,7 @@ import graphs
 import pytest
 import torch
 
-from graphshard.cuts import crossing_bytes, snapped
+from graphshard.cuts import crossing_bytes, late_params, snapped
 from graphshard.ir import compute_nodes
 from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
 from graphshard.step_plan import Direction
@@ -58,6 +58,40 @@ def test_a_reduction_waits_for_the_next_cut_if_that_is_near():
 def test_a_direction_that_gathers_nothing_is_one_region():
     found = snapped(forward(num_ops=4), [0, 1, 1, 1, 0], [1.0] * 4)
     assert found.regions == (0, 4)
+
+
+def test_the_first_stay_is_cut_in_two_where_parts_may_travel_alone():
+    # An embedding (op 0), then two blocks of ten ops; in the first, least crosses before op 5.
+    blocks = forward((0, 0), (1, 10), (11, 20), num_ops=21)
+    reads = [ParamUse(0, 0, 0, 0)]
+    reads += [
+        ParamUse(group, place, op, op + 9) for group, op in ((1, 1), (2, 11)) for place in (0,)
+    ]
+    reads += [ParamUse(1, 1, 8, 10), ParamUse(2, 1, 18, 20)]
+    outline = Outline(Direction.FORWARD, 21, blocks.uses, (), frozenset(), tuple(reads))
+    crossing = [0, 1, *[9] * 3, 4, *[9] * 5, 1, *[9] * 9, 0]
+    us = [0.1] + [1.0] * 20
+    whole, halved = (snapped(outline, crossing, us, halves=h) for h in (False, True))
+    assert set(halved.regions) - set(whole.regions) == {5}
+    assert late_params(whole) == frozenset()
+    assert late_params(halved) == {(1, 1)}
+
+
+def test_nothing_is_cut_in_two_where_nothing_is_gathered():
+    found = snapped(forward(num_ops=4), [0, 1, 1, 1, 0], [1.0] * 4, halves=True)
+    assert found.regions == (0, 4)
+
+
+def test_the_gradients_of_the_second_half_are_reduced_first():
+    uses = (GroupUse(0, 5, 9), GroupUse(1, 0, 4))
+    params = (ParamUse(1, 0, 0, 4), ParamUse(0, 1, 5, 6), ParamUse(0, 0, 8, 9))
+    ready = (Ready(1, 4, ((0, 4),)), Ready(0, 9, ((0, 9), (1, 6))))
+    outline = Outline(Direction.BACKWARD, 10, uses, ready, frozenset(), params)
+    crossing, us = [0, *[9] * 4, 1, *[9] * 4, 0], [1.0] * 10
+    assert snapped(outline, crossing, us).regions == (0, 5, 10)
+    found = snapped(outline, crossing, us, late=[(0, 1)])
+    assert found.regions == (0, 5, 7, 10)
+    assert dict(found.reductions[1].comes) == {0: 9, 1: 6}
 
 
 @pytest.mark.parametrize("count", [3, 5])
