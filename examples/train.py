@@ -47,7 +47,10 @@ SEED = 20
 CORPUS_BYTES = 4_000_000
 SAMPLE_BYTES = 160
 PROMPT = b"def "
-CLOSE = 1e-3  # of a loss; other kernels add up in another order
+# Other kernels add up in another order, and training enlarges what differs: after 100 steps eager
+# losses are 7e-2 apart if the weights it began with differ by 1e-7 of their size.
+CLOSE = 1e-3  # of a loss
+CLOSE_STEPS = 30
 
 Advance = Callable[[str], None]
 
@@ -245,16 +248,19 @@ def print_losses(one: Run, other: Run) -> bool:
 
 
 def print_nearness(one: Run, other: Run) -> bool:
-    """True if no loss of `other` is further from that of `one` than CLOSE."""
+    """True if no loss of `other` in the first CLOSE_STEPS is further from that of `one` than
+    CLOSE."""
     ours, theirs = mean_over_ranks(one.losses), mean_over_ranks(other.losses)
     far = {step: abs(theirs[step] / loss - 1) for step, loss in ours.items()}
+    early = max(far[step] for step in list(far)[:CLOSE_STEPS])
     worst = max(far, key=far.__getitem__)
     last = len(far) - 1
     say(
         f"{other.name}: loss {theirs[last]:.6f} after {len(far)} steps, {one.name} "
-        f"{ours[last]:.6f}; furthest apart at step {worst}, by {far[worst]:.1e} (at most {CLOSE:g})"
+        f"{ours[last]:.6f}; furthest apart at step {worst}, by {far[worst]:.1e}; in the first "
+        f"{CLOSE_STEPS} steps by {early:.1e} (at most {CLOSE:g})"
     )
-    return far[worst] <= CLOSE
+    return early <= CLOSE
 
 
 def print_costs(*runs: Run) -> None:

@@ -168,7 +168,7 @@ def poisoned(ctx: Ctx, name: str) -> None:
         return call
 
     with (
-        patched(gather, "all_gather", poison(0)),
+        patched(travel, "all_gather", poison(0)),
         patched(reduce, "reduce_scatter", poison(0)),
         patched(rooms, "free", counting),
     ):
@@ -199,7 +199,7 @@ def early_use(ctx: Ctx) -> bool:
 
         return call
 
-    with patched(gather, "all_gather", no_wait):
+    with patched(travel, "all_gather", no_wait):
         loss = case.loss(model, case.batch(0, ctx.rank, ctx.device))
     return bool(torch.isnan(loss))
 
