@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from graphshard import skeleton
@@ -23,6 +22,10 @@ from graphshard.estimate import Moment as Moment
 from graphshard.estimate import Owner as Owner
 from graphshard.estimate import estimate_from_dict, estimate_summary
 from graphshard.forecast import Forecast, forecast_from_dict
+from graphshard.groups import GroupInfo as GroupInfo
+from graphshard.groups import ParamInfo as ParamInfo
+from graphshard.groups import Reshard as Reshard
+from graphshard.groups import size_bytes
 from graphshard.measured import Measured, measured_from_dict
 from graphshard.schedule import ISSUES, schedule_from_dict, to_json
 from graphshard.schedule import Direction as Direction
@@ -33,56 +36,6 @@ from graphshard.schedule import StepKind as StepKind
 from graphshard.skeleton import Entry, Skeleton
 
 SCHEMA_VERSION = 3
-
-
-class Reshard(StrEnum):
-    """Who decides what stays gathered from forward to backward."""
-
-    FSDP2 = "fsdp2"  # `reshard_after_forward`, FSDP2's default included
-    OPEN = "open"  # the planner, as long as the user leaves it to FSDP2
-    AUTO = "auto"  # the planner, whatever is set
-
-
-@dataclass(frozen=True, slots=True)
-class ParamInfo:
-    """One parameter of a group. `shape` is the unsharded shape; `dtype` is what compute sees."""
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool
-    gathered_bytes: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupInfo:
-    """One `fully_shard` group. `gathered_bytes` counts FSDP2's padding of uneven shards.
-
-    resharded_by: who says whether it stays gathered until backward. between_micro_steps: it stays
-    gathered after backward too, as long as gradients are not synchronised.
-    reduce_dtype, reduce_bytes: of the gradients on the wire, all trainable parameters together.
-    gathers_in_place: straight into the parameters' memory, without a bucket.
-    """
-
-    id: int
-    fqn: str
-    params: tuple[ParamInfo, ...]
-    world_size: int
-    reshard_after_forward: bool
-    gathered_bytes: int
-    resharded_by: Reshard = Reshard.FSDP2
-    between_micro_steps: bool = False
-    gathers_in_place: bool = False
-    reduce_dtype: str = ""
-    reduce_bytes: int = 0
-
-    @property
-    def trainable(self) -> bool:
-        return any(p.trainable for p in self.params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,38 +267,6 @@ def _carried_bytes(group: GroupInfo, step: Step) -> int:
     """The group's share of what a gather carries."""
     chosen = [group.params[place].gathered_bytes for place in step.params]
     return sum(chosen) if chosen else group.gathered_bytes
-
-
-def size_bytes(step: Step, groups: Sequence[GroupInfo]) -> int:
-    """What the collective that `step` issues for `groups` moves: the bucket of all ranks' parts."""
-    if step.kind is StepKind.REDUCE_ISSUE:
-        return sum(_reduced_bytes(g, step.params) for g in groups)
-    params = (g.params[p] for g in groups for p in step.params or range(len(g.params)))
-    return sum(p.gathered_bytes for p in params)
-
-
-def _reduced_bytes(group: GroupInfo, params: tuple[int, ...]) -> int:
-    """The share of `params` (empty: all) in the group's gradients on the wire."""
-    trainable = sum(p.gathered_bytes for p in group.params if p.trainable)
-    chosen = (group.params[place] for place in params or range(len(group.params)))
-    return (
-        group.reduce_bytes
-        * sum(p.gathered_bytes for p in chosen if p.trainable)
-        // max(1, trainable)
-    )
-
-
-def received_bytes(groups: Sequence[GroupInfo], schedules: Sequence[Schedule]) -> int:
-    """What a rank receives in `schedules`: (N-1)/N of each collective's bucket, as in a ring."""
-    infos = {g.id: g for g in groups}
-    steps = (step for schedule in schedules for step in schedule.steps)
-    issues = (s for s in steps if s.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE))
-    total = 0
-    for step in issues:
-        own = [infos[number] for number in step.groups]
-        ranks = own[0].world_size
-        total += 0 if step.kept else size_bytes(step, own) * (ranks - 1) // ranks
-    return total
 
 
 def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> Entry:
