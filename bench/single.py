@@ -26,14 +26,11 @@ from bench import rounds  # noqa: E402
 from bench.interval import Comparison, compare, verdict  # noqa: E402
 from bench.rounds import say  # noqa: E402
 from bench.single_launch import DEMO, Measured, Request  # noqa: E402
+from bench.step import LossesDiffer  # noqa: E402
 
 PLAIN = "inductor"
 TARGETS = {"graphshard_single": 1.03, "graphshard": 1.03}
 MODELS = f"{DEMO},S"
-
-
-class LossesDiffer(Exception):
-    """Two ways computed different losses, so that their times say nothing."""
 
 
 def launch(request: Request) -> Measured:

@@ -65,7 +65,15 @@ class GroupSettings:
 
     @property
     def _may_move_sums(self) -> bool:
-        return self.ranks == 2 or (self.ranks > 2 and not self.exact_sums)
+        return sums_may_move(self.ranks, exact=self.exact_sums)
+
+
+def sums_may_move(ranks: int, *, exact: bool) -> bool:
+    """Whether what `ranks` add up may stand elsewhere in a buffer than FSDP2 puts it.
+
+    exact: the last bit counts. The order of a sum depends on the place; two numbers have one order.
+    """
+    return ranks == 2 or (ranks > 2 and not exact)
 
 
 def settings_of(

@@ -50,8 +50,10 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     """
     kit = Kit(checked(problem))
     own = placed_as(kit, fsdp2_choices(kit.problem))
-    copies = Kit(with_copies(kit.problem))
-    copied = placed_as(copies, fsdp2_choices(copies.problem))
+    copies, copied = kit, own
+    if (with_all := with_copies(kit.problem)) != kit.problem:
+        copies = Kit(with_all)
+        copied = placed_as(copies, fsdp2_choices(with_all))
     budget = copied.peak_bytes if problem.budget_bytes is None else problem.budget_bytes
     bound = lower_bound_us(kit.problem)
     bench = Bench(kit, budget, enough_us=bound * (1 + problem.near) if problem.near else 0.0)

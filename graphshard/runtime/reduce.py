@@ -19,6 +19,7 @@ from torch import Tensor
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
 from graphshard.fsdp2.layouts import copy_of
 from graphshard.fsdp2.param import add_sharded_grads, grad_dtypes
+from graphshard.fsdp2.settings import sums_may_move
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
 from graphshard.runtime.waiting import finish, trying_in_place
@@ -109,9 +110,8 @@ class Reduction:
     def _may_stay(self, grads: list[Tensor]) -> bool:
         """The reduction may take each gradient from where it is."""
         fsdp, policy = self._live.fsdp, self._policy
-        movable = fsdp.world_size == 2 or (fsdp.world_size > 2 and not self._exact_sums)
         return (
-            movable
+            sums_may_move(fsdp.world_size, exact=self._exact_sums)
             and fsdp.sends_in_place
             and fsdp.reduces_plainly
             and policy.predivide in (None, 1)
