@@ -38,6 +38,7 @@ from graphshard.pipeline import (
 )
 from graphshard.planner.problem import Problem
 from graphshard.runtime.agree import Ballot, check_call, settle
+from graphshard.runtime.ahead import follow_optimizers
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.run import Body, guarded
@@ -165,6 +166,9 @@ class GraphCompiler:
         for direction, call in self._code(self.running).items():
             self._bodies[direction] = Body(call, exact_sums)
         self._adopt(program, plan, problem)
+        if self._options.overlap_optimizer:
+            for root in dict.fromkeys(live.root for live in self.groups if live.root is not None):
+                follow_optimizers(root)
         if after is not None and spare is not None:
             assert self.running is not None
             self._feedback = Feedback(

@@ -40,7 +40,8 @@ class GroupInfo:
     resharded_by: who says whether it stays gathered until backward. between_micro_steps: it stays
     gathered after backward too, as long as gradients are not synchronised.
     reduce_dtype, reduce_bytes: of the gradients on the wire, all trainable parameters together.
-    gathers_in_place: straight into the parameters' memory, without a bucket.
+    gathers_in_place: straight into the parameters' memory, without a bucket; on one rank compute
+    reads the shards themselves.
     """
 
     id: int
@@ -58,6 +59,13 @@ class GroupInfo:
     @property
     def trainable(self) -> bool:
         return any(p.trainable for p in self.params)
+
+    def room_bytes(self, params: Sequence[int] = ()) -> int:
+        """What `params` (empty: all) take in memory while they are gathered."""
+        if self.world_size == 1 and self.gathers_in_place:
+            return 0
+        chosen = [self.params[place].gathered_bytes for place in params]
+        return sum(chosen) if chosen else self.gathered_bytes
 
 
 def size_bytes(step: Step, groups: Sequence[GroupInfo]) -> int:

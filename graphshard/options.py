@@ -39,6 +39,8 @@ class Options:
     the preset of the device.
     micro_steps: forward and backward runs per optimizer step, of which the last one synchronises
     gradients (`set_requires_gradient_sync`).
+    overlap_optimizer: the first gathers of the next step are issued as soon as the optimizer has
+    changed their shards, instead of when the next forward begins.
     replan_after: forwards after which the plan is made again from measured times; None: never.
     """
 
@@ -49,6 +51,7 @@ class Options:
     reshard: str = "fsdp2"
     machine: str | None = None
     micro_steps: int = 1
+    overlap_optimizer: bool = False
     replan_after: int | None = None
     verify: str = "compile"
     report_dir: Path | None = None
@@ -81,6 +84,7 @@ def parse_options(options: Mapping[str, object] | None, mode: str | None = None)
         memory_budget_bytes=None if budget is None else parse_bytes("memory_budget", budget),
         machine=None if machine is None else str(machine),
         micro_steps=_parse_count("micro_steps", given.get("micro_steps"), least=1) or 1,
+        overlap_optimizer=_parse_switch("overlap_optimizer", given.get("overlap_optimizer")),
         replan_after=_parse_count("replan_after", given.get("replan_after"), least=2),
         compute=str(compute),
         inductor=tuple(sorted(inductor.items())),
@@ -127,6 +131,12 @@ def _parse_count(key: str, value: object, least: int) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionsError("GS103", f"option {key}={value!r}; give a number from {least} on")
     return value
+
+
+def _parse_switch(key: str, value: object) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise OptionsError("GS103", f"option {key}={value!r}; give True or False")
+    return bool(value)
 
 
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

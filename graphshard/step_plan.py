@@ -235,7 +235,7 @@ def gathered_bytes_by_step(plan: Plan) -> list[int]:
     kept, is in place, or has one rank only). Where groups stay gathered between micro-steps, a step
     shows the larger of what it has in the first micro-step and in a later one.
     """
-    stays = {g.id: g.gathered_bytes for g in plan.groups if g.between_micro_steps}
+    stays = {g.id: g.room_bytes() for g in plan.groups if g.between_micro_steps}
     first = _alive_bytes(plan, {})
     return list(map(max, first, _alive_bytes(plan, stays))) if stays else first
 
@@ -248,7 +248,7 @@ def _alive_bytes(plan: Plan, stays: dict[int, int]) -> list[int]:
     for step in (step for schedule in plan.schedules for step in schedule.steps):
         bucket = 0
         for group in (infos[number] for number in step.groups if number not in stays):
-            carried = _carried_bytes(group, step)
+            carried = group.room_bytes(step.params)
             if step.kind is StepKind.GATHER_ISSUE:
                 held[group.id] = carried + (0 if step.kept else held.get(group.id, 0))
             elif step.kind is StepKind.GATHER_WAIT and not step.kept and _has_bucket(group):
@@ -261,12 +261,6 @@ def _alive_bytes(plan: Plan, stays: dict[int, int]) -> list[int]:
 
 def _has_bucket(group: GroupInfo) -> bool:
     return group.world_size > 1 and not group.gathers_in_place
-
-
-def _carried_bytes(group: GroupInfo, step: Step) -> int:
-    """The group's share of what a gather carries."""
-    chosen = [group.params[place].gathered_bytes for place in step.params]
-    return sum(chosen) if chosen else group.gathered_bytes
 
 
 def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> Entry:

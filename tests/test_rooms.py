@@ -3,20 +3,28 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from graphshard.capture.ports import records_under
 from graphshard.offline.world import pretended
 from graphshard.runtime.live import LiveGroup
-from graphshard.runtime.rooms import Layout, Room, give_back, layout_of, parameters, room_for
+from graphshard.runtime.rooms import (
+    Layout,
+    Room,
+    give_back,
+    layout_of,
+    own_room,
+    parameters,
+    room_for,
+)
 
 
 @pytest.fixture
 def model():
-    """A sharded layer on one rank, which has run once."""
+    """A sharded layer on one rank, which has run once. Its parameters are cast."""
     with pretended(1):
         made = nn.Sequential(nn.Linear(4, 3))
-        fully_shard(made[0])
+        fully_shard(made[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         options = {"fallback": "error", "verify": "off"}
         fully_shard(made).compile(backend="graphshard", options=options)
         made(torch.ones(2, 4)).sum().backward()
@@ -50,7 +58,7 @@ def test_the_next_step_uses_the_same_room(model):
 def test_a_room_has_each_parameter_in_its_size(model):
     live = live_of(model)
     room = room_for(live, layout(live))
-    assert held_bytes(room) == 4 * (12 + 3)
+    assert held_bytes(room) == 2 * (12 + 3)
     views = parameters(live, room)
     assert [tuple(views[i].shape) for i in live.places] == [(3, 4), (3,)]
 
@@ -68,7 +76,30 @@ def test_memory_that_somebody_looks_at_stays(model):
     view = parameters(live, room)[0].t()
     give_back(live, room)
     assert live.rooms == {}
-    assert torch.equal(view, torch.full((4, 3), 7.0))
+    assert torch.equal(view, torch.full((4, 3), 7.0, dtype=torch.bfloat16))
+
+
+def test_one_rank_reads_its_shards_where_they_are(model):
+    live = live_of(model)
+    own = layout_of(live, live.places, (torch.float32, torch.float32), 1)
+    shards = live.shards()
+    room = own_room(live, own, shards)
+    assert [view.data_ptr() for view in parameters(live, room).values()] == [
+        shard.data_ptr() for shard in shards
+    ]
+    give_back(live, room)
+    assert own_room(live, own, live.shards()) is room
+    assert own_room(live, layout(live), shards) is None, "these are cast"
+
+
+def test_replaced_shards_are_read_where_they_are_now(model):
+    live = live_of(model)
+    own = layout_of(live, live.places, (torch.float32, torch.float32), 1)
+    before = own_room(live, own, live.shards())
+    moved = [shard.clone() for shard in live.shards()]
+    after = own_room(live, own, moved)
+    assert after is not before
+    assert [f.data_ptr() for f in after.flats] == [shard.data_ptr() for shard in moved]
 
 
 def test_a_room_of_an_inference_serves_a_training_step(model):

@@ -27,6 +27,7 @@ class GroupSettings:
     process groups, the same on all ranks. reduce_item_bytes: of one element of a gradient on the
     wire. regroups: its gathers may be merged and split. Prefetch lists: places of groups.
     in_place: the backend sends many tensors from where they are; None: whatever the machine's does.
+    casts: what it gathers has another dtype than its shards.
     reduces_plainly: FSDP2's own reduce-scatter takes each gradient as it comes, without a cast.
     exact_sums: its sums have to be those of FSDP2, to the last bit. reduces_alone: nothing but the
     reduce-scatter is done to its gradients (no all-reduce, no hook).
@@ -44,6 +45,7 @@ class GroupSettings:
     kept_after_backward: bool = False
     regroups: bool = True
     in_place: bool | None = False
+    casts: bool = False
     reduces_plainly: bool = False
     exact_sums: bool = True
     reduces_alone: bool = False
@@ -52,7 +54,9 @@ class GroupSettings:
 
     @property
     def gathers_in_place(self) -> bool:
-        return bool(self.in_place) and self.regroups and self.ranks > 1
+        if self.ranks == 1:
+            return self.regroups and not self.casts
+        return bool(self.in_place) and self.regroups
 
     @property
     def reduces_in_place(self) -> bool:
@@ -110,6 +114,7 @@ def settings_of(
             kept_after_backward=not group.reshard_after_backward,
             regroups=group.gathers_plainly,
             in_place=group.sends_in_place,
+            casts=any(p.sharded.dtype != p.dtype for p in group.params),
             reduces_plainly=group.reduces_plainly and not any(map(_is_packed, group.params)),
             exact_sums=exact_sums,
             reduces_alone=group.reduces_alone,

@@ -71,7 +71,7 @@ def start_claims(problem: Problem, choices: Choices, turn: Turn) -> tuple[Claim,
     claims = list(problem.resident)
     if not turn.first:
         for number in choices.across:
-            size = problem.groups[number].gathered_bytes
+            size = problem.groups[number].room_bytes
             claims.append(Claim(Category.UNSHARDED_PARAM, size, number))
         for group in problem.groups:
             for grad in (p.gradient for p in group.parts if p.gradient is not None):
@@ -168,7 +168,7 @@ def gather_events(
     if resident:
         return Event(steps[0]), Event(steps[1])
     transfers = [gather_of(part, direction) for _, part in parts]
-    params = tuple(Claim(Category.UNSHARDED_PARAM, p.gathered_bytes, g.id) for g, p in parts)
+    params = tuple(Claim(Category.UNSHARDED_PARAM, g.room_of(p), g.id) for g, p in parts)
     pack_us = sum(t.before_us for t in transfers)
     if first.world_size == 1:
         return Event(steps[0], us=pack_us, takes=params), Event(steps[1])
@@ -209,7 +209,7 @@ def release_event(
     step = Step(StepKind.RELEASE, number)
     if number in choices.across and not turn.last:
         return Event(step)
-    gathered = (Claim(Category.UNSHARDED_PARAM, group.gathered_bytes, number),)
+    gathered = (Claim(Category.UNSHARDED_PARAM, group.room_bytes, number),)
     held = _spread(problem, Bucket((number,))) if forward and backward_needs else ()
     return Event(step, takes=held, gives=gathered)
 

@@ -155,6 +155,15 @@ class Group:
         return sum(p.gathered_bytes for p in self.parts)
 
     @property
+    def room_bytes(self) -> int:
+        """What it takes in memory while it is gathered."""
+        return sum(self.room_of(part) for part in self.parts)
+
+    def room_of(self, part: Part) -> int:
+        """Nothing where one rank reads its shards in place."""
+        return 0 if self.world_size == 1 and part.gather.in_place else part.gathered_bytes
+
+    @property
     def held_bytes(self) -> int:
         """What stays between forward and backward although the group is resharded."""
         return self.spread.held_bytes if self.spread is not None else 0

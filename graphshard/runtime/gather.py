@@ -16,7 +16,15 @@ from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
 from graphshard.runtime.live import Held, LiveGroup
-from graphshard.runtime.rooms import Layout, Room, give_back, layout_of, parameters, room_for
+from graphshard.runtime.rooms import (
+    Layout,
+    Room,
+    give_back,
+    layout_of,
+    own_room,
+    parameters,
+    room_for,
+)
 from graphshard.runtime.travel import Carrier, Load, send
 
 
@@ -80,9 +88,9 @@ class Gather:
         return Load(live, layout, [source[i] for i in indices])
 
     def sent(self, load: Load, carrier: Carrier | None) -> None:
-        """`load` travels in `carrier`; None: this rank has all of it, so that a copy is enough."""
+        """`load` travels in `carrier`; None: this rank has all of it."""
         if carrier is None:
-            self._copy_in(load.layout, load.parts)
+            self._find_here(load)
         else:
             self._under_way.append((load.layout, carrier))
             self.missing -= len(load.layout.indices)
@@ -94,6 +102,15 @@ class Gather:
         torch._foreach_copy_(room.flats, list(flats))
         self._here().append(room)
         self.missing -= len(layout.indices)
+
+    def _find_here(self, load: Load) -> None:
+        """On one rank compute reads the shards themselves, unless they have to be cast."""
+        room = own_room(self._live, load.layout, load.parts)
+        if room is None:
+            self._copy_in(load.layout, load.parts)
+            return
+        self._here().append(room)
+        self.missing -= len(load.layout.indices)
 
     def wait(self, indices: Sequence[int]) -> Mapping[int, Tensor]:
         """Gathered parameters by index, each of its unsharded size: `indices`, perhaps others."""

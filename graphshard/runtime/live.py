@@ -56,12 +56,14 @@ class Counters:
 class Root:
     """The groups of one FSDP root. finishing: the engine run after which they are finished.
 
-    ballots: what its ranks agree on, one per mesh.
+    ballots: what its ranks agree on, one per mesh. opening: what optimizers issue ahead
+    (`graphshard.runtime.ahead.Opening`), if the user asked for it.
     """
 
     groups: dict[State, LiveGroup]
     ballots: list[Ballot] = field(default_factory=list)
     finishing: int = -1
+    opening: Any = None
 
 
 @dataclass(eq=False)
@@ -71,7 +73,8 @@ class LiveGroup:
     places: of all its parameters. held: gathered parameters that outlive forward or backward.
     arrived: gradients of this backward, while another call of the group is still ahead of it.
     layouts, rooms, packings: what gathers and reductions of this group make once (`runtime.rooms`,
-    `runtime.reduce`); sharding fixes it. A room is here while nobody uses it.
+    `runtime.reduce`); sharding fixes it. A room is here while nobody uses it. own_rooms: of
+    shards that compute reads where they are.
     dtypes: what was gathered last. prefetched: a gather (`graphshard.runtime.gather.Gather`) that
     `set_modules_to_*_prefetch` asked for and nobody has used yet. reduced_in: the last
     engine run (autograd graph task) in which this group's gradients came.
@@ -92,6 +95,7 @@ class LiveGroup:
     counters: Counters = field(default_factory=Counters)
     layouts: dict[Any, Any] = field(default_factory=dict)
     rooms: dict[Any, Any] = field(default_factory=dict)
+    own_rooms: dict[Any, Any] = field(default_factory=dict)
     packings: dict[Any, Any] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = ()
     prefetched: Any = None

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -41,8 +42,8 @@ class Room:
 
     flats: each parameter, one-dimensional, with FSDP2's padding. rows: the same, one row per rank.
     views: what compute sees, by parameter index, of those that are sharded on dim 0.
-    addresses, owners: torch's of the storages, and how many tensors hold these while nobody else
-    looks at them.
+    storages: empty if the memory is that of the shards (`own_room`). addresses, owners: torch's of
+    the storages, and how many tensors hold these while nobody else looks at them.
     """
 
     layout: Layout
@@ -80,8 +81,26 @@ def room_for(live: LiveGroup, layout: Layout) -> Room:
     return room  # type: ignore[no-any-return]
 
 
+def own_room(live: LiveGroup, layout: Layout, shards: Sequence[Tensor]) -> Room | None:
+    """`shards` where they are, as a room that is never freed; None if they are not the whole
+    parameters, in the dtypes of `layout`.
+
+    Made once: FSDP2 keeps a shard's tensor until the parameter is replaced.
+    """
+    if live.fsdp.world_size > 1 or tuple([s.dtype for s in shards]) != layout.dtypes:
+        return None
+    known: Room | None = live.own_rooms.get(layout)
+    if known is None or not all(map(is_, known.flats, shards)):
+        with torch.inference_mode(False), torch.no_grad():
+            views = _views(live, layout, shards)
+        known = live.own_rooms[layout] = Room(layout, tuple(shards), (), views, (), (), (), 0)
+    return known
+
+
 def give_back(live: LiveGroup, room: Room) -> None:
     """What is in `room` is not needed any more."""
+    if not room.storages:
+        return
     if _owners(room.addresses) != room.owners:
         return
     if not live.fsdp.keeps_storage:
@@ -115,16 +134,23 @@ def _new_room(live: LiveGroup, layout: Layout) -> Room:
             for columns, dtype in zip(layout.columns, layout.dtypes, strict=True)
         )
         rows = tuple(flat.view(layout.ranks, -1) for flat in flats)
-        views = {}
-        for index, flat in zip(layout.indices, flats, strict=True):
-            param = live.fsdp.params[index]
-            if param.shard_dim == 0:
-                views[index] = flat[: math.prod(param.size)].view(param.size)
+        views = _views(live, layout, flats)
         storages = tuple(flat.untyped_storage() for flat in flats)
         sizes_bytes = tuple(storage.nbytes() for storage in storages)
         addresses = tuple(storage._cdata for storage in storages)
         owners = _owners(addresses)
         return Room(layout, flats, rows, views, storages, sizes_bytes, addresses, owners)
+
+
+def _views(live: LiveGroup, layout: Layout, flats: Sequence[Tensor]) -> dict[int, Tensor]:
+    """What compute sees of each parameter that lies in its flat memory as it is."""
+    whole = live.fsdp.world_size == 1
+    rows = [(i, live.fsdp.params[i], f) for i, f in zip(layout.indices, flats, strict=True)]
+    return {
+        index: flat[: math.prod(param.size)].view(param.size)
+        for index, param, flat in rows
+        if whole or param.shard_dim == 0
+    }
 
 
 def _owners(addresses: tuple[int, ...]) -> int:

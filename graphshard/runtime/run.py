@@ -12,6 +12,7 @@ from torch import Tensor
 from graphshard.errors import DivergedRanks
 from graphshard.fsdp2 import gradients
 from graphshard.fsdp2.layouts import as_dtensor
+from graphshard.runtime.ahead import Entry, Lot, remember
 from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
 from graphshard.runtime.finish import finish_later
 from graphshard.runtime.gather import Gather, issue, prefetch, take_prefetched
@@ -39,6 +40,7 @@ class Run:
     _gathered: set[LiveGroup] = field(default_factory=set)
     _last: LiveGroup | None = None
     _in_flight: list[Gather | Reduction] = field(default_factory=list)
+    _opening: list[Lot] = field(default_factory=list)
 
     def open(self, anchor: Tensor, *dtypes: torch.dtype) -> OpenGroup:
         """The group that `anchor` names, for this run.
@@ -57,16 +59,23 @@ class Run:
         Where the user named what to prefetch, nothing else is issued ahead of its wait, and each
         group travels alone.
         """
-        ready = [(g.gather(), g.places(params)) for g in groups if self.may_issue(g.live)]
-        lots = [[one] for one in ready] if self._is_listed(groups) else [ready]
-        for lot in lots:
-            self.watch(issue(lot))
+        ready = [g for g in groups if self.may_issue(g.live)]
+        for lot in [[g] for g in ready] if self._is_listed(groups) else [ready]:
+            if self._last is None and self._follows_optimizer(lot):
+                self._opening.append(tuple(g.entry(params) for g in lot))
+            self.watch(issue([(g.gather(), g.places(params)) for g in lot]))
         return GatherStep(self, params)
 
     def _is_listed(self, groups: tuple[OpenGroup, ...]) -> bool:
         """A prefetch list concerns an all-gather of `groups` that is issued now."""
         return any(g.live.fsdp.prefetches(self.direction) for g in groups) or bool(
             self._last is not None and self._last.fsdp.prefetches(self.direction)
+        )
+
+    def _follows_optimizer(self, groups: Sequence[OpenGroup]) -> bool:
+        """`overlap_optimizer`: the next optimizer step may issue what this forward begins with."""
+        return self.direction is Direction.FORWARD and any(
+            g.live.root is not None and g.live.root.opening is not None for g in groups
         )
 
     def gathered(self, live: LiveGroup) -> None:
@@ -79,6 +88,9 @@ class Run:
 
     def prefetch_after(self, live: LiveGroup) -> None:
         """`live` is gathered: issue what `set_modules_to_*_prefetch` names for it."""
+        if self._opening:
+            remember(self._opening)
+            self._opening = []
         self._last = live
         for state in live.fsdp.prefetches(self.direction):
             target = None if live.root is None else live.root.groups.get(state)
@@ -145,6 +157,11 @@ class OpenGroup:
 
     def places(self, params: tuple[int, ...]) -> tuple[int, ...]:
         return params or self.live.places
+
+    def entry(self, params: tuple[int, ...]) -> Entry:
+        """What a gather of `params` sends, for the next optimizer step to send again."""
+        live = self.live
+        return Entry(live, self._dtypes, self.places(params), live.fsdp.versions())
 
     def release(self, *, between_micro_steps: bool = False) -> None:
         """Last use is over, and nothing later in this step needs the group.

@@ -156,7 +156,7 @@ def _peak_mark(sheet: Sheet, at: int) -> Mark:
 
 def _gathered(sheet: Sheet, at: int) -> Iterator[Owner]:
     """Without forecasts: the groups that are gathered then, largest first, and the bucket."""
-    sizes = {g.id: g.gathered_bytes for g in sheet.plan.groups}
+    sizes = {g.id: g.room_bytes() for g in sheet.plan.groups}
     inside = [r.group for r in sheet.plan.residency() if r.start <= at <= r.stop]
     owned = sorted(dict.fromkeys(inside), key=lambda group: (-sizes[group], group))
     yield from (Owner(Category.UNSHARDED_PARAM, sizes[group], group) for group in owned)

@@ -1,0 +1,110 @@
+"""Gathers of the next step, issued as soon as the optimizer has changed what they send.
+
+For `options={"overlap_optimizer": True}`. In: what a forward issues before it waits for anything
+(its opening), and the moments in which some optimizer's step ends. Afterwards the opening of the
+next forward is on its way, while the program zeroes gradients, logs and loads data, or, with an
+optimizer in backward, while the rest of backward runs. A forward that finds its shards changed
+again since gathers them again, so that this is right whatever the program does in between.
+
+All ranks issue the same, as long as they step the same optimizers in the same order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from graphshard.runtime.gather import Gather, issue
+from graphshard.runtime.live import LiveGroup, Root, Versions
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one group sent in an opening. versions: of its shards then."""
+
+    live: LiveGroup
+    dtypes: tuple[torch.dtype, ...]
+    places: tuple[int, ...]
+    versions: Versions
+
+
+Lot: TypeAlias = tuple[Entry, ...]
+
+
+@dataclass(slots=True)
+class Opening:
+    """The collectives that a forward issued before its first wait, in order."""
+
+    lots: tuple[Lot, ...] = ()
+
+
+def remember(lots: Sequence[Lot]) -> None:
+    """A forward has issued `lots` and waits now.
+
+    Where a model runs as several graphs, the first after an optimizer step counts.
+    """
+    for root in dict.fromkeys(lot[0].live.root for lot in lots):
+        opening = None if root is None else root.opening
+        if opening is not None and not _is_current(opening):
+            opening.lots = tuple(lot for lot in lots if lot[0].live.root is root)
+
+
+def _is_current(opening: Opening) -> bool:
+    entries = [entry for lot in opening.lots for entry in lot]
+    return bool(entries) and all(e.versions == e.live.fsdp.versions() for e in entries)
+
+
+def follow_optimizers(root: Root) -> None:
+    """From now on each optimizer step that ends may issue the opening of `root`."""
+    if root.opening is not None:
+        return
+    root.opening = Opening()
+    watched = weakref.ref(root)
+
+    def stepped(*_: Any) -> None:
+        alive = watched()
+        if alive is not None and alive.opening is not None:
+            send_ahead(alive.opening)
+
+    handle = register_optimizer_step_post_hook(stepped)
+    weakref.finalize(root, handle.remove)
+
+
+def send_ahead(opening: Opening) -> None:
+    """Issue, in their order, the first collectives that send nothing but new contents.
+
+    Frozen parameters go with the trained ones after them.
+    """
+    due = list(takewhile(_is_due, opening.lots))
+    if not any(any(entry.live.fsdp.trainable) for lot in due for entry in lot):
+        return
+    opening.lots = opening.lots[len(due) :]
+    for lot in due:
+        for entry in lot:
+            if entry.live.prefetched is None:
+                entry.live.prefetched = Gather(entry.live, entry.dtypes)
+        issue([(entry.live.prefetched, entry.places) for entry in lot])
+
+
+def _is_due(lot: Lot) -> bool:
+    """Every trainable parameter of these groups was changed, and FSDP2 has gathered none."""
+    return all(entry.live.fsdp.is_sharded and _all_changed(entry) for entry in lot)
+
+
+def _all_changed(entry: Entry) -> bool:
+    fsdp = entry.live.fsdp
+    (places, counts), (old_places, old_counts) = fsdp.versions(), entry.versions
+    number = len(places)
+    # A parameter has two counts: of its DTensor and of its local tensor.
+    return all(
+        (places[i], counts[i], counts[i + number])
+        != (old_places[i], old_counts[i], old_counts[i + number])
+        for i, trains in enumerate(fsdp.trainable)
+        if trains
+    )
