@@ -1,0 +1,93 @@
+"""A steady step allocates nothing new: the same sizes in every step, and all of them given back.
+
+On a GPU these come from memory that torch's allocator has already; there its segments are counted.
+On CPU torch has no such pool, so that equal sizes are all that can be asked for.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Case
+from parity import build, reseed, sgd
+from pool import Ctx, Pool
+from test_memory import patched
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from graphshard.runtime import rooms
+
+pytestmark = pytest.mark.dist
+
+WARM_UP, STEADY = 4, 3
+
+
+def allocations(step: Callable[[], None]) -> tuple[Counter[int], int]:
+    """How often which size is allocated on the CPU, and what is left of it in the end, in bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    sizes = [e["args"]["Bytes"] for e in events if e["name"] == "[memory]"]
+    return Counter(size for size in sizes if size > 0), sum(sizes)
+
+
+def steps_of(model: nn.Module, case: Case, ctx: Ctx) -> Callable[[], None]:
+    """A training step; the batch is the same each time."""
+    optimizer = sgd(model.parameters())
+    batch = case.batch(0, ctx.rank, ctx.device)
+
+    def step() -> None:
+        case.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def steady(ctx: Ctx, options: dict[str, Any]) -> list[int]:
+    case = CASES["llama"]
+    model = build(case, ctx)
+    model.compile(backend="graphshard", options={"fallback": "error", **options})
+    step = steps_of(model, case, ctx)
+    made: list[Any] = []
+
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            made.append(args)
+            return original(*args)
+
+        return call
+
+    def segments() -> int:
+        if ctx.device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats()["segment.all.allocated"])
+
+    reseed(ctx, 0)
+    for _ in range(WARM_UP):
+        step()
+    before = segments()
+    with patched(rooms, "_new_room", noted):
+        seen = [allocations(step) for _ in range(STEADY)]
+    assert segments() == before
+    assert made == [], "rooms for gathered parameters are made once"
+    assert all(sizes == seen[0][0] for sizes, _ in seen)
+    return [left for _, left in seen]
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard": "auto"}], ids=["fsdp2", "auto"])
+def test_a_steady_step_allocates_nothing_new(pool: Pool, options: dict[str, Any]) -> None:
+    assert pool.run(2, steady, options) == 2 * [STEADY * [0]]
+
+
+def test_by_inductor(pool: Pool) -> None:
+    options = {"compute": "inductor"}
+    assert pool.run(2, steady, options, timeout_s=240) == 2 * [STEADY * [0]]
