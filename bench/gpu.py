@@ -1,10 +1,13 @@
-"""Tokens a second on one CUDA device: graphshard against torch.compile without FSDP.
+"""Tokens a second on one CUDA device: graphshard against torch.compile without FSDP, and FSDP2.
 
     python bench/gpu.py --json OUT.json
+    python bench/gpu.py --ranks 8 --json OUT.json
 
-A Llama-style model of 1.06 B parameters in bf16, AdamW, world size 1 with NCCL: what sharding costs
-where there is nothing to shard. Plain torch.compile of the whole model, FSDP2 with its blocks
-compiled, and graphshard, with CUDA graphs too. Each launch is a fresh process; the ways take turns.
+A Llama-style model of 1.06 B parameters in bf16, AdamW. One rank, with NCCL: what sharding costs
+where there is nothing to shard, against plain torch.compile of the whole model. More ranks: all but
+this one are emulated, and each collective occupies a stream for as long as the network of a preset
+takes (`bench/gpu_network.py`); against FSDP2 with its blocks compiled. Peaks are in the table.
+Each launch is a fresh process; the ways take turns.
 `--smoke` runs a tiny model on the CPU with gloo, whose numbers say nothing. One table on stdout,
 progress on stderr.
 """
@@ -33,8 +36,10 @@ from bench.rounds import say  # noqa: E402
 from bench.ways import Way, choose, usable  # noqa: E402
 
 MODES = "inductor,fsdp2_blocks,graphshard_aten,graphshard,graphshard_cudagraphs"
-BASE = "inductor"
-TARGET = 1.03  # of its step time, at most
+EMULATED = "fsdp2_blocks,graphshard"
+NETWORK = "h100"
+# With what graphshard is compared, and how much of its step time it may take.
+ALONE, MANY = ("inductor", 1.03), ("fsdp2_blocks", 1 / 1.10)
 CUDA_ONLY = ("graphshard_cudagraphs",)
 
 Round = Mapping[str, Measured]  # name of the way -> what it measured
@@ -68,14 +73,17 @@ def make_row(way: Way, measured: Sequence[Round], tokens: int) -> Row:
     )  # fmt: skip
 
 
-def comparisons(ways: Sequence[Way], measured: Sequence[Round]) -> list[Comparison]:
-    """Paired ratios of step times to plain torch.compile, which come from the same round."""
+def comparisons(
+    ways: Sequence[Way], measured: Sequence[Round], base: tuple[str, float] = ALONE
+) -> list[Comparison]:
+    """Paired ratios of step times to those of `base`, which come from the same round."""
+    peer, target = base
     return [
         compare(
-            way.name, BASE, TARGET,
-            [(median(each[way.name].step_us), median(each[BASE].step_us)) for each in measured],
+            way.name, peer, target,
+            [(median(each[way.name].step_us), median(each[peer].step_us)) for each in measured],
         )
-        for way in ways if way.sharding and BASE in measured[0]
+        for way in ways if way.sharding and way.name != peer and peer in measured[0]
     ]  # fmt: skip
 
 
@@ -116,7 +124,11 @@ def launch(request: Request, cache: str) -> Measured:
 def measure(args: argparse.Namespace, ways: Sequence[Way]) -> str:
     """All rounds; the table. The file is written after each. All launches share one cache."""
     config = CONFIGS[args.config]
-    result: dict[str, object] = {**rounds.header("gpu.py"), "model": asdict(config)}
+    result: dict[str, object] = {
+        **rounds.header("gpu.py"),
+        "model": asdict(config),
+        **network_of(args),
+    }
     found: list[dict[str, Measured]] = []
     loads = [os.getloadavg()]
     table = ""
@@ -125,7 +137,10 @@ def measure(args: argparse.Namespace, ways: Sequence[Way]) -> str:
             measured: dict[str, Measured] = {}
             for way in rounds.turns(ways, index):
                 began = time.monotonic()
-                request = Request(way.name, args.config, args.device, args.steps, args.warm_up)
+                request = Request(
+                    way.name, args.config, args.device, args.steps, args.warm_up,
+                    args.ranks, args.network,
+                )  # fmt: skip
                 measured[way.name] = launch(request, cache)
                 say(
                     f"[round {index + 1} of {args.launches}] {way.name}: "
@@ -135,7 +150,7 @@ def measure(args: argparse.Namespace, ways: Sequence[Way]) -> str:
             found.append(measured)
             loads.append(os.getloadavg())
             rows = [make_row(way, found, config.batch * config.seq_len) for way in ways]
-            compared = comparisons(ways, found)
+            compared = comparisons(ways, found, ALONE if args.ranks == 1 else MANY)
             table = render(rows, compared, len(found))
             result["load_averages"] = loads
             result["device"] = measured[ways[0].name].device_name
@@ -147,11 +162,17 @@ def measure(args: argparse.Namespace, ways: Sequence[Way]) -> str:
     return table
 
 
+def network_of(args: argparse.Namespace) -> dict[str, object]:
+    return {"ranks": args.ranks, "network": args.network or "none"}
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tokens a second on one CUDA device.")
     parser.add_argument("--launches", type=int, default=6, help="of each way; 6 give 95 %%")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of a launch")
-    parser.add_argument("--modes", type=choose, default=choose(MODES), help=MODES)
+    parser.add_argument("--modes", type=choose, help=f"one rank: {MODES}; more: {EMULATED}")
+    parser.add_argument("--ranks", type=int, default=1, help="more than one are emulated")
+    parser.add_argument("--network", default=NETWORK, help="preset whose network is emulated")
     parser.add_argument("--smoke", action="store_true", help="one launch of a tiny model, CPU")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args(argv)
@@ -159,6 +180,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.smoke:
         args.config, args.device, args.warm_up = "tiny", "cpu", 1
         args.launches, args.steps = 1, 2
+    if args.ranks == 1:
+        args.network = ""
+    args.modes = args.modes or choose(MODES if args.ranks == 1 else EMULATED)
     return args
 
 
@@ -173,7 +197,8 @@ def main() -> int:
     table = measure(args, ways)
     config = CONFIGS[args.config]
     print(
-        f"{args.device}, {config.batch} sequences of {config.seq_len} tokens, bf16, world size 1, "
+        f"{args.device}, {config.batch} sequences of {config.seq_len} tokens, bf16, "
+        f"{args.ranks} ranks{f', network of {args.network}' if args.network else ''}, "
         f"{args.launches} launches of each way\n"
     )
     print(table)

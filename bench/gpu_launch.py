@@ -1,13 +1,14 @@
-"""One launch of one way: a fresh process that trains on one device, world size 1, real time.
+"""One launch of one way: a fresh process that trains on one device in real time.
 
-In: `Request` as JSON in argv[1]. Out: `Measured` as JSON, the last line on stdout. On CUDA the
-process group is NCCL's, on a CPU gloo's.
+In: `Request` as JSON in argv[1]. Out: `Measured` as JSON, the last line on stdout. With one rank
+the process group is NCCL's (on a CPU gloo's); with more the others and the network are emulated.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import tempfile
 import time
@@ -20,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from bench import gpu_network
 from bench.models import Config, Llama, WithLoss
 from bench.ways import WAYS, compile_as, shard
+from graphshard.cost.presets import preset
 
 CONFIGS = {
     "1B": Config(2048, 18, 32, 5632, 32_000, 2048, batch=4),  # 1.06 B parameters
@@ -29,13 +32,20 @@ CONFIGS = {
 }
 
 
+RANKS_PER_NODE = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
+    """ranks: of which all but one are emulated, with the network of the preset `network`."""
+
     way: str
     config: str
     device: str
     num_steps: int
     num_warm_up: int
+    ranks: int = 1
+    network: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +74,8 @@ def run(request: Request) -> Measured:
         model = WithLoss(Llama(config)).to(torch.bfloat16)
     num_params = sum(param.numel() for param in model.parameters())
     blocks = list(model.model.layers)
-    shard(way, model, blocks, init_device_mesh(device.type, (1,)))
-    compile_as(way, model, blocks)
+    shard(way, model, blocks, init_device_mesh(device.type, (request.ranks,)))
+    compile_as(way, model, blocks, {"machine": request.network} if request.network else {})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = (2, config.batch, config.seq_len)
     tokens, targets = torch.randint(config.vocabulary, shape, device=device)
@@ -113,10 +123,15 @@ def synchronize(device: torch.device) -> None:
 
 def main() -> None:
     request = Request(**json.loads(sys.argv[1]))
-    backend = "nccl" if request.device == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder) / "store"), 1)
-        dist.init_process_group(backend, rank=0, world_size=1, store=store)
+        if request.ranks > 1:
+            os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_PER_NODE)  # as torchrun says it
+            device = torch.device(request.device)
+            gpu_network.join(preset(request.network), request.ranks, RANKS_PER_NODE, device)
+        else:
+            backend = "nccl" if request.device == "cuda" else "gloo"
+            store = dist.FileStore(str(Path(folder) / "store"), 1)
+            dist.init_process_group(backend, rank=0, world_size=1, store=store)
         measured = run(request)
         dist.destroy_process_group()
     print(json.dumps(asdict(measured)), flush=True)

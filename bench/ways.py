@@ -7,8 +7,9 @@ imported by its own ways only, so that no other pays for it where whole processe
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -94,8 +95,13 @@ def shard(way: Way, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceM
         peers.simple_fsdp()(model, mesh, mode="fully_shard")
 
 
-def compile_as(way: Way, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Say who compiles; compiling itself is left to the first calls.
+def compile_as(
+    way: Way,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    more: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Say who compiles; compiling itself is left to the first calls. more: options of graphshard.
 
     SimpleFSDP runs without the overlap passes of Inductor, which is Inductor's default.
     """
@@ -106,5 +112,5 @@ def compile_as(way: Way, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         model.compile(fullgraph=True)
     elif way.compiler == "graphshard":
         # The other ranks are emulated: there is nobody to agree with.
-        options = {"fallback": "error", "verify": "off", **dict(way.options)}
+        options = {"fallback": "error", "verify": "off", **dict(way.options), **more}
         model.compile(fullgraph=True, backend="graphshard", options=options)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
@@ -13,7 +14,9 @@ if str(ROOT) not in sys.path:
 
 from bench import gpu  # noqa: E402
 from bench.gpu_launch import Measured  # noqa: E402
+from bench.gpu_network import EmulatedGroup  # noqa: E402
 from bench.ways import choose, exists  # noqa: E402
+from graphshard.cost.comm import Collective  # noqa: E402
 
 WAYS = choose("inductor,fsdp2_blocks,graphshard_aten")
 
@@ -41,6 +44,8 @@ def test_step_times_are_compared_within_a_round():
     blocks, ours = gpu.comparisons(WAYS, ROUNDS)
     assert (blocks.ours, blocks.met, ours.met) == ("fsdp2_blocks", False, True)
     assert (ours.ratio.low, ours.ratio.high) == pytest.approx((1.02, 1.04))
+    (many,) = gpu.comparisons(WAYS[1:], ROUNDS, gpu.MANY)
+    assert (many.ours, many.peer, many.met) == ("graphshard_aten", "fsdp2_blocks", True)
     assert gpu.comparisons(WAYS[1:], [{"fsdp2_blocks": ROUNDS[0]["fsdp2_blocks"]}]) == []
 
 
@@ -58,3 +63,32 @@ def test_all_ways_run_on_a_cpu(tmp_path):
     assert [row["way"] for row in result["rows"]] == [w for w in known if w not in gpu.CUDA_ONLY]
     first = [launches["losses"][0] for launches in result["launches"][0].values()]
     assert first == pytest.approx([first[0]] * len(first), rel=0.02)  # bf16
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_emulated_ranks_run_on_a_cpu(tmp_path):
+    """Numbers of time say nothing here; the losses of both ways have to be the same."""
+    out = tmp_path / "gpu8.json"
+    command = ["--smoke", "--ranks", "8", "--modes", "fsdp2,graphshard_aten", "--json", str(out)]
+    done = subprocess.run(
+        [sys.executable, "bench/gpu.py", *command],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert (result["ranks"], result["network"]) == (8, "h100")
+    theirs, ours = (launch["losses"] for launch in result["launches"][0].values())
+    assert ours == pytest.approx(theirs, rel=0.02)
+
+
+def test_what_a_collective_writes_and_how_long_it_takes():
+    asked = []
+    group = EmulatedGroup(4, torch.device("cpu"), lambda *of: asked.append(of) or 1.0)
+    output, own = torch.zeros(8), torch.tensor([1.0, 2.0])
+    group.all_gather_single(output, own).wait()
+    assert output.tolist() == [1.0, 2.0] * 4
+    mine = torch.zeros(2)
+    group._reduce_scatter_base(mine, torch.arange(8.0)).wait()
+    assert mine.tolist() == [0.0, 1.0]
+    assert asked == [(Collective.ALL_GATHER, 32), (Collective.REDUCE_SCATTER, 32)]
