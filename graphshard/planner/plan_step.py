@@ -20,7 +20,7 @@ from graphshard.planner.problem import Problem, checked, with_copies
 from graphshard.planner.reasons import reasons_of
 from graphshard.planner.score import Bench, Candidate
 from graphshard.planner.search import search
-from graphshard.planner.settle import settled
+from graphshard.planner.settle import lean, settled
 from graphshard.planner.simulate import Simulation
 from graphshard.step_plan import Course, Estimate, Figures, Moment, Owner, Reason, Schedule
 
@@ -94,8 +94,11 @@ def _chosen(bench: Bench, own: Candidate) -> Candidate | None:
     if best is None:
         return None
     pairs = zip(bench.problem.directions, best.directions, strict=True)
-    late = (settled(bench, best.choices, direction, scored) for direction, scored in pairs)
-    return Candidate(best.choices, tuple(late))
+    late = [settled(bench, best.choices, direction, scored) for direction, scored in pairs]
+    chosen = Candidate(best.choices, tuple(late))
+    both = zip(bench.problem.directions, late, strict=True)
+    leaner = Candidate(best.choices, tuple(lean(bench, best.choices, d, s) for d, s in both))
+    return leaner if own.peak_bytes > bench.budget_bytes or leaner.us <= own.us else chosen
 
 
 def _figures(found: Simulation) -> Figures:
