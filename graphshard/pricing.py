@@ -102,6 +102,7 @@ def price(
             sync_each=freedom.micro_steps == 1,
             budget_bytes=freedom.budget_bytes,
             near=freedom.near,
+            early_waits=any(own.has_hooks for own in settings),
         )
     )
 

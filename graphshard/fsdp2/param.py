@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,11 @@ def add_sharded_grads(params: Sequence[FsdpParam], local: Sequence[Tensor]) -> N
             sharded.grad = DTensor.__new__(DTensor, part, spec, requires_grad=False)
         else:
             grad._local_tensor += part
-        hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
-        if hooks:
-            for hook in hooks.values():
-                hook(sharded)
+        for hook in hooks_of(sharded):
+            hook(sharded)
+
+
+def hooks_of(sharded: Tensor) -> Sequence[Callable[[Tensor], None]]:
+    """What `register_post_accumulate_grad_hook` was given for this parameter."""
+    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
+    return tuple(hooks.values()) if hooks else ()

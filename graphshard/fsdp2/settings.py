@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from graphshard.fsdp2.group import FsdpGroup
-from graphshard.fsdp2.param import FsdpParam
+from graphshard.fsdp2.param import FsdpParam, hooks_of
 from graphshard.fsdp2.state import is_root
 from graphshard.step_plan import Direction
 
@@ -30,7 +30,8 @@ class GroupSettings:
     casts: what it gathers has another dtype than its shards.
     reduces_plainly: FSDP2's own reduce-scatter takes each gradient as it comes, without a cast.
     exact_sums: its sums have to be those of FSDP2, to the last bit. reduces_alone: nothing but the
-    reduce-scatter is done to its gradients (no all-reduce, no hook).
+    reduce-scatter is done to its gradients (no all-reduce, no hook). has_hooks: something runs as
+    soon as a gradient is there (an optimizer in backward).
     """
 
     reshard: bool | None
@@ -49,6 +50,7 @@ class GroupSettings:
     reduces_plainly: bool = False
     exact_sums: bool = True
     reduces_alone: bool = False
+    has_hooks: bool = False
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
 
@@ -118,6 +120,7 @@ def settings_of(
             reduces_plainly=group.reduces_plainly and not any(map(_is_packed, group.params)),
             exact_sums=exact_sums,
             reduces_alone=group.reduces_alone,
+            has_hooks=any(hooks_of(param.sharded) for param in group.params),
             forward_prefetch=listed(group, Direction.FORWARD),
             backward_prefetch=listed(group, Direction.BACKWARD),
         )

@@ -222,6 +222,8 @@ class Problem:
     most_ahead: at most so many gathers in flight; None: as many as memory allows.
     budget_bytes: hard limit on the peak; None: FSDP2's own peak.
     near: the search may stop at a step that is longer than the lower bound by this share of it.
+    early_waits: gradients are used as soon as they are there, so that reductions are waited for
+    when they are done, where that costs next to nothing.
     """
 
     groups: tuple[Group, ...]
@@ -239,6 +241,7 @@ class Problem:
     most_ahead: int | None = None
     budget_bytes: int | None = None
     near: float = 0.0
+    early_waits: bool = False
 
     @property
     def directions(self) -> tuple[Direction, ...]:

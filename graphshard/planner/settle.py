@@ -31,6 +31,8 @@ from graphshard.step_plan import Direction
 ROUNDS = 4
 # So much of the time is nothing beside what a prediction is worth, if memory falls by its share.
 SLACK, WORTH = 0.001, 0.05
+# A collective may take so much longer than predicted before an early wait for it stalls.
+LONGER = 0.25
 
 
 def settled(bench: Bench, choices: Choices, direction: Direction, scored: Scored) -> Scored:
@@ -51,12 +53,16 @@ def settled(bench: Bench, choices: Choices, direction: Direction, scored: Scored
 
 
 def lean(bench: Bench, choices: Choices, direction: Direction, scored: Scored) -> Scored:
-    """`scored` with reductions waited for when they are done, if the peak falls by WORTH for it."""
+    """`scored` with reductions waited for when they are done, if the peak falls by WORTH for it.
+
+    With `Problem.early_waits` it may stay as it is.
+    """
     stages = [stage_of(bench.kit, choices, direction, turn) for turn, _ in turns(bench.problem)]
     starts = start_bytes(bench, choices, direction)
     found = score(bench, stages, starts, _earlier_waits(stages[-1], scored.placement))
     cheap = found.us <= scored.us * (1 + SLACK)
-    smaller = found.peak_bytes <= scored.peak_bytes * (1 - WORTH)
+    worth = 0.0 if bench.problem.early_waits else WORTH
+    smaller = found.peak_bytes <= scored.peak_bytes * (1 - worth)
     return found if cheap and smaller else scored
 
 
@@ -72,7 +78,8 @@ def _earlier_waits(stage: Stage, placement: Placement) -> Placement:
     slots = range(0, stage.num_regions * stage.stride + 1, stage.stride)
     found, earliest = [], 0
     for reduced in placement.reductions:
-        done_us = run.finished_us.get(stage.reductions[reduced.job].issue.job, 0.0)
+        issue = stage.reductions[reduced.job].issue
+        done_us = run.finished_us.get(issue.job, 0.0) + LONGER * issue.comm_us
         first = bisect_right(slots, max(reduced.issue, earliest))
         slot = bisect_left(slots, done_us, first, key=lambda p: reached[bisect_left(positions, p)])
         wait = min(reduced.wait, slots[slot]) if slot < len(slots) else reduced.wait
