@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -309,6 +309,11 @@ class FsdpGroup:
         return any(hasattr(p.raw, "_unsharded_param") for p in self.params)
 
     @property
+    def is_in_forward(self) -> bool:
+        """FSDP2's own forward of the group is under way: around a registered method, say."""
+        return bool(self.raw._training_state == _fsdp_common.TrainingState.FORWARD)
+
+    @property
     def is_sharded(self) -> bool:
         """And FSDP2 is not about to gather it."""
         return self.raw._all_gather_result is None and bool(self.raw.is_sharded)
@@ -318,6 +323,17 @@ class FsdpGroup:
         self.raw._to_sharded()
         for param in self.params:
             param.raw._setattr_on_modules(param.raw.sharded_param)
+
+    def when_resharded(self, then: Callable[[], None]) -> None:
+        """Call `then` whenever FSDP2 reshards the group, at the user's `reshard()` for example."""
+        reshard = self.raw.reshard
+
+        def call() -> None:
+            reshard()
+            if self.is_sharded:
+                then()
+
+        self.raw.reshard = call
 
     def unsupported(self) -> str | None:
         """Why this group has to run through eager FSDP2, or None. Checked in FSDP2's terms."""

@@ -50,7 +50,7 @@ class Loop:
 
     def note(self, name: str, value: Tensor | None) -> None:
         value = value.full_tensor() if isinstance(value, DTensor) else value
-        self.trace.buffers[f"{len(self.trace.losses)} {name}"] = local(value)
+        self.trace.buffers[f"step {len(self.trace.losses)} {name}"] = local(value)
 
     def finish(self, loss: Tensor) -> None:
         """Note loss and gradients, and let the optimizer step."""
