@@ -20,6 +20,7 @@ class Row:
     `fully_shard` and of the policies). since: the torch version that brought them. outside: how
     many groups run through eager FSDP2. falls_back: part of the reason that graphshard gives for
     it; empty if the user left them out. fewer_gathers: graphshard gathers less often than FSDP2.
+    whole: shards nothing, for what eager FSDP2 does wrong; it is what graphshard is compared with.
     """
 
     area: str
@@ -39,6 +40,7 @@ class Row:
     falls_back: str = ""
     fewer_gathers: bool = False
     needs_cuda: bool = False
+    whole: Callable[[nn.Module, Ctx], nn.Module] | None = None
 
 
 def method(*names: str) -> tuple[str, ...]:

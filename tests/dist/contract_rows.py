@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import contract_setups as do
+import rows_lifecycle
 import rows_loops
 import torch
 from contract_models import (
@@ -428,5 +429,6 @@ ROWS = [
         compile=partial(do.compile_blocks, but=1),
         outside=2,
     ),
+    *rows_lifecycle.ROWS,
     *rows_loops.ROWS,
 ]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as fsdp
+from contract_loop import assert_nothing_gathered
 from contract_models import LLAMA, plain
 from contract_rows import ROWS, Row
 from parity import assert_equal, count_collectives
@@ -36,9 +37,9 @@ def row_case(ctx: Ctx, name: str) -> dict[str, Any]:
     row = next(r for r in ROWS if r.name == name)
     case = row.case
 
-    def make() -> nn.Module:
+    def make(shard: Any = row.shard) -> nn.Module:
         torch.manual_seed(0)
-        return row.shard(case.build().to(ctx.device), ctx)
+        return shard(case.build().to(ctx.device), ctx)
 
     def run(model: nn.Module, first: int, steps: int) -> Any:
         step = iter(range(first * row.micro_steps, 1000))
@@ -51,7 +52,7 @@ def row_case(ctx: Ctx, name: str) -> dict[str, Any]:
             model, case, ctx, steps, run=loss, first_step=first, micro_steps=row.micro_steps
         )
 
-    oracle, model = make(), make()
+    oracle, model = make(row.whole or row.shard), make()
     wrapped = {net: net if row.wrap is None else row.wrap(net) for net in (oracle, model)}
     row.compile(model)
     expected = run(oracle, 0, 4)
@@ -69,20 +70,27 @@ def row_case(ctx: Ctx, name: str) -> dict[str, Any]:
         if row.check is not None:
             row.check(net, net is model)
     assert dynamo.frames_seen() == frames, "something was compiled a second time"
-    assert_same_states(oracle, model)
     report = graphshard.explain(model)
-    for net in model.modules():
-        net._compiled_call_impl = None  # a following eager step equals the oracle
-    for net in (oracle, model):
-        row.before_step(net, 1)
-    assert_equal(run(oracle, 9, 1), run(model, 9, 1))
+    if row.whole is None:
+        assert_same_states(oracle, model)
+        assert_eager_goes_on(row, run, oracle, model)
+    else:
+        assert_nothing_gathered(model)
     return {
-        "eager": counts[0],
+        "eager": counts[0] if row.whole is None else counts[1],
         "compiled": counts[1],
         "captured": report.captured,
         "groups": len({id(g) for m in fsdp_modules(model) for g in groups_of(m)}),
         "reasons": dict(report.reasons),
     }
+
+
+def assert_eager_goes_on(row: Row, run: Any, oracle: nn.Module, model: nn.Module) -> None:
+    for net in model.modules():
+        net._compiled_call_impl = None
+    for net in (oracle, model):
+        row.before_step(net, 1)
+    assert_equal(run(oracle, 9, 1), run(model, 9, 1))
 
 
 def assert_same_states(oracle: nn.Module, model: nn.Module) -> None:
@@ -162,6 +170,8 @@ def _line(row: Row) -> str:
     triples = dict.fromkeys(", ".join(map(str, seen[who])) for who in ("eager", "compiled"))
     counts = "; ".join(triples)
     runs = "in the graph"
+    if row.whole is not None:
+        runs = f"{runs}, equal to the model without FSDP2; eager FSDP2 is wrong here"
     if row.outside:
         inside, groups = seen["captured"], seen["groups"]
         why = f"because {row.falls_back}" if row.falls_back else "as they were left uncompiled"
