@@ -8,6 +8,7 @@ from functools import partial
 import contract_setups as do
 import rows_lifecycle
 import rows_loops
+import rows_subclasses
 import torch
 from contract_models import (
     BRANCHES,
@@ -431,4 +432,5 @@ ROWS = [
     ),
     *rows_lifecycle.ROWS,
     *rows_loops.ROWS,
+    *rows_subclasses.ROWS,
 ]
