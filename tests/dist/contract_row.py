@@ -40,6 +40,7 @@ class Row:
     falls_back: str = ""
     fewer_gathers: bool = False
     needs_cuda: bool = False
+    needs_package: str = ""
     whole: Callable[[nn.Module, Ctx], nn.Module] | None = None
 
 

@@ -1,18 +1,20 @@
 """Rows of the contract about parameters that are tensor subclasses with all-gather extensions."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from contract_loop import Loop, train_by
-from contract_models import CHAIN, plain
+from contract_models import CHAIN, MLPS, plain
 from contract_row import Row
 from contract_setups import compile_or_warn
+from models import text_batch
 from pool import Ctx
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+AREA = "Tensor subclasses"
 SCALE = 1 / 64
 
 
@@ -100,9 +102,29 @@ def casts_were_called(model: nn.Module, compiled: bool) -> None:
             assert len(inner.casts.sent) == len(inner.casts.received), name
 
 
+def sharded_float8(model: nn.Module, ctx: Ctx) -> nn.Module:
+    """torchao's float8 training, emulated where the device has no float8 products."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    emulate = ctx.device.type != "cuda"
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
+    convert_to_float8_training(model, config=config)
+    return plain(model, ctx)
+
+
 ROWS = (
     Row(
-        "Tensor subclasses",
+        AREA,
+        "torchao: `Float8LinearConfig(enable_fsdp_float8_all_gather=True)`",
+        sharded_float8,
+        case=replace(MLPS, batch=text_batch),
+        compile=compile_or_warn,
+        outside=4,
+        falls_back="a tensor subclass with all-gather extensions",
+        needs_package="torchao",
+    ),
+    Row(
+        AREA,
         "`fsdp_pre_all_gather`, `fsdp_post_all_gather`: int8 on the wire",
         sharded_int8,
         case=CHAIN,
