@@ -40,11 +40,15 @@ adam = partial(torch.optim.Adam, lr=1e-2)
 # -- initialisation ------------------------------------------------------------------------------
 
 
-def from_meta(model: nn.Module, ctx: Ctx) -> nn.Module:
-    """Sharded before there is any memory, then filled shard by shard."""
+def on_meta(model: nn.Module, ctx: Ctx) -> nn.Module:
+    """Sharded before there is any memory."""
     with torch.device("meta"):
-        model = CHAIN.build()
-    plain(model, ctx)
+        return plain(CHAIN.build(), ctx)
+
+
+def from_meta(model: nn.Module, ctx: Ctx) -> nn.Module:
+    """And filled before it is compiled."""
+    model = on_meta(model, ctx)
     fill(model, ctx.device, seed=0)
     return model
 
@@ -58,7 +62,7 @@ def fill(model: nn.Module, device: torch.device, seed: int) -> None:
 
 
 def filled_again(loop: Loop, step: int) -> None:
-    if step % 2:
+    if step == 0 or step % 2:
         fill(loop.model, loop.ctx.device, seed=step)
         loop.renew_optim()
     loop.advance(step)
@@ -127,6 +131,9 @@ def stripped_keys(loop: Loop, step: int) -> None:
     assert layout(state) == layout(loop.model.state_dict())
     halved = {name: value.detach() * 0.5 for name, value in state.items()}
     set_model_state_dict(net, halved)
+    moments = get_optimizer_state_dict(net, loop.optim)
+    assert list(moments["state"]) == list(state)
+    set_optimizer_state_dict(net, loop.optim, moments)
     loop.advance(step)
 
 
@@ -304,7 +311,7 @@ def _rewinding(name: str, take: Take) -> Row:
 
 ROWS = (
     _row("meta device, `to_empty`, `reset_parameters`", Loop.advance, from_meta),
-    _row("`to_empty` and `reset_parameters` between steps", filled_again),
+    _row("compiled on meta; `to_empty` then, and again between steps", filled_again, on_meta),
     _row(
         "`load_state_dict` with DTensors, before compiling and between steps",
         partial(loaded_again, assign=False),

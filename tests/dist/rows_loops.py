@@ -132,6 +132,7 @@ def dropped_forward(loop: Loop, step: int) -> None:
     """Its outputs are never used; `reshard` takes back what it left gathered for backward."""
     loop.loss(100 + step)
     loop.model.reshard()
+    assert_nothing_gathered(loop.model)
     loop.advance(step)
 
 
