@@ -72,6 +72,10 @@ class FsdpGroup:
         return self.raw._module_fqn or ""
 
     @property
+    def is_of_root(self) -> bool:
+        return bool(self.state._is_root)
+
+    @property
     def trainable(self) -> tuple[bool, ...]:
         """For each parameter, whether it requires grad now. Cheap: read before every call."""
         return tuple(map(_TRAINABLE, self.raw.fsdp_params))
@@ -363,7 +367,7 @@ def _unsupported(group: FsdpGroup) -> Iterator[str]:
         if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
             yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"
         if hasattr(param.raw._sharded_local_tensor, "fsdp_pre_all_gather"):
-            yield f"{param.fqn} is a tensor subclass with all-gather extensions"
+            yield f"it holds a tensor subclass with all-gather extensions ({param.fqn})"
         for slot in param.slots:
             if type(slot.module).__setattr__ is not nn.Module.__setattr__:
                 yield f"{type(slot.module).__name__} of {param.fqn} overrides __setattr__"

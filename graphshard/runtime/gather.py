@@ -27,7 +27,16 @@ class Gather:
     waited for. missing: how many parameters are neither. was_held: it began with what was kept.
     """
 
-    __slots__ = ("_dtypes", "_live", "_rooms", "_spread", "_under_way", "_versions", "missing", "was_held")
+    __slots__ = (
+        "_dtypes",
+        "_live",
+        "_rooms",
+        "_spread",
+        "_under_way",
+        "_versions",
+        "missing",
+        "was_held",
+    )
 
     def __init__(self, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
         fsdp = live.fsdp

@@ -9,6 +9,7 @@ import contract_setups as do
 import rows_lifecycle
 import rows_loops
 import rows_subclasses
+import rows_wrong
 import torch
 from contract_models import (
     BRANCHES,
@@ -432,5 +433,6 @@ ROWS = [
     ),
     *rows_lifecycle.ROWS,
     *rows_loops.ROWS,
+    *rows_wrong.ROWS,
     *rows_subclasses.ROWS,
 ]

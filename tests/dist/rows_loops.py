@@ -7,19 +7,17 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from contract_loop import Loop, assert_nothing_gathered, is_compiled, sgd, train_by
+from contract_loop import Loop, assert_nothing_gathered, is_compiled, train_by
 from contract_models import CHAIN, Chain, plain
 from contract_row import Row
 from contract_setups import compile_roots
 from models import BATCH, DIM, Batch, Case
-from parity import Trace, local, train
+from parity import train
 from pool import Ctx
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -226,11 +224,15 @@ class Writer(Chain):
     def encode(self, tokens: Tensor) -> Tensor:
         return self.blocks[0](self.embed(tokens)).mean(1)
 
+    def skipping(self, tokens: Tensor) -> Tensor:
+        """The model, and a way around its blocks."""
+        return self(tokens) + self.head(self.embed(tokens))
+
 
 def with_methods(model: nn.Module, ctx: Ctx) -> nn.Module:
     plain(model, ctx)
-    register_fsdp_forward_method(model, "encode")
-    register_fsdp_forward_method(model, "generate")
+    for name in ("encode", "generate", "skipping"):
+        register_fsdp_forward_method(model, name)
     return model
 
 
@@ -246,64 +248,13 @@ def generating(loop: Loop, step: int) -> None:
     loop.model.train()
 
 
-def trained_through(loop: Loop, step: int) -> None:
+def trained_through(loop: Loop, step: int, method: str) -> None:
     loop.advance(step)
-    loss = loop.model.encode(loop.batch(step)[0]).square().mean()
+    loss = getattr(loop.model, method)(loop.batch(step)[0]).square().mean()
     loss.backward()
     loop.finish(loss)
 
 
-# -- what eager FSDP2 gets wrong -----------------------------------------------------------------
-
-
-class Flattening(nn.Module):
-    """Works on rows and returns them as a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 3 * DIM - 1), nn.Linear(3 * DIM - 1, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x.flatten(0, 1)))).view(x.shape)
-
-
-def add_in_place(block: nn.Module, x: Tensor) -> Tensor:
-    """The residual. In eager FSDP2 it cuts off the hook that gathers the block in backward."""
-    y = block(x)
-    y += x
-    return y
-
-
-def as_it_is(model: nn.Module, ctx: Ctx) -> nn.Module:
-    return model
-
-
-def train_whole(model: nn.Module, case: Case, ctx: Ctx, steps: int, **kwargs: Any) -> Trace:
-    """Whole gradients and parameters. A model without FSDP2 averages its gradients by hand, which
-    on two ranks gives the same bits."""
-    run, first = kwargs["run"], kwargs["first_step"]
-    optim = sgd(model.parameters())
-    trace = Trace()
-    for step in range(first, first + steps):
-        loss = run(case.batch(step, ctx.rank, ctx.device))
-        loss.backward()
-        for param in model.parameters():
-            if not isinstance(param, DTensor):
-                dist.all_reduce(param.grad)
-                param.grad /= ctx.world_size
-        trace.losses.append(loss.detach().clone())
-        trace.grads.append({n: whole(p.grad) for n, p in model.named_parameters()})
-        optim.step()
-        optim.zero_grad()
-    trace.params.update((n, whole(p)) for n, p in model.named_parameters())
-    return trace
-
-
-def whole(tensor: Tensor) -> Tensor | None:
-    return local(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
-
-
-WRONG = "What eager FSDP2 gets wrong"
 LOOPS, CHECKPOINTING = "Training loops", "Activation checkpointing"
 WRITER = replace(CHAIN, build=Writer)
 FLOATS = replace(CHAIN, build=Floats, batch=embedded)
@@ -322,13 +273,6 @@ def _checkpointed(name: str, fewer_gathers: bool = False, **kwargs: Any) -> Row:
 
 
 ROWS = (
-    Row(
-        WRONG,
-        "a block that returns a view, which is then added to in place",
-        case=replace(CHAIN, build=partial(Chain, visit=add_in_place, wrap=lambda _: Flattening())),
-        train=train_whole,
-        whole=as_it_is,
-    ),
     Row(LOOPS, "`clip_grad_norm_`", case=CHAIN, train=train_by(clipped)),
     _optimizer("SGD with momentum (`foreach`)", torch.optim.SGD, lr=0.1, momentum=0.9),
     _optimizer("Adam (`foreach`)", torch.optim.Adam, lr=1e-2),
@@ -372,7 +316,15 @@ ROWS = (
         "a registered method that is trained",
         with_methods,
         case=WRITER,
-        train=train_by(trained_through),
+        train=train_by(partial(trained_through, method="encode")),
+    ),
+    Row(
+        LOOPS,
+        "a registered method that calls the model, trained",
+        with_methods,
+        case=WRITER,
+        train=train_by(partial(trained_through, method="skipping")),
+        fewer_gathers=True,  # as above
     ),
     _checkpointed("`checkpoint(block, use_reentrant=False)`", visit=rerun),
     _checkpointed("`checkpoint_wrapper`", wrap=checkpoint_wrapper),

@@ -120,7 +120,7 @@ ROWS = (
         case=replace(MLPS, batch=text_batch),
         compile=compile_or_warn,
         outside=4,
-        falls_back="a tensor subclass with all-gather extensions",
+        falls_back="it holds a tensor subclass with all-gather extensions",
         needs_package="torchao",
     ),
     Row(
@@ -132,6 +132,6 @@ ROWS = (
         train=train_by(Loop.advance, partial(torch.optim.SGD, lr=0.1, foreach=False)),
         check=casts_were_called,
         outside=3,
-        falls_back="a tensor subclass with all-gather extensions",
+        falls_back="it holds a tensor subclass with all-gather extensions",
     ),
 )
