@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -70,6 +70,10 @@ class FsdpGroup:
     def fqn(self) -> str:
         """Module FQN from the root ("" for the root itself, "a, b" for grouped modules)."""
         return self.raw._module_fqn or ""
+
+    @property
+    def is_of_root(self) -> bool:
+        return bool(self.state._is_root)
 
     @property
     def trainable(self) -> tuple[bool, ...]:
@@ -309,6 +313,11 @@ class FsdpGroup:
         return any(hasattr(p.raw, "_unsharded_param") for p in self.params)
 
     @property
+    def is_in_forward(self) -> bool:
+        """FSDP2's own forward of the group is under way: around a registered method, say."""
+        return bool(self.raw._training_state == _fsdp_common.TrainingState.FORWARD)
+
+    @property
     def is_sharded(self) -> bool:
         """And FSDP2 is not about to gather it."""
         return self.raw._all_gather_result is None and bool(self.raw.is_sharded)
@@ -318,6 +327,17 @@ class FsdpGroup:
         self.raw._to_sharded()
         for param in self.params:
             param.raw._setattr_on_modules(param.raw.sharded_param)
+
+    def when_resharded(self, then: Callable[[], None]) -> None:
+        """Call `then` whenever FSDP2 reshards the group, at the user's `reshard()` for example."""
+        reshard = self.raw.reshard
+
+        def call() -> None:
+            reshard()
+            if self.is_sharded:
+                then()
+
+        self.raw.reshard = call
 
     def unsupported(self) -> str | None:
         """Why this group has to run through eager FSDP2, or None. Checked in FSDP2's terms."""
@@ -347,7 +367,7 @@ def _unsupported(group: FsdpGroup) -> Iterator[str]:
         if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
             yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"
         if hasattr(param.raw._sharded_local_tensor, "fsdp_pre_all_gather"):
-            yield f"{param.fqn} is a tensor subclass with all-gather extensions"
+            yield f"it holds a tensor subclass with all-gather extensions ({param.fqn})"
         for slot in param.slots:
             if type(slot.module).__setattr__ is not nn.Module.__setattr__:
                 yield f"{type(slot.module).__name__} of {param.fqn} overrides __setattr__"

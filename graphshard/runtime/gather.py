@@ -32,10 +32,19 @@ class Gather:
     """One gathered use of a group, from its first issue to its release.
 
     Parameters that are here stand in `_rooms` (None after the release). What is in `_under_way` is
-    waited for. missing: how many parameters are neither.
+    waited for. missing: how many parameters are neither. was_held: it began with what was kept.
     """
 
-    __slots__ = ("_dtypes", "_live", "_rooms", "_spread", "_under_way", "_versions", "missing")
+    __slots__ = (
+        "_dtypes",
+        "_live",
+        "_rooms",
+        "_spread",
+        "_under_way",
+        "_versions",
+        "missing",
+        "was_held",
+    )
 
     def __init__(self, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
         fsdp = live.fsdp
@@ -47,12 +56,14 @@ class Gather:
         self._spread: Held | None = None
         self.missing = len(dtypes)
         held, live.held = live.fresh(dtypes), None
+        self.was_held = held is not None
         if not fsdp.is_sharded:
             taken = fsdp.unsharded()
             if taken is not None:
                 held = None
                 self._copy_in(layout_of(live, live.places, dtypes, fsdp.world_size), taken)
-            fsdp.reshard()
+            if not fsdp.is_in_forward:
+                fsdp.reshard()
         if held is not None and held.rooms:
             self._rooms += held.rooms
             self.missing = 0

@@ -131,6 +131,10 @@ class LiveGroup:
             return None
         return held if held.versions == self.fsdp.versions() else None
 
+    def let_go(self) -> None:
+        """Give back what is kept for a later forward or backward."""
+        self.held = None
+
     def drop(self) -> None:
         """Forget what an interrupted step left."""
         self.held = None
@@ -168,6 +172,7 @@ def register(fsdp: FsdpGroup) -> LiveGroup:
         dtypes=tuple(p.dtype for p in fsdp.params),
     )
     _LIVE[number] = live
+    fsdp.when_resharded(live.let_go)
     return live
 
 

@@ -168,12 +168,16 @@ class OpenGroup:
 
         After backward, `set_reshard_after_backward(False)` keeps it for the next micro-step. So
         does the plan (`between_micro_steps`) as long as gradients are not synchronised: then
-        another one comes before the parameters change.
+        another one comes before the parameters change. Of several calls in one loss, FSDP2 ends the
+        root's backward with the last: what was kept for it stays until then.
         """
-        fsdp = self.live.fsdp
-        is_backward = self._run.direction is Direction.BACKWARD
+        fsdp, gather = self.live.fsdp, self.gather()
+        if self._run.direction is Direction.FORWARD:
+            gather.release(keep=False)
+            return
         stays = not fsdp.reshard_after_backward or (between_micro_steps and not fsdp.reduces)
-        self.gather().release(keep=is_backward and stays)
+        goes_on = gather.was_held and fsdp.is_of_root and more_calls_ahead(self.live)
+        gather.release(keep=stays or goes_on)
 
     def release_for_backward(self, *, keep: bool | None = None, final: bool = False) -> None:
         """Last use in forward is over; backward needs the group again.

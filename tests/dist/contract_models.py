@@ -216,6 +216,31 @@ def heads_together(model: nn.Module, ctx: Ctx) -> nn.Module:
     return plain(model, ctx)
 
 
+def call(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
+
+
+class Chain(nn.Module):
+    """Embedding, MLP blocks and head, not all even. visit: how a block is called."""
+
+    def __init__(self, visit: Any = call, wrap: Any = None, depth: int = 2) -> None:
+        super().__init__()
+        self.visit = visit
+        self.embed = nn.Embedding(VOCAB, DIM)
+        blocks = [Mlp() for _ in range(depth)]
+        self.blocks = nn.ModuleList(b if wrap is None else wrap(b) for b in blocks)
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = self.visit(block, x)
+        return self.head(x)
+
+
+CHAIN = Case("chain", Chain, plain, text_batch, cross_entropy)
+
+
 class Breaking(nn.Module):
     """A graph break in one block, or between blocks."""
 

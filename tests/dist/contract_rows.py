@@ -2,12 +2,14 @@
 graphshard. `test_contract.py` runs them; `docs/fsdp2-contract.md` is the table of their results.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import contract_setups as do
+import rows_lifecycle
+import rows_loops
+import rows_subclasses
+import rows_wrong
 import torch
 from contract_models import (
     BRANCHES,
@@ -25,48 +27,12 @@ from contract_models import (
     tensor_parallel,
     train_scaled,
 )
+from contract_row import Row, method
 from contract_setups import FULL, HALF
-from models import CASES, Case
-from parity import train
-from pool import Ctx
-from torch import nn
+from models import CASES
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-
-
-@dataclass(frozen=True)
-class Row:
-    """One feature.
-
-    covers: the FSDP2 names that the row is about (`FSDPModule.*` methods, parameters of
-    `fully_shard` and of the policies). since: the torch version that brought them. outside: how
-    many groups run through eager FSDP2. falls_back: part of the reason that graphshard gives for
-    it; empty if the user left them out. fewer_gathers: graphshard gathers less often than FSDP2.
-    """
-
-    area: str
-    name: str
-    shard: Callable[[nn.Module, Ctx], nn.Module] = plain
-    before_step: Callable[[nn.Module, int], None] = do.nothing
-    covers: tuple[str, ...] = ()
-    case: Case = LLAMA
-    ranks: int = 2
-    micro_steps: int = 1
-    since: tuple[int, int] = (2, 11)
-    wrap: Callable[[nn.Module], nn.Module] | None = None
-    compile: Callable[[nn.Module], None] = do.compile_whole
-    train: Callable[..., Any] = train
-    check: Callable[[nn.Module, bool], None] | None = None
-    outside: int = 0
-    falls_back: str = ""
-    fewer_gathers: bool = False
-    needs_cuda: bool = False
-
-
-def _method(*names: str) -> tuple[str, ...]:
-    return tuple(f"FSDPModule.{name}" for name in names)
-
 
 MANUAL, RESHARD, SYNC = "Manual control", "Reshard", "Gradient sync"
 REDUCE, PRECISION, MESHES = "Reduction", "Mixed precision", "Offload and meshes"
@@ -78,28 +44,28 @@ ROWS = [
         MANUAL,
         "`unshard()`, `unshard(async_op=True)`, `UnshardHandle.wait()`",
         before_step=do.unshard_first,
-        covers=(*_method("unshard"), "UnshardHandle.wait"),
+        covers=(*method("unshard"), "UnshardHandle.wait"),
     ),
-    Row(MANUAL, "`reshard()`", before_step=do.unshard_and_reshard, covers=_method("reshard")),
+    Row(MANUAL, "`reshard()`", before_step=do.unshard_and_reshard, covers=method("reshard")),
     Row(
         MANUAL,
         "`set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`",
         do.prefetch_two,
-        covers=_method("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"),
+        covers=method("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"),
     ),
     Row(MANUAL, "prefetch lists that change between steps", before_step=do.toggle_prefetch),
     Row(
         MANUAL,
         "`set_unshard_in_backward(False)`",
         do.embedding_apart,
-        covers=_method("set_unshard_in_backward"),
+        covers=method("set_unshard_in_backward"),
     ),
     Row(
         MANUAL,
         "`reset_iter_state()` after a failed forward",
         do.custom_all_gather,
         do.reset_after_failure,
-        covers=_method("reset_iter_state"),
+        covers=method("reset_iter_state"),
         since=(2, 13),
     ),
     Row(
@@ -115,7 +81,7 @@ ROWS = [
         "`set_post_optim_event`",
         before_step=do.record_event,
         check=do.event_was_used,
-        covers=_method("set_post_optim_event"),
+        covers=method("set_post_optim_event"),
     ),
     Row(RESHARD, "`reshard_after_forward=None`", covers=("fully_shard.reshard_after_forward",)),
     Row(RESHARD, "`reshard_after_forward=True`", partial(plain, reshard_after_forward=True)),
@@ -130,20 +96,20 @@ ROWS = [
         RESHARD,
         "`set_reshard_after_forward`, with and without `recurse`",
         before_step=do.toggle_reshard,
-        covers=_method("set_reshard_after_forward"),
+        covers=method("set_reshard_after_forward"),
     ),
     Row(
         RESHARD,
         "`set_reshard_after_backward`, with and without `recurse`",
         before_step=do.toggle_keep,
         micro_steps=2,
-        covers=_method("set_reshard_after_backward"),
+        covers=method("set_reshard_after_backward"),
     ),
     Row(
         SYNC,
         "`set_requires_gradient_sync`: 4 micro-steps reduce once",
         micro_steps=4,
-        covers=_method("set_requires_gradient_sync"),
+        covers=method("set_requires_gradient_sync"),
     ),
     Row(
         SYNC,
@@ -157,64 +123,64 @@ ROWS = [
         "`set_is_last_backward`",
         before_step=do.last_backward,
         micro_steps=2,
-        covers=_method("set_is_last_backward"),
+        covers=method("set_is_last_backward"),
     ),
     Row(
         SYNC,
         "`set_requires_all_reduce` with HSDP",
         partial(do.hybrid, shape=(2, 2)),
         do.all_reduce_last,
-        covers=_method("set_requires_all_reduce"),
+        covers=method("set_requires_all_reduce"),
         ranks=4,
     ),
     Row(
         REDUCE,
         "`set_gradient_divide_factor`",
         do.summed("set_gradient_divide_factor", 3.0),
-        covers=_method("set_gradient_divide_factor"),
+        covers=method("set_gradient_divide_factor"),
     ),
     Row(
         REDUCE,
         "`set_reduce_scatter_divide_factor`",
         do.summed("set_reduce_scatter_divide_factor", 5.0),
-        covers=_method("set_reduce_scatter_divide_factor"),
+        covers=method("set_reduce_scatter_divide_factor"),
     ),
     Row(
         REDUCE,
         "`set_force_sum_reduction_for_comms`",
         do.calling("set_force_sum_reduction_for_comms", True),
-        covers=_method("set_force_sum_reduction_for_comms"),
+        covers=method("set_force_sum_reduction_for_comms"),
     ),
     Row(
         REDUCE,
         "`set_all_reduce_hook`",
         do.calling("set_all_reduce_hook", lambda output: output.mul_(0.25)),
-        covers=_method("set_all_reduce_hook"),
+        covers=method("set_all_reduce_hook"),
     ),
     Row(
         REDUCE,
         "`set_custom_all_gather`",
         do.custom_all_gather,
         check=do.was_called,
-        covers=_method("set_custom_all_gather"),
+        covers=method("set_custom_all_gather"),
     ),
     Row(
         REDUCE,
         "`set_custom_reduce_scatter`",
         do.custom_reduce_scatter,
-        covers=_method("set_custom_reduce_scatter"),
+        covers=method("set_custom_reduce_scatter"),
     ),
     Row(
         REDUCE,
         "`set_allocate_memory_from_process_group_for_comm`",
         do.calling("set_allocate_memory_from_process_group_for_comm", True),
-        covers=_method("set_allocate_memory_from_process_group_for_comm"),
+        covers=method("set_allocate_memory_from_process_group_for_comm"),
     ),
     Row(
         REDUCE,
         "`set_symm_mem_for_comm`",
         do.calling("set_symm_mem_for_comm"),
-        covers=_method("set_symm_mem_for_comm"),
+        covers=method("set_symm_mem_for_comm"),
         since=(2, 13),
         compile=do.compile_or_warn,
         outside=5,
@@ -225,14 +191,14 @@ ROWS = [
         REDUCE,
         "`set_separate_reduce_scatter_group`",
         do.calling("set_separate_reduce_scatter_group", True),
-        covers=_method("set_separate_reduce_scatter_group"),
+        covers=method("set_separate_reduce_scatter_group"),
         since=(2, 13),
     ),
     Row(
         REDUCE,
         "`set_reduce_scatter_max_input_buffers`",
         do.calling("set_reduce_scatter_max_input_buffers", 2),
-        covers=_method("set_reduce_scatter_max_input_buffers"),
+        covers=method("set_reduce_scatter_max_input_buffers"),
         since=(2, 13),
     ),
     Row(
@@ -240,7 +206,7 @@ ROWS = [
         "`set_reduce_scatter_unused_params`",
         do.calling("set_reduce_scatter_unused_params", True),
         do.skip_some,
-        covers=_method("set_reduce_scatter_unused_params"),
+        covers=method("set_reduce_scatter_unused_params"),
         case=BRANCHES,
         since=(2, 13),
     ),
@@ -249,14 +215,14 @@ ROWS = [
         "`set_keep_unsharded_storage`",
         do.calling("set_keep_unsharded_storage", True),
         check=do.storage_is_kept,
-        covers=_method("set_keep_unsharded_storage"),
+        covers=method("set_keep_unsharded_storage"),
         since=(2, 15),
     ),
     Row(
         REDUCE,
         "`set_manual_backward_finalization`, `finalize_backward`",
         do.finalize_by_hand,
-        covers=_method("set_manual_backward_finalization", "finalize_backward"),
+        covers=method("set_manual_backward_finalization", "finalize_backward"),
         train=do.train_finalized,
         since=(2, 15),
     ),
@@ -465,4 +431,8 @@ ROWS = [
         compile=partial(do.compile_blocks, but=1),
         outside=2,
     ),
+    *rows_lifecycle.ROWS,
+    *rows_loops.ROWS,
+    *rows_wrong.ROWS,
+    *rows_subclasses.ROWS,
 ]

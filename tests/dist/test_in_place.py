@@ -41,7 +41,7 @@ WORDS = (
 def rows() -> list[Any]:
     every = "GRAPHSHARD_ALL_ROWS" in os.environ
     found = [r for r in ROWS if every or any(word in r.name for word in WORDS)]
-    return [row for row in found if not row.needs_cuda]
+    return [row for row in found if not row.needs_cuda and test_contract.is_installed(row)]
 
 
 @contextmanager

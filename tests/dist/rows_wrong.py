@@ -1,0 +1,74 @@
+"""Rows of the contract about what eager FSDP2 gets wrong. The oracle is the model without FSDP2."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from contract_loop import sgd
+from contract_models import CHAIN, Chain
+from contract_row import Row
+from models import DIM, Case
+from parity import Trace, local
+from pool import Ctx
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class Flattening(nn.Module):
+    """Works on rows and returns them as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 3 * DIM - 1), nn.Linear(3 * DIM - 1, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x.flatten(0, 1)))).view(x.shape)
+
+
+def add_in_place(block: nn.Module, x: Tensor) -> Tensor:
+    """The residual. In eager FSDP2 it cuts off the hook that gathers the block in backward."""
+    y = block(x)
+    y += x
+    return y
+
+
+def as_it_is(model: nn.Module, ctx: Ctx) -> nn.Module:
+    return model
+
+
+def train_whole(model: nn.Module, case: Case, ctx: Ctx, steps: int, **kwargs: Any) -> Trace:
+    """Whole gradients and parameters. A model without FSDP2 averages its gradients by hand, which
+    on two ranks gives the same bits."""
+    run, first = kwargs["run"], kwargs["first_step"]
+    optim = sgd(model.parameters())
+    trace = Trace()
+    for step in range(first, first + steps):
+        loss = run(case.batch(step, ctx.rank, ctx.device))
+        loss.backward()
+        for param in model.parameters():
+            if not isinstance(param, DTensor):
+                dist.all_reduce(param.grad)
+                param.grad /= ctx.world_size
+        trace.losses.append(loss.detach().clone())
+        trace.grads.append({n: whole(p.grad) for n, p in model.named_parameters()})
+        optim.step()
+        optim.zero_grad()
+    trace.params.update((n, whole(p)) for n, p in model.named_parameters())
+    return trace
+
+
+def whole(tensor: Tensor) -> Tensor | None:
+    return local(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+ROWS = (
+    Row(
+        "What eager FSDP2 gets wrong",
+        "a block that returns a view, which is then added to in place",
+        case=replace(CHAIN, build=partial(Chain, visit=add_in_place, wrap=lambda _: Flattening())),
+        train=train_whole,
+        whole=as_it_is,
+    ),
+)
