@@ -56,15 +56,18 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     normed apart and put together, because DTensors of one mesh only mix with their like. All ranks
     have to call it.
     """
-    params = [p for p in model.parameters() if p.grad is not None]
-    apart: dict[object, list[Tensor]] = {}
-    for param in params:
-        grad = param.grad
-        assert grad is not None
-        apart.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
-    norms = [_whole(get_total_norm(grads, float(norm_type))) for grads in apart.values()]
+    apart: dict[object, list[nn.Parameter]] = {}
+    for param in model.parameters():
+        if param.grad is not None:
+            mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
+            apart.setdefault(mesh, []).append(param)
+    norms = [
+        _whole(get_total_norm([p.grad for p in params if p.grad is not None], float(norm_type)))
+        for params in apart.values()
+    ]
     total = norms[0] if len(norms) == 1 else get_total_norm(norms, float(norm_type))
-    clip_grads_with_norm_(params, float(max_norm), total)
+    for params in apart.values():
+        clip_grads_with_norm_(params, float(max_norm), total)
     return total
 
 
