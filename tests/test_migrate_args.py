@@ -123,14 +123,14 @@ def test_what_has_no_equivalent(world):
     refused("GS1003", "BACKWARD_POST", auto_wrap_policy=override)
 
     model = FSDP(two())
-    with pytest.raises(MigrateError, match="GS1003: .*SHARDED_STATE_DICT"):
+    with pytest.raises(MigrateError, match=r"GS1003: .*SHARDED_STATE_DICT"):
         FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
-    with pytest.raises(MigrateError, match="GS1003: .*set_all_reduce_hook"):
+    with pytest.raises(MigrateError, match=r"GS1003: .*set_all_reduce_hook"):
         model.register_comm_hook(None, print)
     for name in ("full", "sharded", "shard_full", "scatter_full", "flatten_sharded"):
-        with pytest.raises(MigrateError, match="GS1003: .*: use optim_state_dict"):
+        with pytest.raises(MigrateError, match=r"GS1003: .*: use optim_state_dict"):
             getattr(FSDP, f"{name}_optim_state_dict")(model, None)
-    with pytest.raises(MigrateError, match="GS1003: .*parameter names"):
+    with pytest.raises(MigrateError, match=r"GS1003: .*parameter names"):
         FSDP.rekey_optim_state_dict({}, None, model)
 
 
@@ -171,19 +171,19 @@ class Silent(nn.Module):
 def test_meta_modules_that_nothing_fills(world):
     with torch.device("meta"):
         model = nn.Sequential(Silent())
-    with pytest.raises(MigrateError, match="GS1006: Silent .*param_init_fn="):
+    with pytest.raises(MigrateError, match=r"GS1006: Silent .*param_init_fn="):
         FSDP(model)
-    with pytest.raises(MigrateError, match="GS1006: .* left 1 tensor"):
+    with pytest.raises(MigrateError, match=r"GS1006: .* left 1 tensor"):
         FSDP(model, param_init_fn=lambda module: None)
 
 
 def test_sharded_twice(world):
     model = FSDP(two())
-    with pytest.raises(MigrateError, match="GS1007: the module itself is sharded already"):
+    with pytest.raises(MigrateError, match=r"GS1007: the module itself is sharded already"):
         FSDP(model)
     model = two()
     graphshard.fully_shard(model[1])
-    with pytest.raises(MigrateError, match="GS1007: '1' is sharded already: an auto_wrap_policy"):
+    with pytest.raises(MigrateError, match=r"GS1007: '1' is sharded already: an auto_wrap_policy"):
         FSDP(model, auto_wrap_policy=LINEARS)
     FSDP(model)
 
@@ -191,7 +191,7 @@ def test_sharded_twice(world):
 def test_writing_back_from_one_rank(world):
     model = FSDP(two())
     with (
-        pytest.raises(MigrateError, match="GS1008: .*writeback=False"),
+        pytest.raises(MigrateError, match=r"GS1008: .*writeback=False"),
         FSDP.summon_full_params(model, rank0_only=True),
     ):
         pass
@@ -199,10 +199,10 @@ def test_writing_back_from_one_rank(world):
 
 def test_settings_of_what_was_not_migrated(world):
     for ask in (get_state_dict_type, code_of):
-        with pytest.raises(MigrateError, match="GS1002: .*Sequential"):
+        with pytest.raises(MigrateError, match=r"GS1002: .*Sequential"):
             ask(two())
     model = FSDP(two())
-    with pytest.raises(MigrateError, match="GS1002: .*takes FullStateDictConfig"):
+    with pytest.raises(MigrateError, match=r"GS1002: .*takes FullStateDictConfig"):
         FSDP.set_state_dict_type(
             model, StateDictType.FULL_STATE_DICT, fsdp.ShardedStateDictConfig()
         )

@@ -174,7 +174,8 @@ def optim_state_dict(
     if only_first and dist.get_rank() != 0:
         return {}
     if config.offload_to_cpu:
-        found = tree_map_only(Tensor, lambda tensor: tensor.cpu(), found)
+        # Copies, or what is on the CPU already, such as step counts, would go on counting.
+        found = tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), found)
     return dict(found)
 
 

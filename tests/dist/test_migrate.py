@@ -1,34 +1,25 @@
 """`graphshard.migrate` against `fully_shard` written by hand, bit by bit, and against real FSDP1."""
 
-import contextlib
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import CASES, ConvNet, Llama, LlamaBlock, Stage, image_batch, token_loss
-from parity import assert_equal, count_collectives, difference, local, train
+from models import CASES, ConvNet, Llama, LlamaBlock, Stage, token_loss
+from parity import assert_equal, count_collectives, local, train
 from pool import Ctx, Pool
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
-    set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     FSDPModule,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    StateDictType,
     fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
@@ -42,7 +33,6 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard.errors import MigrateError
 from graphshard.migrate import FullyShardedDataParallel, code_of
 
 pytestmark = pytest.mark.dist
@@ -171,7 +161,7 @@ def test_the_same_as_by_hand_and_near_fsdp1(pool: Pool, name: str) -> None:
     assert found[0][1].splitlines()[-3:][0] == "for block in model.blocks:" or name == "no_prefetch"
 
 
-# -- which modules are sharded -----------------------------------------------------------------------
+# -- which modules are sharded ---------------------------------------------------------------------
 
 
 def only_down(module: nn.Module) -> bool | dict[str, Any]:

@@ -1,13 +1,12 @@
 """FSDP1's methods, its ways to start from nothing, and its meshes, on modules sharded by FSDP2."""
 
 import os
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, Llama, LlamaBlock, token_loss
+from models import token_loss
 from parity import assert_equal, count_collectives, difference, local, train
 from pool import Ctx, Pool
 from test_migrate import BLOCKS, LLAMA, STRICT, fresh, from_code, near, real_fsdp1, shard
@@ -15,12 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp import (
     FSDPModule,
     FullOptimStateDictConfig,
@@ -29,6 +25,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor
 
 import graphshard
@@ -62,7 +59,7 @@ def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
         assert (problem := difference(value, actual[name])) is None, f"{name}: {problem}"
 
 
-# -- no_sync -----------------------------------------------------------------------------------------
+# -- no_sync ---------------------------------------------------------------------------------------
 
 
 def accumulate(ctx: Ctx, compiled: bool, strategy: ShardingStrategy) -> tuple[int, int, int]:
@@ -78,11 +75,12 @@ def accumulate(ctx: Ctx, compiled: bool, strategy: ShardingStrategy) -> tuple[in
     backward(by_hand, ctx, 1)
 
     model = migrated(compiled, sharding_strategy=strategy)
-    for step in range(2):  # the second finds everything compiled
+    for _ in range(2):  # the second finds everything compiled
         model.zero_grad()
-        with model.no_sync(), model.no_sync():  # the inner one ends nothing
-            with count_collectives() as first:
-                backward(model, ctx, 0)
+        with model.no_sync(), count_collectives() as first:
+            with model.no_sync():
+                pass  # ends nothing
+            backward(model, ctx, 0)
         with count_collectives() as second:
             backward(model, ctx, 1)
         assert_same(grads(by_hand), grads(model))
@@ -104,7 +102,7 @@ def test_no_sync(pool: Pool, compiled: bool) -> None:
         assert found == (0, groups, 0)  # what no_sync gathered is still there
 
 
-# -- clip_grad_norm_ ---------------------------------------------------------------------------------
+# -- clip_grad_norm_ -------------------------------------------------------------------------------
 
 
 def clip(ctx: Ctx, norm_type: float) -> float:
@@ -145,7 +143,7 @@ def test_clip_grad_norm_with_ignored_parameters(pool: Pool) -> None:
     pool.run(2, clip_with_ignored)
 
 
-# -- summon_full_params ------------------------------------------------------------------------------
+# -- summon_full_params ----------------------------------------------------------------------------
 
 
 def summon(ctx: Ctx, compiled: bool) -> None:
@@ -176,7 +174,7 @@ def summon(ctx: Ctx, compiled: bool) -> None:
         assert isinstance(model.blocks[0].up.weight.data, DTensor)
         assert not isinstance(model.head.weight.data, DTensor)
 
-    refused = pytest.raises(MigrateError, match="GS1008: .*Llama was called inside")
+    refused = pytest.raises(MigrateError, match=r"GS1008: .*Llama was called inside")
     with FSDP.summon_full_params(model), refused:
         model(torch.zeros(1, 4, dtype=torch.int64))
 
@@ -191,7 +189,7 @@ def test_summon_full_params(pool: Pool, compiled: bool) -> None:
     pool.run(2, summon, compiled)
 
 
-# -- state dicts -------------------------------------------------------------------------------------
+# -- state dicts -----------------------------------------------------------------------------------
 
 
 def state_dicts(ctx: Ctx) -> None:
@@ -200,7 +198,7 @@ def state_dicts(ctx: Ctx) -> None:
     assert_same(reference, model.state_dict())  # whole, as with FSDP1
     with FSDP.state_dict_type(model, FULL, FullStateDictConfig(True, True)):
         assert list(model.state_dict()) == (list(reference) if ctx.rank == 0 else [])
-        with pytest.raises(MigrateError, match="GS1003: .*LOCAL_STATE_DICT"):
+        with pytest.raises(MigrateError, match=r"GS1003: .*LOCAL_STATE_DICT"):
             FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
     before = FSDP.set_state_dict_type(model, SHARDED)
     assert before.state_dict_type is FULL
@@ -309,7 +307,7 @@ def test_optimizer_state_dicts(pool: Pool) -> None:
     pool.run(2, optimizer_states)
 
 
-# -- from nothing ------------------------------------------------------------------------------------
+# -- from nothing ----------------------------------------------------------------------------------
 
 
 class Table(nn.Module):
@@ -383,7 +381,7 @@ def test_meta_device_and_broadcast(pool: Pool) -> None:
     pool.run(2, from_meta, fill, True)
 
 
-# -- meshes ------------------------------------------------------------------------------------------
+# -- meshes ----------------------------------------------------------------------------------------
 
 
 def hybrid(ctx: Ctx, strategy: ShardingStrategy) -> float:
@@ -447,7 +445,7 @@ def test_no_shard_is_ddp(pool: Pool) -> None:
     print("NO_SHARD", max(pool.run(2, no_shard)))
 
 
-# -- graphshard.fully_shard --------------------------------------------------------------------------
+# -- graphshard.fully_shard ------------------------------------------------------------------------
 
 
 def own_fully_shard(ctx: Ctx) -> None:
