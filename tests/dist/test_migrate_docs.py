@@ -22,8 +22,9 @@ BLOCK = re.compile(r"`examples/migrate/(\w+\.py)`[^\n]*\n\n```python\n(.*?)```",
 
 def run(script: Path) -> dict[str, float]:
     """What rank 0 prints: each line is words and a number."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        [*launch, str(script)],
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
