@@ -64,7 +64,7 @@ def shard(root: nn.Module, arguments: Arguments, policy: Any, ignored: Ignored) 
     names = {id(p): name for name, p in root.named_parameters()}
     kept = [names[id(p)] for p in ignored.params if id(p) in names]
     inner, kind = recorded(root), type(root).__name__
-    said = notes(arguments)
+    said = list(dict.fromkeys(note for job in jobs for note in notes(job.unit.arguments)))
     buffers: list[str] = []
     for job in jobs:
         more, casts = _run(root, job, ignored)
@@ -145,7 +145,7 @@ def _run(root: nn.Module, job: Job, ignored: Ignored) -> tuple[list[str], list[s
             "model.to_empty(device=...) and model.reset_parameters() after it"
         )
     if arguments.sync_module_states:
-        broadcast(own, mesh, device)
+        broadcast(own, mesh, device, ignored.params)
         said.append(
             "sync_module_states: broadcast before sharding; with fully_shard alone, "
             "set_model_state_dict with StateDictOptions(full_state_dict=True, "

@@ -22,17 +22,22 @@ from graphshard.errors import MigrateError
 
 def own_modules(module: nn.Module, ignored: Sequence[nn.Module]) -> list[nn.Module]:
     """`module` and what is in it, without sharded and ignored modules; parents first."""
-    found = [module]
+    found, seen = [module], dict.fromkeys((module, *ignored))
     for parent in found:
         for child in parent.children():
-            if not isinstance(child, FSDPModule) and child not in ignored and child not in found:
+            if not isinstance(child, FSDPModule) and child not in seen:
+                seen[child] = None
                 found.append(child)
     return found
 
 
-def _own_tensors(modules: Sequence[nn.Module]) -> list[Tensor]:
+def _own_tensors(
+    modules: Sequence[nn.Module], ignored: Sequence[nn.Parameter] = ()
+) -> list[Tensor]:
     each = (itertools.chain(m.parameters(False), m.buffers(False)) for m in modules)
-    return list({id(t): t for t in itertools.chain.from_iterable(each)}.values())
+    skip = {id(p) for p in ignored}
+    found = {id(t): t for t in itertools.chain.from_iterable(each) if id(t) not in skip}
+    return list(found.values())
 
 
 @torch.no_grad()
@@ -48,10 +53,9 @@ def materialize(
     without it, modules are emptied onto `device` and `reset_parameters` is called on those that
     have tensors. Raises MigrateError (GS1006).
     """
-    skip = {id(p) for p in ignored}
 
     def on_meta() -> list[Tensor]:
-        return [t for t in _own_tensors(modules) if t.is_meta and id(t) not in skip]
+        return [t for t in _own_tensors(modules, ignored) if t.is_meta]
 
     if not on_meta():
         return False
@@ -74,11 +78,19 @@ def materialize(
 
 
 @torch.no_grad()
-def broadcast(modules: Sequence[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
-    """Give all ranks of `mesh` the tensors of its first rank: over nodes first, then inside."""
+def broadcast(
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    device: torch.device,
+    ignored: Sequence[nn.Parameter],
+) -> None:
+    """Give all ranks of `mesh` the tensors of its first rank: over nodes first, then inside.
+
+    Ignored parameters are left alone: each rank may have its own.
+    """
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
-        for tensor in _own_tensors(modules):
+        for tensor in _own_tensors(modules, ignored):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
             sent = local.to(device).contiguous()  # NCCL sends nothing from a CPU
             dist.broadcast(sent, group=group, group_src=0)

@@ -423,6 +423,13 @@ def part_of_the_world(ctx: Ctx) -> None:
     # Sources of a broadcast are ranks in the group.
     model = migrated(process_group=own, sync_module_states=True, seed=ctx.rank)
     assert_same(fresh(ctx.rank % 2).state_dict(), model.state_dict())
+    # Ignored parameters are each rank's own.
+    model = fresh(ctx.rank)
+    given = {"ignored_states": [model.norm.weight], "sync_module_states": True}
+    model.norm.weight.data.fill_(ctx.rank)
+    model = FSDP(model, auto_wrap_policy=BLOCKS, **given)
+    assert torch.equal(model.norm.weight, torch.full_like(model.norm.weight, ctx.rank))
+    assert torch.equal(model.head.weight.full_tensor(), fresh(0).head.weight)
 
 
 def test_a_group_of_some_ranks(pool: Pool) -> None:
