@@ -207,7 +207,8 @@ def state_dicts(ctx: Ctx) -> None:
     assert all(isinstance(value, DTensor) for value in shards.values())
 
     other = migrated(seed=1)
-    for given in (reference, shards):  # both are loaded
+    theirs = real_fsdp1(fresh(), auto_wrap_policy=BLOCKS).state_dict()
+    for given in (reference, shards, theirs):  # all are loaded
         other.load_state_dict(fresh(2).state_dict())
         assert not torch.equal(local(other.head.weight), local(model.head.weight))
         other.load_state_dict(given)
