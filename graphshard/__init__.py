@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
     )
 
+    from graphshard import migrate
     from graphshard.errors import (
         CaptureError,
         DivergedRanks,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         GraphshardWarning,
         InfeasibleBudget,
         MeasureError,
+        MigrateError,
         OfflineError,
         OptionsError,
         RuntimeStateError,
@@ -47,7 +49,6 @@ _FSDP = (
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
-    "fully_shard",
     "register_fsdp_forward_method",
 )
 _ERRORS = (
@@ -58,6 +59,7 @@ _ERRORS = (
     "InfeasibleBudget",
     "OfflineError",
     "MeasureError",
+    "MigrateError",
     "OptionsError",
     "RuntimeStateError",
     "UnsupportedModel",
@@ -71,6 +73,8 @@ _HOME = {
     "plan": "graphshard.offline.api",
     "Report": "graphshard.report",
     "explain": "graphshard.report",
+    # PyTorch's function, with a better error for arguments of FSDP1.
+    "fully_shard": "graphshard.migrate.fully_shard",
     "measurements": "graphshard.report",
     "plans": "graphshard.report",
     "profile": "graphshard.profiling",
@@ -86,6 +90,7 @@ __all__ = [
     "InfeasibleBudget",
     "MeasureError",
     "Measurement",
+    "MigrateError",
     "MixedPrecisionPolicy",
     "OfflineError",
     "OffloadPolicy",
@@ -100,6 +105,7 @@ __all__ = [
     "explain",
     "fully_shard",
     "measurements",
+    "migrate",
     "plan",
     "plans",
     "profile",
@@ -108,6 +114,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "migrate":
+        return import_module("graphshard.migrate")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

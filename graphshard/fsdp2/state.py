@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,11 @@ def cast_policy(state: FSDPState) -> CastPolicy:
 
 def mixed_precision(state: FSDPState) -> MixedPrecisionPolicy:
     return state._mp_policy
+
+
+def cast_inputs(state: FSDPState, wanted: bool) -> None:
+    """Change `cast_forward_inputs` of a sharded module; FSDP2 reads it in each forward."""
+    state._mp_policy = replace(state._mp_policy, cast_forward_inputs=wanted)
 
 
 def device_of(state: FSDPState) -> torch.device:
