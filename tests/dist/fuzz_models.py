@@ -38,7 +38,8 @@ class Batch(nn.Module):
         self.norm = nn.BatchNorm1d(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+        # Of other inputs torch predicts wrong strides: backend="aot_eager" fails too.
+        return self.norm(x.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
 class Scaled(nn.Module):

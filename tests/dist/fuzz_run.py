@@ -45,7 +45,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-import graphshard
 from graphshard import fallback
 from graphshard.capture.ports import port_of, records_under
 
@@ -71,7 +70,11 @@ class Outcome:
 
 @dataclass
 class Side:
-    """One of the two models. shut: what the oracle had to reshard before each write, in turn."""
+    """One of the two models.
+
+    shut: what the oracle had to reshard before each write, in turn. managed: FSDP2's parameters
+    (`FSDPParam`) by the names that they have at first.
+    """
 
     case: FuzzCase
     ctx: Ctx
@@ -79,6 +82,8 @@ class Side:
     call: Callable[..., Any]
     shut: list[list[str]]
     is_oracle: bool
+    managed: dict[str, Any]
+    names: list[str]
     optimizer: Any = None
     tally: dict[str, int] = field(default_factory=lambda: {"in_graph": 0, "calls": 0})
 
@@ -92,8 +97,8 @@ def run_case(ctx: Ctx, case: FuzzCase) -> Outcome:
         return Outcome(REFUSED, f"sharding: {type(error).__name__}: {error}")
     shut: list[list[str]] = []
     sides = (
-        Side(case, ctx, oracle, oracle, shut, True),
-        Side(case, ctx, model, compiled(case, model), shut, False),
+        Side(case, ctx, oracle, oracle, shut, True, _managed(oracle), _names(oracle)),
+        Side(case, ctx, model, compiled(case, model), shut, False, _managed(model), _names(model)),
     )
     for side in sides:
         make_optimizer(side)
@@ -220,7 +225,7 @@ def compiled(case: FuzzCase, model: nn.Module) -> Callable[..., Any]:
 
 
 def make_optimizer(side: Side) -> None:
-    params = list(side.model.parameters())
+    params = list(_parameters(side).values())
     kinds = {"sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "adamw": torch.optim.AdamW}
     # Not foreach: ignored parameters are plain tensors beside DTensors.
     side.optimizer = kinds[side.case.optimizer](params, foreach=False)
@@ -261,19 +266,18 @@ def perform(side: Side, call: Call, number: int) -> Seen:
 
 def _train(side: Side, step: Step, number: int) -> Seen:
     seen: Seen = {}
-    if step.sync != "as set":
-        for micro in range(step.micro_steps):
+    for micro in range(step.micro_steps):
+        if step.sync != "as set":
             _sync(side.model, step.sync == "always" or micro == step.micro_steps - 1)
-            seen |= _micro_step(side, step, number, micro)
-    else:
-        for micro in range(step.micro_steps):
+        # Backward too: a checkpoint calls its module again.
+        with _uncompiled(side.model) if step.eager else contextlib.nullcontext():
             seen |= _micro_step(side, step, number, micro)
     if step.clip:
-        shards = [p for p in side.model.parameters() if isinstance(p, DTensor)]
+        shards = [p for p in _parameters(side).values() if isinstance(p, DTensor)]
         if any(p.grad is not None for p in shards):
             norm = torch.nn.utils.clip_grad_norm_(shards, 0.1, foreach=False)
             seen["norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    seen |= {f"gradient of {n}": local(p.grad) for n, p in side.model.named_parameters()}
+    seen |= {f"gradient of {n}": local(p.grad) for n, p in _parameters(side).items()}
     if step.optimize:
         _shut(side)
         side.optimizer.step()
@@ -315,7 +319,8 @@ def _forward_only(side: Side, call: Forward, number: int) -> Seen:
     args, kwargs = _inputs(side, call.rows, call.length, 100 * number)
     side.model.train(call.mode == "train")
     quiet = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
-    with quiet.get(call.mode, contextlib.nullcontext)():
+    how = _uncompiled(side.model) if call.eager else contextlib.nullcontext()
+    with quiet.get(call.mode, contextlib.nullcontext)(), how:
         outputs = _outputs(_called(side, call.eager, args, kwargs))
         seen = {f"output {i}": out.detach().clone() for i, out in enumerate(outputs)}
     side.model.train()
@@ -333,11 +338,8 @@ def _inputs(side: Side, rows: int, length: int, seed: int) -> tuple[list[Tensor]
 
 
 def _called(side: Side, eager: bool, args: list[Tensor], kwargs: Seen) -> Any:
-    if side.is_oracle:
+    if side.is_oracle or eager:
         return side.model(*args, **kwargs)
-    if eager:
-        with _uncompiled(side.model):
-            return side.model(*args, **kwargs)
     before = [(live, live.counters.forwards) for live in _lives(side.model)]
     counts = {live.number: was for live, was in before}
     result = side.call(*args, **kwargs)
@@ -406,13 +408,27 @@ def settle(side: Side, call: Call) -> None:
 
 
 def _state(side: Side) -> Seen:
-    seen: Seen = {n: local(p) for n, p in _registered(side.model) if isinstance(p, DTensor)}
+    seen: Seen = {n: local(p) for n, p in _parameters(side).items()}
     seen |= {n: p.detach().clone() for n, p in side.model.named_buffers()}
     return seen
 
 
-def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return model.named_parameters()
+def _managed(model: nn.Module) -> dict[str, Any]:
+    groups = [group for module in _fsdp_modules(model).values() for group in _groups_of(module)]
+    by_shard = {id(param.sharded_param): param for group in groups for param in group.fsdp_params}
+    named = model.named_parameters()
+    return {name: by_shard[id(p)] for name, p in named if id(p) in by_shard}
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def _parameters(side: Side) -> dict[str, nn.Parameter]:
+    """Shards, whether or not they are registered now, and parameters that FSDP2 does not manage."""
+    shards = {name: param.sharded_param for name, param in side.managed.items()}
+    others = (n for n in side.names if n not in shards)
+    return shards | {name: side.model.get_parameter(name) for name in others}
 
 
 def _problem(
