@@ -29,7 +29,7 @@ class Part:
     """A module from (rows, length, width) to the same shape; `hidden` is the inner size of an mlp.
 
     Leaves: linear, mlp, norm, rms, conv, scaled (buffers), tied (one weight twice), dropout,
-    batchnorm. Others, made of `parts`: sequence, residual, twice (called twice), branches (a
+    centred. Others, made of `parts`: sequence, residual, twice (called twice), branches (a
     ModuleDict, summed), choice (one of a ModuleDict runs), checkpoint, wrapper (checkpointed).
     """
 
@@ -68,9 +68,9 @@ INNER = {
     "checkpoint": "inner",
     "wrapper": "_checkpoint_wrapped_module",
 }
-LEAVES = ("linear", "mlp", "norm", "rms", "conv", "scaled", "tied", "dropout", "batchnorm")
+LEAVES = ("linear", "mlp", "norm", "rms", "conv", "scaled", "tied", "dropout", "centred")
 BARE = ("dropout",)  # without parameters
-WRITES_BUFFERS = ("scaled", "batchnorm")
+WRITES_BUFFERS = ("scaled", "centred")
 
 
 def paths(tree: Tree) -> list[str]:
@@ -86,6 +86,11 @@ def _below(path: str, part: Part) -> Iterator[str]:
     for index, inner in enumerate(part.parts):
         name = INNER[part.kind].format(index=index, letter="abc"[index])
         yield from _below(f"{path}.{name}", inner)
+
+
+def has_parameters(tree: Tree) -> bool:
+    parts = [part.kind for _, part in _walk("body", tree.body)]
+    return bool(tree.vocab or tree.heads or tree.own or set(parts) & set(LEAVES) - set(BARE))
 
 
 def uses_twice(tree: Tree) -> bool:
@@ -289,7 +294,7 @@ def _trees(draw: st.DrawFn) -> Tree:
     vocab = draw(_rarely(0, 7, 12))
     heads = draw(st.lists(st.sampled_from((4, 1, 3, 5)), max_size=2))
     tied = bool(vocab and heads) and draw(st.booleans())
-    return Tree(
+    tree = Tree(
         Part("sequence", tuple(body)),
         width,
         vocab,
@@ -299,6 +304,7 @@ def _trees(draw: st.DrawFn) -> Tree:
         own=draw(_rarely(False, True)),
         named=len(heads) > 1 and draw(st.booleans()),
     )
+    return tree if has_parameters(tree) else replace(tree, own=True)
 
 
 @st.composite
@@ -336,7 +342,7 @@ def _first_two_joined(lists: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _steps(tree: Tree) -> st.SearchStrategy[Step]:
-    # A parameter used twice in each of two forwards: (a + b) + (c + d), where eager has a + b + c + d.
+    # Twice in each of two forwards is (a + b) + (c + d); eager has ((a + b) + c) + d.
     forwards = st.just(1) if uses_twice(tree) else _rarely(1, 2)
     return st.builds(
         Step,

@@ -32,14 +32,21 @@ class Conv(nn.Module):
         return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
-class Batch(nn.Module):
+class Centred(nn.Module):
+    """The mean of a batch, and a running one in a buffer that eval mode uses."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(width)
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.register_buffer("mean", torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        # Of other inputs torch predicts wrong strides: backend="aot_eager" fails too.
-        return self.norm(x.transpose(1, 2).contiguous()).transpose(1, 2)
+        mean = self.mean.to(x.dtype)
+        if self.training:
+            mean = x.mean((0, 1))
+            with torch.no_grad():
+                self.mean.lerp_(mean.float(), 0.1)
+        return x - mean + self.bias
 
 
 class Scaled(nn.Module):
@@ -121,7 +128,7 @@ _LEAVES: dict[str, Callable[[int], nn.Module]] = {
     "scaled": Scaled,
     "tied": Tied,
     "dropout": lambda width: nn.Dropout(0.3),
-    "batchnorm": Batch,
+    "centred": Centred,
 }
 _NESTS: dict[str, Callable[..., nn.Module]] = {
     "sequence": nn.Sequential,

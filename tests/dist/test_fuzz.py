@@ -1,13 +1,12 @@
 """Random models, shardings and sequences of calls: graphshard against eager FSDP2, bit by bit.
 
 CI runs 25 cases, the same ones each time. `GRAPHSHARD_FUZZ=500 GRAPHSHARD_FUZZ_SEED=1` runs 500
-others. A case that eager FSDP2 refuses is discarded and counted, as in front of what it refuses there
-is nothing to compare with. A failing case is shrunk; its repr goes into `test_fuzz_found.py`.
+others. A case that eager FSDP2 refuses is discarded and counted, since there is nothing to compare
+with. A failing case is shrunk; its repr goes into `test_fuzz_found.py`.
 """
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 from fuzz_cases import FuzzCase, fuzz_cases
@@ -25,9 +24,9 @@ MOST_REFUSED = 0.3  # of the cases
 
 
 @pytest.fixture(scope="module")
-def tally() -> Iterator[Counter[str]]:
+def tally() -> Counter[str]:
     """verdict -> cases; "in graph" and "calls" -> forward calls of groups; other reasons."""
-    yield Counter()
+    return Counter()
 
 
 @pytest.mark.slow
