@@ -169,7 +169,8 @@ class Net(nn.Module):
         x = self.body(x)
         if self.scale is not None:
             x = x * self.scale
-        outputs = [head(x) for head in self.heads] or [x]
+        # AOTAutograd makes tangents contiguous, and a sum over another layout has another last bit.
+        outputs = [head(x) for head in self.heads] or [x.contiguous()]
         if len(outputs) == 1:
             return outputs[0]
         if self.named:
