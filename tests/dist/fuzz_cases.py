@@ -318,14 +318,16 @@ def _groups(draw: st.DrawFn, tree: Tree) -> tuple[Group, ...]:
     lists = [(path,) for path in sorted(chosen, key=order.index, reverse=True)]
     if draw(_rarely(False, True)):
         lists = _first_two_joined(lists)
-    precision = draw(_rarely("", *PRECISIONS[1:]))
+    # Compiled by any backend, dropout of bfloat16 on a CPU differs from eager torch in its last bit.
+    casts = ("reduce-bf16",) if has(tree, "dropout") else PRECISIONS[1:]
+    precision = draw(_rarely("", *casts))
     reshard = draw(_rarely(None, True, False))
     offload = draw(_rarely(False, False, False, True))
     return tuple(
         Group(
             modules,
             draw(_rarely(reshard, None, True, False)),
-            draw(_rarely(precision, precision, precision, "bf16-reduce-fp32")),
+            draw(_rarely(precision, *casts)),
             draw(_rarely(False, True)),
             offload,
         )
