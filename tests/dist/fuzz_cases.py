@@ -318,7 +318,7 @@ def _groups(draw: st.DrawFn, tree: Tree) -> tuple[Group, ...]:
     lists = [(path,) for path in sorted(chosen, key=order.index, reverse=True)]
     if draw(_rarely(False, True)):
         lists = _first_two_joined(lists)
-    # Compiled by any backend, dropout of bfloat16 on a CPU differs from eager torch in its last bit.
+    # Dropout of bfloat16 on a CPU: compiled by any backend, its last bit is not eager torch's.
     casts = ("reduce-bf16",) if has(tree, "dropout") else PRECISIONS[1:]
     precision = draw(_rarely("", *casts))
     reshard = draw(_rarely(None, True, False))
