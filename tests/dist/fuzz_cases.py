@@ -273,17 +273,22 @@ def _rarely(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def _parts(draw: st.DrawFn, depth: int, pure: bool) -> Part:
-    """pure: nothing below writes to buffers, which a checkpoint would make happen twice."""
-    leaves = [k for k in LEAVES if not (pure and k in WRITES_BUFFERS)]
+def _parts(draw: st.DrawFn, depth: int, pure: bool, once: bool = False) -> Part:
+    """pure: nothing below writes to buffers, which a checkpoint would make happen twice.
+
+    once: nothing below uses a parameter twice. A group that is called twice and does so sums its
+    gradients as (a + b) + (c + d), where eager has ((a + b) + c) + d.
+    """
+    banned = (*(WRITES_BUFFERS if pure else ()), *(("twice", "tied") if once else ()))
     nests = [] if depth == 0 else list(INNER)
-    kind = draw(st.sampled_from(leaves + nests))
+    kind = draw(st.sampled_from([k for k in (*LEAVES, *nests) if k not in banned]))
     if kind in LEAVES:
         return Part(kind, hidden=draw(st.sampled_from((4, 1, 3, 7))) if kind == "mlp" else 4)
     pure = pure or kind in ("checkpoint", "wrapper")
     most = {"sequence": 3, "branches": 2, "choice": 2}.get(kind, 1)
     least = 2 if kind == "choice" else 1
-    inner = draw(st.lists(_parts(depth - 1, pure), min_size=least, max_size=most))
+    once = once or kind == "twice"
+    inner = draw(st.lists(_parts(depth - 1, pure, once), min_size=least, max_size=most))
     return Part(kind, tuple(inner))
 
 
@@ -311,28 +316,37 @@ def _trees(draw: st.DrawFn) -> Tree:
 def _groups(draw: st.DrawFn, tree: Tree) -> tuple[Group, ...]:
     """Any modules, children before parents; some calls of `fully_shard` get a list of two."""
     order = paths(tree)
-    inner = order[1:]
+    shared = ("embed", "heads.0") if tree.tied else ()
+    inner = [path for path in order[1:] if path not in shared]
     chosen = draw(st.lists(st.sampled_from(inner), unique=True, max_size=5)) if inner else []
     if not chosen or draw(_rarely(True, False)):
         chosen.append("")
     lists = [(path,) for path in sorted(chosen, key=order.index, reverse=True)]
     if draw(_rarely(False, True)):
         lists = _first_two_joined(lists)
-    # Dropout of bfloat16 on a CPU: compiled by any backend, its last bit is not eager torch's.
-    casts = ("reduce-bf16",) if has(tree, "dropout") else PRECISIONS[1:]
-    precision = draw(_rarely("", *casts))
+    if shared and draw(st.booleans()):
+        lists.insert(0, shared)
     reshard = draw(_rarely(None, True, False))
     offload = draw(_rarely(False, False, False, True))
+    precisions = draw(_precisions(tree, is_root=chosen[-1] == ""))
     return tuple(
         Group(
             modules,
             draw(_rarely(reshard, None, True, False)),
-            draw(_rarely(precision, *casts)),
+            draw(st.sampled_from(precisions)),
             draw(_rarely(False, True)),
             offload,
         )
         for modules in lists
     )
+
+
+def _precisions(tree: Tree, is_root: bool) -> st.SearchStrategy[tuple[str, ...]]:
+    """What the groups of one model may choose from, so that no layer gets a dtype not its own."""
+    # Dropout of bfloat16 on a CPU: compiled by any backend, its last bit is not eager torch's.
+    half = [] if has(tree, "dropout") or not is_root else [("bf16", "bf16-reduce-fp32")]
+    alone = [("bf16-out-fp32",)] if half and has(tree, "norm", "rms", "scaled") else []
+    return _rarely(("",), ("", "reduce-bf16"), *half, *alone)
 
 
 def _first_two_joined(lists: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
