@@ -38,7 +38,7 @@ def graphshard(
     settings = parse_options(options, mode)
     compiler = GraphCompiler(gm, _graph_name(), settings, announce)
     if not compiler.groups:
-        return without_groups(gm, example_inputs, settings)
+        return _without_groups(gm, example_inputs, settings)
     fallback.warn_near_recompile_limit()
     mark(compiler.ballots, COMPILING)
     try:
@@ -52,6 +52,21 @@ def graphshard(
         raise dynamo.skip_frame(f"graphshard: {error}") from error
     compiler.announce()
     return compiled
+
+
+def _without_groups(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Options
+) -> Callable[..., Any]:
+    try:
+        return without_groups(gm, example_inputs, settings)
+    except dynamo.CONTROL_FLOW:
+        raise
+    except Exception as error:
+        if settings.fallback == "error":
+            raise
+        why = fallback.describe(error)
+        fallback.warn_once(f"{_graph_name()}, which has no group, runs in eager mode: {why}")
+        raise dynamo.skip_frame(f"graphshard: {error}") from error
 
 
 # FSDP2 could run the graphs of these: the ranks go on together.

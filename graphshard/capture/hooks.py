@@ -33,14 +33,12 @@ def enter_group(module: nn.Module, entrance: Entrance, args: Any, kwargs: Any) -
         args, kwargs = _mapped(_boundary, args, kwargs)
     replaced: list[Any] = []
     if not port.entered["top"]:
-        full: list[Tensor] = []
-        for param in entrance.params:
-            anchor = port.anchor if param.trainable else port.frozen_anchor
-            mark = (param.size, param.dtype, entrance.device, len(full))
-            if param.layout == PLAIN:
-                full.append(UNSHARD(anchor, *mark))
-            else:
-                full.append(unshard_dtensor(anchor, mark, param.layout))
+        if torch.is_grad_enabled():
+            full = _gathered(port, entrance)
+        else:
+            # A parameter requires grad here too, and matmul chooses its ops by that.
+            with torch.enable_grad():
+                full = _gathered(port, entrance)
         for place in entrance.places:
             holder = module if place.home == CALLED else port.homes[place.home]
             for key in place.path:
@@ -52,6 +50,18 @@ def enter_group(module: nn.Module, entrance: Entrance, args: Any, kwargs: Any) -
                 registered[name] = full[index]
     port.entered["top"] = (entrance, replaced, port.entered["top"])
     return args, kwargs
+
+
+def _gathered(port: Port, entrance: Entrance) -> list[Tensor]:
+    full: list[Tensor] = []
+    for param in entrance.params:
+        anchor = port.anchor if param.trainable else port.frozen_anchor
+        mark = (param.size, param.dtype, entrance.device, len(full))
+        if param.layout == PLAIN:
+            full.append(UNSHARD(anchor, *mark))
+        else:
+            full.append(unshard_dtensor(anchor, mark, param.layout))
+    return full
 
 
 def leave_group(module: nn.Module, output: Any) -> Any:

@@ -302,7 +302,9 @@ class FsdpGroup:
         It is FSDP2's own: to be copied before `reshard` gives it back.
         """
         if self.raw._all_gather_result is not None:
-            self.raw.wait_for_unshard()
+            # Memory made under inference_mode could not be used for training later.
+            with torch.inference_mode(False):
+                self.raw.wait_for_unshard()
         if not self.raw.is_unsharded:
             return None
         return [p.all_gather_outputs[0] for p in self.raw.fsdp_params]

@@ -58,6 +58,7 @@ class Calls:
         node = _autograd_node(outputs)
         if node is None:
             return
+        _allow_retain_graph(node)
         call = PendingCall(node)
         for anchor in self._anchors:
             add_call(lookup(inputs[anchor]), call)
@@ -99,6 +100,14 @@ def current_task() -> int:
 def will_execute(node: Any) -> bool:
     """The engine run that is running now executes `node`."""
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def _allow_retain_graph(node: Any) -> None:
+    """No buffer of the graph is donated; AOTAutograd takes an empty list for that, not None.
+
+    It refuses `retain_graph=True` otherwise once the backward is compiled.
+    """
+    node._forward_cls.metadata.bw_donated_idxs = []
 
 
 def _autograd_node(outputs: Any) -> Any:

@@ -1,0 +1,469 @@
+"""Random cases for the differential fuzzer: what hypothesis draws, as plain data.
+
+Out: `fuzz_cases()`, a strategy of `FuzzCase`. A case names modules by path and holds no torch
+object, so it travels by pickle, and its repr can be pasted into a test. What a case means is in
+`fuzz_run.py`. True of every case: it is a use of FSDP2 that its documentation allows, as far as a
+grammar can say; what eager FSDP2 refuses all the same is discarded by the test, and counted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from hypothesis import strategies as st
+
+
+def _brief(value: Any) -> str:
+    """The repr without what is left at its default."""
+    shown = [(f.name, f.default, getattr(value, f.name)) for f in fields(value)]
+    given = [f"{n}={v!r}" for n, default, v in shown if default is MISSING or v != default]
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Part:
+    """A module from (rows, length, width) to the same shape; `hidden` is the inner size of an mlp.
+
+    Leaves: linear, mlp, norm, rms, conv, scaled (buffers), tied (one weight twice), dropout,
+    centred. Others, made of `parts`: sequence, residual, twice (called twice), branches (a
+    ModuleDict, summed), choice (one of a ModuleDict runs), checkpoint, wrapper (checkpointed).
+    """
+
+    kind: str
+    parts: tuple["Part", ...] = ()
+    hidden: int = 4
+    __repr__ = _brief
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Tree:
+    """A model: embedding (if `vocab`), body, heads.
+
+    heads: rows of each head; without any the body's output is the result. tied: the first head has
+    the embedding's weight. extra: a second input. own: the root has a parameter of its own.
+    named: several outputs come in a dict, not in a tuple.
+    """
+
+    body: Part
+    width: int = 4
+    vocab: int = 0
+    heads: tuple[int, ...] = ()
+    tied: bool = False
+    extra: bool = False
+    own: bool = False
+    named: bool = False
+    __repr__ = _brief
+
+
+INNER = {
+    "sequence": "{index}",
+    "residual": "inner",
+    "twice": "inner",
+    "branches": "ways.{letter}",
+    "choice": "ways.{letter}",
+    "checkpoint": "inner",
+    "wrapper": "_checkpoint_wrapped_module",
+}
+LEAVES = ("linear", "mlp", "norm", "rms", "conv", "scaled", "tied", "dropout", "centred")
+BARE = ("dropout",)  # without parameters
+WRITES_BUFFERS = ("scaled", "centred")
+
+
+def paths(tree: Tree) -> list[str]:
+    """Modules that have parameters and a forward, parents before children; "" is the root."""
+    embed = ["embed"] if tree.vocab else []
+    heads = [f"heads.{index}" for index in range(len(tree.heads))]
+    return ["", *embed, *_below("body", tree.body), *heads]
+
+
+def _below(path: str, part: Part) -> Iterator[str]:
+    if part.kind not in BARE:
+        yield path
+    for index, inner in enumerate(part.parts):
+        name = INNER[part.kind].format(index=index, letter="abc"[index])
+        yield from _below(f"{path}.{name}", inner)
+
+
+def has_parameters(tree: Tree) -> bool:
+    parts = [part.kind for _, part in _walk("body", tree.body)]
+    return bool(tree.vocab or tree.heads or tree.own or set(parts) & set(LEAVES) - set(BARE))
+
+
+def has(tree: Tree, *kinds: str) -> bool:
+    """Some part is of one of these kinds."""
+    return any(part.kind in kinds for _, part in _walk("body", tree.body))
+
+
+def choices(tree: Tree) -> list[str]:
+    """Paths of the modules of which one of several parts runs."""
+    return [path for path, part in _walk("body", tree.body) if part.kind == "choice"]
+
+
+def _walk(path: str, part: Part) -> Iterator[tuple[str, Part]]:
+    yield path, part
+    for index, inner in enumerate(part.parts):
+        name = INNER[part.kind].format(index=index, letter="abc"[index])
+        yield from _walk(f"{path}.{name}", inner)
+
+
+# -- how it is sharded -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Group:
+    """One call of `fully_shard`. columns: matrices are sharded on dim 1 where that is even."""
+
+    modules: tuple[str, ...]
+    reshard: bool | int | None = None
+    precision: str = ""
+    columns: bool = False
+    offload: bool = False
+    __repr__ = _brief
+
+
+PRECISIONS = ("", "bf16", "bf16-reduce-fp32", "reduce-bf16", "bf16-out-fp32")
+MESHES = ("flat", "1x2", "2x1")  # replicas x shards
+
+# -- what is done with it --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Step:
+    """A training step.
+
+    rows, length: of the batch; ragged: rank 1 has a row more. micro_steps: forward and backward
+    runs; sync: gradients are synchronised in all of them, in the last one, or as they were set.
+    forwards: before each backward. backwards: of each loss. uses: outputs in the loss (modulo
+    their number). zero: what happens to gradients at the end ("keep": nothing). eager: the
+    uncompiled model.
+    """
+
+    rows: int = 2
+    length: int = 3
+    ragged: bool = False
+    micro_steps: int = 1
+    sync: str = "as set"
+    forwards: int = 1
+    backwards: int = 1
+    uses: tuple[int, ...] = (0, 1)
+    input_grad: bool = False
+    clip: bool = False
+    optimize: bool = True
+    zero: str = "none"
+    eager: bool = False
+    __repr__ = _brief
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Forward:
+    """A forward without backward: "no_grad", "inference", "eval" or "train"."""
+
+    mode: str
+    rows: int = 2
+    length: int = 3
+    eager: bool = False
+    __repr__ = _brief
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Set:
+    """`set_<what>(value)` of the first module of a group, by the group's number."""
+
+    what: str
+    value: bool
+    group: int = 0
+    recurse: bool = True
+    __repr__ = _brief
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Unshard:
+    """`unshard()` of a group; wait: None synchronous, else asynchronous and waited for or not."""
+
+    group: int = 0
+    wait: bool | None = None
+    __repr__ = _brief
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Reshard:
+    group: int = 0
+    __repr__ = _brief
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Freeze:
+    """`requires_grad_(value)` of a module."""
+
+    module: str
+    value: bool
+    __repr__ = _brief
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Choose:
+    """Which part of a `choice` runs from now on."""
+
+    module: str
+    index: int
+    __repr__ = _brief
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Reload:
+    """Half of what `state_dict()` gave is loaded, with or without `assign`."""
+
+    assign: bool = False
+    __repr__ = _brief
+
+
+Call: TypeAlias = Step | Forward | Set | Unshard | Reshard | Freeze | Choose | Reload
+SETTINGS = (
+    "requires_gradient_sync",
+    "is_last_backward",
+    "requires_all_reduce",
+    "reshard_after_forward",
+    "reshard_after_backward",
+)
+NOT_RECURSIVE = ("is_last_backward",)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class FuzzCase:
+    """groups: in the order in which they are sharded. ignored, frozen: paths of modules whose
+    parameters FSDP2 does not manage, or which do not require grad when it gets them. divide: the
+    divide factor. forward_prefetch, backward_prefetch: a group's number and those in its list.
+    compile: "own" (`model.compile`), "wrap" (`torch.compile(model)`), "step" (a compiled function
+    that calls the model) or "each" (the modules of each group).
+    """
+
+    tree: Tree
+    groups: tuple[Group, ...]
+    calls: tuple[Call, ...]
+    mesh: str = "flat"
+    compile: str = "own"
+    options: tuple[tuple[str, object], ...] = ()
+    optimizer: str = "sgd"
+    divide: float | None = None
+    ignored: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    forward_prefetch: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    backward_prefetch: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    __repr__ = _brief
+
+
+OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
+    (("reshard", "auto"),),
+    (("memory_budget", "1GiB"),),
+    (("memory_budget", "1GiB"), ("reshard", "auto"), ("micro_steps", 2)),
+    (("verify", "every"),),
+    (("replan_after", 2),),
+)
+
+# -- strategies ------------------------------------------------------------------------------------
+
+
+def _rarely(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
+    """`usual` in three cases of four or so, which is also what shrinking goes to."""
+    return st.sampled_from([usual] * max(3, 2 * len(others)) + list(others))
+
+
+@st.composite
+def _parts(draw: st.DrawFn, depth: int, pure: bool, once: bool = False) -> Part:
+    """pure: nothing below writes to buffers, which a checkpoint would make happen twice.
+
+    once: nothing below uses a parameter twice. A group that is called twice and does so sums its
+    gradients as (a + b) + (c + d), where eager has ((a + b) + c) + d.
+    """
+    banned = (*(WRITES_BUFFERS if pure else ()), *(("twice", "tied") if once else ()))
+    nests = [] if depth == 0 else list(INNER)
+    kind = draw(st.sampled_from([k for k in (*LEAVES, *nests) if k not in banned]))
+    if kind in LEAVES:
+        return Part(kind, hidden=draw(st.sampled_from((4, 1, 3, 7))) if kind == "mlp" else 4)
+    pure = pure or kind in ("checkpoint", "wrapper")
+    most = {"sequence": 3, "branches": 2, "choice": 2}.get(kind, 1)
+    least = 2 if kind == "choice" else 1
+    once = once or kind == "twice"
+    inner = draw(st.lists(_parts(depth - 1, pure, once), min_size=least, max_size=most))
+    return Part(kind, tuple(inner))
+
+
+@st.composite
+def _trees(draw: st.DrawFn) -> Tree:
+    body = draw(st.lists(_parts(2, False), min_size=1, max_size=3))
+    width = draw(st.sampled_from((4, 8, 1, 3, 5, 7)))
+    vocab = draw(_rarely(0, 7, 12))
+    heads = draw(st.lists(st.sampled_from((4, 1, 3, 5)), max_size=2))
+    tied = bool(vocab and heads) and draw(st.booleans())
+    tree = Tree(
+        Part("sequence", tuple(body)),
+        width,
+        vocab,
+        (vocab, *heads[1:]) if tied else tuple(heads),
+        tied,
+        extra=draw(_rarely(False, True)),
+        own=draw(_rarely(False, True)),
+        named=len(heads) > 1 and draw(st.booleans()),
+    )
+    return tree if has_parameters(tree) else replace(tree, own=True)
+
+
+@st.composite
+def _groups(draw: st.DrawFn, tree: Tree) -> tuple[Group, ...]:
+    """Any modules, children before parents; some calls of `fully_shard` get a list of two."""
+    order = paths(tree)
+    shared = ("embed", "heads.0") if tree.tied else ()
+    inner = [path for path in order[1:] if path not in shared]
+    chosen = draw(st.lists(st.sampled_from(inner), unique=True, max_size=5)) if inner else []
+    if not chosen or draw(_rarely(True, False)):
+        chosen.append("")
+    lists = [(path,) for path in sorted(chosen, key=order.index, reverse=True)]
+    if draw(_rarely(False, True)):
+        lists = _first_two_joined(lists)
+    if shared and draw(st.booleans()):
+        lists.insert(0, shared)
+    reshard = draw(_rarely(None, True, False))
+    offload = draw(_rarely(False, False, False, True))
+    precisions = draw(_precisions(tree, is_root=chosen[-1] == ""))
+    return tuple(
+        Group(
+            modules,
+            draw(_rarely(reshard, None, True, False)),
+            draw(st.sampled_from(precisions)),
+            draw(_rarely(False, True)),
+            offload,
+        )
+        for modules in lists
+    )
+
+
+def _precisions(tree: Tree, is_root: bool) -> st.SearchStrategy[tuple[str, ...]]:
+    """What the groups of one model may choose from, so that no layer gets a dtype not its own."""
+    # Dropout of bfloat16 on a CPU: compiled by any backend, its last bit is not eager torch's.
+    half = [] if has(tree, "dropout") or not is_root else [("bf16", "bf16-reduce-fp32")]
+    alone = [("bf16-out-fp32",)] if half and has(tree, "norm", "rms", "scaled") else []
+    return _rarely(("",), ("", "reduce-bf16"), *half, *alone)
+
+
+def _first_two_joined(lists: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Neighbours of which neither is inside the other become one group."""
+    for index, (one, other) in enumerate(pairwise(lists)):
+        if not one[0].startswith(f"{other[0]}.") and other[0]:
+            return [*lists[:index], (*other, *one), *lists[index + 2 :]]
+    return lists
+
+
+def _steps(tree: Tree) -> st.SearchStrategy[Step]:
+    # Twice in each of two forwards is (a + b) + (c + d); eager has ((a + b) + c) + d.
+    forwards = st.just(1) if tree.tied or has(tree, "tied", "twice") else _rarely(1, 2)
+    return st.builds(
+        Step,
+        rows=st.sampled_from((2, 3, 1, 5)),
+        length=st.sampled_from((3, 2, 4)),
+        ragged=_rarely(False, True),
+        micro_steps=_rarely(1, 2, 3),
+        sync=st.sampled_from(("as set", "last", "always")),
+        forwards=forwards,
+        backwards=_rarely(1, 2),
+        uses=_rarely((0, 1), (0,), (1,)),
+        input_grad=_rarely(False, True),
+        clip=_rarely(False, True),
+        optimize=_rarely(True, False),
+        zero=_rarely("none", "zeros", "keep"),
+        eager=_rarely(False, True),
+    )
+
+
+def _calls(tree: Tree, groups: int) -> st.SearchStrategy[Call]:
+    numbers = st.integers(0, groups - 1)
+    kinds: list[st.SearchStrategy[Any]] = [
+        _steps(tree),
+        st.builds(
+            Forward,
+            st.sampled_from(("no_grad", "inference", "eval", "train")),
+            rows=st.sampled_from((2, 3)),
+            eager=_rarely(False, True),
+        ),
+        st.builds(Set, st.sampled_from(SETTINGS), st.booleans(), numbers, st.booleans()),
+        st.builds(Unshard, numbers, st.sampled_from((None, True, False))),
+        st.builds(Reshard, numbers),
+        st.builds(Freeze, st.sampled_from(paths(tree)), st.booleans()),
+        st.builds(Reload, st.booleans()),
+    ]
+    if choices(tree):
+        kinds.append(st.builds(Choose, st.sampled_from(choices(tree)), st.integers(0, 1)))
+    return st.one_of(kinds[0], *kinds)  # steps twice as often
+
+
+def _prefetches(groups: int) -> st.SearchStrategy[Any]:
+    """Lists of groups that are sharded earlier (forward uses them later), or the other way."""
+    numbers = st.integers(0, groups - 1)
+    lists = st.lists(numbers, min_size=1, max_size=2, unique=True).map(tuple)
+    entries = st.lists(st.tuples(numbers, lists), max_size=2, unique_by=lambda e: e[0])
+    return _rarely(False, True).flatmap(lambda some: entries.map(tuple) if some else st.just(()))
+
+
+@st.composite
+def fuzz_cases(draw: st.DrawFn) -> FuzzCase:
+    """A model, how it is sharded and compiled, and two to six things that are done with it."""
+    tree = draw(_trees())
+    groups = draw(_groups(tree))
+    calls = draw(st.lists(_calls(tree, len(groups)), min_size=1, max_size=5))
+    first = draw(_steps(tree))
+    calls = [first, *calls] if draw(_rarely(True, False)) else [*calls, first]
+    calls = _without_late_sums(tree, list(_inference_after_training(calls)))
+    inner = paths(tree)[1:]
+    some = st.lists(st.sampled_from(inner), max_size=1).map(tuple)
+    return FuzzCase(
+        tree,
+        groups,
+        tuple(calls),
+        mesh=draw(_rarely("flat", *MESHES[1:])),
+        # A conv's output is not contiguous; see Net.forward about outputs of graphs.
+        compile=draw(_rarely("own", "wrap", "step", "own" if has(tree, "conv") else "each")),
+        options=draw(_rarely((), *OPTIONS)),
+        optimizer=draw(st.sampled_from(("sgd", "adamw"))),
+        divide=draw(_rarely(None, 3.0)),
+        ignored=draw(_rarely(st.just(()), some).flatmap(lambda s: s)),
+        frozen=draw(_rarely(st.just(()), some).flatmap(lambda s: s)),
+        forward_prefetch=_among(draw(_prefetches(len(groups))), earlier=True),
+        backward_prefetch=_among(draw(_prefetches(len(groups))), earlier=False),
+    )
+
+
+def _without_late_sums(tree: Tree, calls: list[Call]) -> list[Call]:
+    """Where a group is called several times before its backward, every micro-step synchronises.
+
+    Else eager FSDP2 reduces what earlier micro-steps left with the first of these calls, and the
+    rest with the last; graphshard adds them up and reduces once.
+    """
+    several = any(isinstance(call, Step) and call.forwards > 1 for call in calls)
+    if not several and not has(tree, "twice"):
+        return calls
+    return [
+        replace(call, sync="always") if isinstance(call, Step) else call
+        for call in calls
+        if not isinstance(call, Set) or call.what != "requires_gradient_sync"
+    ]
+
+
+def _inference_after_training(calls: list[Call]) -> Iterator[Call]:
+    """Eager FSDP2 cannot train with memory that it has made under inference_mode."""
+    trained = False
+    for call in calls:
+        trained = trained or isinstance(call, Step)
+        late = trained or not isinstance(call, Forward) or call.mode != "inference"
+        yield call if late else replace(call, mode="no_grad")
+
+
+def _among(lists: Any, earlier: bool) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Groups are sharded last module first: what forward uses later has a lower number."""
+    kept = [
+        (group, tuple(t for t in targets if (t < group if earlier else t > group)))
+        for group, targets in lists
+    ]
+    return tuple((group, targets) for group, targets in kept if targets)

@@ -1,0 +1,68 @@
+"""Random models, shardings and sequences of calls: graphshard against eager FSDP2, bit by bit.
+
+CI runs 25 cases, the same ones each time. `GRAPHSHARD_FUZZ=500 GRAPHSHARD_FUZZ_SEED=1` runs 500
+others. A case that eager FSDP2 refuses is discarded and counted, since there is nothing to compare
+with. A failing case is shrunk; its repr goes into `test_fuzz_found.py`.
+"""
+
+import os
+from collections import Counter
+
+import pytest
+from fuzz_cases import FuzzCase, fuzz_cases
+from fuzz_run import DIFFERS, REFUSED, Outcome, run_case
+from hypothesis import HealthCheck, assume, given, seed, settings
+from pool import Pool, capped
+
+pytestmark = pytest.mark.dist
+
+CASES = int(os.environ.get("GRAPHSHARD_FUZZ", "25"))
+SEED = os.environ.get("GRAPHSHARD_FUZZ_SEED")
+LIMIT_S = 120.0  # of one case; the usual one takes two seconds
+LEAST_IN_GRAPH = 0.8  # of the forward calls of groups
+MOST_REFUSED = 0.3  # of the cases
+
+
+@pytest.fixture(scope="module")
+def tally() -> Counter[str]:
+    """verdict -> cases; "in graph" and "calls" -> forward calls of groups; other reasons."""
+    return Counter()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(int(CASES * LIMIT_S))
+@pytest.mark.skipif(capped(2) < 2, reason="needs 2 ranks")
+def test_equals_eager(pool: Pool, tally: Counter[str]) -> None:
+    @seed(int(SEED or 0))
+    @settings(
+        max_examples=CASES,
+        derandomize=SEED is None,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(fuzz_cases())
+    def compare(case: FuzzCase) -> None:
+        outcome = outcome_of(pool, case)
+        tally.update([outcome.verdict])
+        tally.update({"in graph": outcome.in_graph, "calls": outcome.calls})
+        tally.update(f"outside: {reason}" for reason in outcome.reasons)
+        assert outcome.verdict != DIFFERS, outcome.why
+        assume(outcome.verdict != REFUSED)
+
+    compare()
+    for what, number in sorted(tally.items()):
+        print(f"{number:6} {what}")
+    share = tally["in graph"] / tally["calls"]
+    assert share >= LEAST_IN_GRAPH, f"{share:.0%} of the groups' calls ran in a graph"
+    refused = tally[REFUSED] / (tally[REFUSED] + CASES)
+    assert refused <= MOST_REFUSED, f"eager FSDP2 refused {refused:.0%} of the cases"
+
+
+def outcome_of(pool: Pool, case: FuzzCase) -> Outcome:
+    """What the ranks say. After a difference the workers are not used again."""
+    outcomes = pool.run(2, run_case, case, timeout_s=LIMIT_S)
+    for outcome in outcomes:
+        if outcome.verdict == DIFFERS:
+            pool.close()
+    return max(outcomes, key=lambda outcome: len(outcome.why))

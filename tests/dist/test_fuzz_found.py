@@ -1,0 +1,50 @@
+"""Differences from eager FSDP2 that the fuzzer found, reduced; each was mended.
+
+A new one is the repr of a failing case of `test_fuzz.py`.
+"""
+
+import pytest
+from fuzz_cases import Forward, FuzzCase, Group, Part, Step, Tree, Unshard
+from fuzz_run import EQUAL, run_case
+from pool import Pool, capped
+
+pytestmark = pytest.mark.dist
+
+LINEARS = Tree(Part("sequence", (Part("linear"), Part("linear"))))
+FOUND = {
+    # matmul folds a transposed input only where the weight requires grad, under no_grad too.
+    "matmul-under-no-grad": FuzzCase(
+        Tree(Part("sequence", (Part("conv"),)), heads=(4,)),
+        (Group(("",)),),
+        (Step(), Forward("no_grad"), Forward("inference")),
+    ),
+    # AOTAutograd refused retain_graph once the backward was compiled.
+    "retain-graph-after-an-ordinary-backward": FuzzCase(
+        LINEARS, (Group(("",)),), (Step(), Step(backwards=2))
+    ),
+    # With symbolic sizes it is compiled before the first backward.
+    "retain-graph-with-symbolic-sizes": FuzzCase(
+        LINEARS, (Group(("",)),), (Forward("eval"), Step(rows=5, backwards=2))
+    ),
+    # FSDP2 made memory under inference_mode, and raised.
+    "unshard-waited-for-under-inference-mode": FuzzCase(
+        LINEARS,
+        (Group(("body.0",)), Group(("",))),
+        (Step(), Unshard(wait=False), Forward("inference"), Step(), Step(eager=True)),
+    ),
+    # torch has no such graph: checkpoint and random numbers, and nothing that requires grad.
+    "checkpointed-dropout-without-a-group": FuzzCase(
+        Tree(Part("sequence", (Part("wrapper", (Part("dropout"),)), Part("linear")))),
+        (Group(("body.0",)), Group(("body.1",))),
+        (Step(),),
+        compile="each",
+    ),
+}
+
+
+@pytest.mark.skipif(capped(2) < 2, reason="needs 2 ranks")
+@pytest.mark.parametrize("name", FOUND)
+def test_found(pool: Pool, name: str) -> None:
+    for outcome in pool.run(2, run_case, FOUND[name]):
+        assert outcome.verdict == EQUAL, outcome.why
+        assert outcome.in_graph == outcome.calls > 0
