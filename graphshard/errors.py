@@ -9,6 +9,7 @@ GraphshardError
 |-- RuntimeStateError    a collective or a buffer was used out of order
 |-- OfflineError         (also ValueError)   what is to be planned offline cannot be built
 |-- MeasureError         (also ValueError)   nothing was measured, or it does not fit the plan
+|-- DoctorError          (also ValueError)   the doctor cannot start the command
 |-- DivergedRanks        the ranks would run, or run, different graphs
 `-- PlanError            (also ValueError)   what is to be planned contradicts itself
     `-- InfeasibleBudget no schedule fits the memory budget
@@ -61,6 +62,10 @@ class OfflineError(GraphshardError, ValueError):
 
 class MeasureError(GraphshardError, ValueError):
     """Nothing was measured, or what was measured or is to be compared does not fit the plan."""
+
+
+class DoctorError(GraphshardError, ValueError):
+    """The command that `graphshard doctor` is to examine cannot be started."""
 
 
 class DivergedRanks(GraphshardError):
