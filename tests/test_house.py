@@ -119,9 +119,9 @@ def python(code, cwd=None):
 
 
 def test_every_error_code_has_an_entry():
-    used = {code for p in MODULES for code in re.findall(r"\bGS\d{3}\b", p.read_text())}
-    entries = re.findall(r"^### (GS\d{3})$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
-    assert sorted(used) == entries
+    used = {code for p in MODULES for code in re.findall(r"\bGS\d{3,4}\b", p.read_text())}
+    entries = re.findall(r"^### (GS\d+)$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    assert sorted(used, key=lambda code: int(code[2:])) == entries
 
 
 def test_one_version():

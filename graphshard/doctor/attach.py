@@ -101,7 +101,7 @@ def _patch_sharding(watch: Any) -> None:
         for one in modules:
             if watch.mode == EAGER:
                 _watch_forward(watch, one)
-            elif not watch.functions:
+            elif not watch.functions and not _is_compiled(watch, one):
                 _compile_later(watch, one)
         return result
 

@@ -19,6 +19,7 @@ from graphshard.view.text import bytes_text, count_text
 ROOT_SHARE = 0.5
 # Fewer groups of a single Linear may well be what the user wants (an output layer, for example).
 MANY_LINEARS = 4
+NO_REASON = "no compiled call reached them"
 
 
 def lint(runs: Sequence[Sequence[Facts]]) -> tuple[Finding, ...]:
@@ -42,7 +43,8 @@ def _anywhere(ranks: Sequence[Facts]) -> Iterator[Finding]:
         yield from early_compile(rank.early_compiles)
     yield from saved_shards(ranks)
     for rank in _first(ranks, "groups"):
-        yield from left_in_root(rank.stacks, rank.numel)
+        if not rank.late_children:  # the script failed before it came to the blocks
+            yield from left_in_root(rank.stacks, rank.numel)
         linears = tuple(single_linears(rank.groups))
         yield from linears or too_small(rank.groups, rank.latency_bytes)
 
@@ -164,7 +166,7 @@ def saved_shards(ranks: Sequence[Facts]) -> Iterator[Finding]:
 def not_captured(groups: Sequence[Group]) -> Iterator[Finding]:
     outside = [group for group in groups if group.ran and not group.in_graph]
     if outside:
-        reason = next((group.reason for group in outside if group.reason), "no reason was recorded")
+        reason = next((group.reason for group in outside if group.reason), NO_REASON)
         yield warning(
             "GS1129",
             f"{some([group.name for group in outside])} ran through eager FSDP2 "

@@ -91,7 +91,7 @@ def main(faults):
     dist.init_process_group("gloo")
     torch.manual_seed(int.from_bytes(os.urandom(4)) if "unseeded" in faults else 0)
     if "dropped-reduction" in faults:
-        drop_reduction("layers.1")
+        drop_reduction("layers.2")
     if "hangs" in faults:
         dist.barrier() if dist.get_rank() == 0 else torch.cuda.Event
         if dist.get_rank() == 1:
