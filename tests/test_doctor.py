@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from graphshard.cli import main
-from graphshard.doctor import environment, lints, verdict
+from graphshard.doctor import attach, environment, lints, verdict
 from graphshard.doctor.environment import Probe
 from graphshard.doctor.examine import Examination, judge
 from graphshard.doctor.facts import Facts, Gradient, Group, Stack, Step
@@ -115,10 +115,12 @@ def test_blocks_left_in_the_root():
     stacks = (Stack("encoder.layers", "Block", 6, 3 * MIB, "(root)"),)
     found = only(lints.lint([ranks(stacks=stacks)]))
     assert (found.level, found.code) == (Level.WARNING, "GS1124")
-    assert "75% of 4,194,304 parameters are in 6 Block blocks of encoder.layers" in found.what
+    assert "75% of 4,194,304 parameters are in the group of (root)" in found.what
+    assert "6 Block in encoder.layers" in found.what
     assert "for block in model.encoder.layers: fully_shard(block)" in found.fix
     few = (Stack("layers", "Block", 6, 2 * MIB, "(root)"),)
-    assert lints.lint([ranks(stacks=few)]) == ()
+    experts = tuple(Stack(f"{n}.experts", "FFN", 8, MIB, f"layers.{n}") for n in range(4))
+    assert lints.lint([ranks(stacks=few)]) == lints.lint([ranks(stacks=experts)]) == ()
 
 
 def test_an_optimizer_of_what_was_replaced():
@@ -422,6 +424,28 @@ def test_levels():
     assert worst((warning("a", "b", "c"),)) is Level.WARNING
     assert worst((warning("a", "b", "c"), fault("a", "b", "c"))) is Level.FAULT
     assert Examination((), None, ()).level is Level.OK
+
+
+def test_a_sitecustomize_of_the_user_still_runs(tmp_path, monkeypatch):
+    """The doctor's own one, which is first on the path, is passed over."""
+    for folder in ("hook", "user"):
+        (tmp_path / folder).mkdir()
+        text = f"import sys; sys.modules['doctor_ran_{folder}'] = sys"
+        (tmp_path / folder / "sitecustomize.py").write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+        monkeypatch.delitem(sys.modules, f"doctor_ran_{folder}", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "hook"), *sys.path])
+    monkeypatch.setenv(attach.FOLDER, str(tmp_path))
+    attach.attach()
+    assert ("doctor_ran_user" in sys.modules, "doctor_ran_hook" in sys.modules) == (True, False)
+    del sys.modules["doctor_ran_user"]
+
+
+@pytest.mark.parametrize("steps", ["-1", "x", "1.5"])
+def test_steps_that_are_none(steps, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--steps", steps, "--", "true"])
+    assert "is not a number of steps" in capsys.readouterr().err
 
 
 # -- the launch -----------------------------------------------------------------------------------

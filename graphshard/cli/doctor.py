@@ -22,7 +22,7 @@ def add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     doctor.add_argument(
         "--steps",
         metavar="N",
-        type=int,
+        type=_count,
         default=4,
         help="optimizer steps after which a run is ended; 0: run to the script's end (default: 4)",
     )
@@ -36,6 +36,12 @@ def add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     doctor.add_argument("--json", action="store_true", help="print the result as JSON")
     doctor.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER)
     doctor.set_defaults(run=_doctor)
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of steps")
+    return int(word)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -17,7 +17,10 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphshard.doctor.watch import Watch
 
 MODE = "GRAPHSHARD_DOCTOR"
 FOLDER = "GRAPHSHARD_DOCTOR_DIR"
@@ -83,7 +86,7 @@ def _seed(rank: int) -> None:
         numpy.random.seed(rank)
 
 
-def _patch_sharding(watch: Any) -> None:
+def _patch_sharding(watch: Watch) -> None:
     from torch.distributed import fsdp
     from torch.distributed.fsdp import _fully_shard
     from torch.distributed.fsdp._fully_shard import _fully_shard as home
@@ -109,7 +112,7 @@ def _patch_sharding(watch: Any) -> None:
         place.fully_shard = fully_shard  # type: ignore[attr-defined]
 
 
-def _watch_forward(watch: Any, module: Any) -> None:
+def _watch_forward(watch: Watch, module: Any) -> None:
     """In the eager run, where nothing traces it: a forward without FSDP2's hooks around it."""
     from graphshard import fsdp2
 
@@ -124,7 +127,7 @@ def _watch_forward(watch: Any, module: Any) -> None:
     module.forward = forward
 
 
-def _compile_later(watch: Any, module: Any) -> None:
+def _compile_later(watch: Watch, module: Any) -> None:
     """Compile the module at its first call if the script does not: it is in the place where
     `Module.compile` puts what it makes, which a call of the script overwrites."""
 
@@ -138,7 +141,7 @@ def _compile_later(watch: Any, module: Any) -> None:
     module._compiled_call_impl = first_call
 
 
-def _is_compiled(watch: Any, root: Any) -> bool:
+def _is_compiled(watch: Watch, root: Any) -> bool:
     """The script compiled it, a part of it, or what it is in."""
     parts = dict.fromkeys(map(id, root.modules()))
     return any(
@@ -153,7 +156,7 @@ def _forget_first_calls(root: Any) -> None:
             module._compiled_call_impl = None
 
 
-def _patch_compile(watch: Any) -> None:
+def _patch_compile(watch: Watch) -> None:
     """Sharded modules are compiled for graphshard, whatever the script asks for."""
     import torch
     from torch import nn
@@ -190,7 +193,7 @@ def _same_random_numbers() -> None:
     config.fallback_random = True
 
 
-def _patch_training(watch: Any) -> None:
+def _patch_training(watch: Watch) -> None:
     import torch
     from torch.optim import optimizer
 
@@ -229,7 +232,7 @@ def _patch_training(watch: Any) -> None:
     torch.save = saved
 
 
-def _patch_collectives(watch: Any) -> None:
+def _patch_collectives(watch: Watch) -> None:
     import torch.distributed as dist
 
     def counted(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
@@ -246,7 +249,7 @@ def _patch_collectives(watch: Any) -> None:
             setattr(group, name, counted(getattr(group, name), kind))
 
 
-def _write_at_exit(watch: Any) -> None:
+def _write_at_exit(watch: Watch) -> None:
     from graphshard.doctor import watch as seen
 
     show = sys.excepthook

@@ -105,24 +105,31 @@ def _coarseness(dtype: torch.dtype) -> float:
 def describe_stacks(roots: Sequence[nn.Module]) -> Iterator[Stack]:
     """Containers of at least two alike modules that belong to the group of a module around them."""
     names = names_of(roots)
-    for root in roots:
-        owned = {id(p) for s in fsdp2.states_under(root) for m in fsdp2.modules_of(s)
-                 if m is not root for p in m.parameters()}  # fmt: skip
-        for container in root.modules():
-            if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-                continue
-            blocks = list(container.children())
-            kind = type(blocks[0]).__name__ if blocks else ""
-            left = [b for b in blocks if type(b).__name__ == kind and _is_left(b, owned)]
-            if len(left) > 1:
-                numel = sum(p.numel() for b in left for p in b.parameters())
-                yield Stack(names[container], kind, len(left), numel, names[root])
-                owned |= {id(p) for b in left for p in b.parameters()}
+    for group, state in states_of(roots):
+        for module in fsdp2.modules_of(state):
+            for container, blocks in _unsharded_blocks(module):
+                numel = sum(param.numel() for b in blocks for param in b.parameters())
+                kind = type(blocks[0]).__name__
+                yield Stack(names[container], kind, len(blocks), numel, group)
 
 
-def _is_left(block: nn.Module, owned: set[int]) -> bool:
+def _unsharded_blocks(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """The outermost ones in `module` that are in no sharded module inside it."""
+    inner = [m for m in module.modules() if isinstance(m, fsdp2.ShardedModule) and m is not module]
+    taken = {id(param) for m in inner for param in m.parameters()}
+    for container in module.modules():
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            continue
+        blocks = list(container.children())
+        alike = [b for b in blocks if type(b) is type(blocks[0]) and _is_left(b, taken)]
+        if len(alike) > 1:
+            yield container, alike
+            taken |= {id(param) for block in alike for param in block.parameters()}
+
+
+def _is_left(block: nn.Module, taken: set[int]) -> bool:
     params = list(block.parameters())
-    return bool(params) and not any(id(param) in owned for param in params)
+    return bool(params) and not any(id(param) in taken for param in params)
 
 
 def numel_of(roots: Sequence[nn.Module]) -> int:

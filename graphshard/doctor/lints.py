@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from statistics import median
 
-from graphshard.doctor.facts import Facts, Group, Stack
+from graphshard.doctor.facts import ROOT_NAME, Facts, Group, Stack
 from graphshard.doctor.findings import Finding, Level, fault, some, warning
 from graphshard.view.text import bytes_text, count_text
 
@@ -85,7 +85,7 @@ def direct_forward(calls: Sequence[tuple[str, int]]) -> Iterator[Finding]:
 
 
 def _called(name: str) -> str:
-    return "model" if name == "(root)" else f"model.{name}"
+    return "model" if name == ROOT_NAME else f"model.{name}"
 
 
 def late_child(pairs: Sequence[tuple[str, str]]) -> Iterator[Finding]:
@@ -100,18 +100,20 @@ def late_child(pairs: Sequence[tuple[str, str]]) -> Iterator[Finding]:
 
 
 def left_in_root(stacks: Sequence[Stack], numel: int) -> Iterator[Finding]:
-    left = sum(stack.numel for stack in stacks)
-    if numel == 0 or left <= ROOT_SHARE * numel:
-        return
-    stack = max(stacks, key=lambda stack: stack.numel)
-    path = "" if stack.path == "(root)" else f".{stack.path}"
-    yield warning(
-        "GS1124",
-        f"{left / numel:.0%} of {numel:,} parameters are in {stack.count} {stack.kind} blocks of "
-        f"{stack.path} that have no group of their own: all of them are gathered at once with "
-        f"{stack.group}, and nothing overlaps",
-        f"before fully_shard(model): for block in model{path}: fully_shard(block)",
-    )
+    """One group, the root's as a rule, has most of the model in blocks that could be groups."""
+    for group in dict.fromkeys(stack.group for stack in stacks):
+        own = [stack for stack in stacks if stack.group == group]
+        left = sum(stack.numel for stack in own)
+        if left > ROOT_SHARE * numel:
+            stack = max(own, key=lambda stack: stack.numel)
+            yield warning(
+                "GS1124",
+                f"{left / numel:.0%} of {numel:,} parameters are in the group of {group}, in "
+                f"blocks without a group of their own ({stack.count} {stack.kind} in {stack.path}"
+                "): all of them are gathered at once, and nothing overlaps",
+                f"before fully_shard({_called(group)}): for block in {_called(stack.path)}: "
+                "fully_shard(block)",
+            )
 
 
 def stale_optimizer(optimizers: Sequence[tuple[str, int, int]]) -> Iterator[Finding]:
