@@ -88,12 +88,10 @@ def _seed(rank: int) -> None:
 
 def _patch_sharding(watch: Watch) -> None:
     from torch.distributed import fsdp
-    from torch.distributed.fsdp import _fully_shard
-    from torch.distributed.fsdp._fully_shard import _fully_shard as home
 
     from graphshard.doctor import watch as seen
 
-    original = home.fully_shard
+    original = fsdp.fully_shard
 
     @functools.wraps(original)
     def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,8 +106,9 @@ def _patch_sharding(watch: Watch) -> None:
                 _compile_later(watch, one)
         return result
 
-    for place in (home, _fully_shard, fsdp):
-        place.fully_shard = fully_shard  # type: ignore[attr-defined]
+    for name, place in sorted(sys.modules.items()):
+        if name.startswith("torch.distributed") and vars(place).get("fully_shard") is original:
+            place.fully_shard = fully_shard  # type: ignore[attr-defined]
 
 
 def _watch_forward(watch: Watch, module: Any) -> None:
@@ -215,13 +214,17 @@ def _patch_training(watch: Watch) -> None:
         if watch.depth == 0:
             seen.after_backward(watch)
 
-    torch.autograd.backward = watched
-    optimizer.register_optimizer_step_pre_hook(
-        lambda chosen, args, kwargs: seen.before_update(watch, chosen)
-    )
-    optimizer.register_optimizer_step_post_hook(
-        lambda chosen, args, kwargs: seen.after_update(watch)
-    )
+    # Not to be traced where the script compiles its whole step.
+    torch.autograd.backward = torch.compiler.disable(watched)
+
+    def before(chosen: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        seen.before_update(watch, chosen)
+
+    def after(chosen: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        seen.after_update(watch)
+
+    optimizer.register_optimizer_step_pre_hook(torch.compiler.disable(before))
+    optimizer.register_optimizer_step_post_hook(torch.compiler.disable(after))
     save = torch.save
 
     @functools.wraps(save)

@@ -75,13 +75,19 @@ def sharding(watch: Watch, modules: Sequence[nn.Module]) -> None:
         parent = next((p for p in watch.sharded if _is_inside(module, p)), None)
         if parent is not None:
             watch.late.append((module, parent))
-        if any(_is_inside(module, c) or module is c for c, plain in watch.compiled if plain):
+        plain = [compiled for compiled, is_plain in watch.compiled if is_plain]
+        if any(module is c or _is_inside(module, c) or _wraps(module, c) for c in plain):
             watch.early.append(module)
         watch.replaced.update({id(p): weakref.ref(p) for p in module.parameters()})
 
 
 def _is_inside(module: nn.Module, around: nn.Module) -> bool:
     return module is not around and any(module is inner for inner in around.modules())
+
+
+def _wraps(module: nn.Module, compiled: nn.Module) -> bool:
+    """It is what `torch.compile` made of `compiled`."""
+    return getattr(module, "_orig_mod", None) is compiled
 
 
 def sharded(watch: Watch, modules: Sequence[nn.Module]) -> None:
