@@ -182,7 +182,9 @@ def _patch_entry(enter: Callable[..., Callable[..., Any]]) -> None:
         if not is_ours(self.callback):
             return original(self, fn)
         if is_disabled():
-            return fn  # as torch.compile(fn, disable=True) does
+            # As torch.compile(fn, disable=True) does; torch marks the result, which it cannot do
+            # to a bound method (`Module.compile` gives one).
+            return fn if isinstance(fn, nn.Module) else _plain(fn)
         settings = _settings(self.callback)
         self.callback = _Unsplit(self.callback._torchdynamo_orig_backend, self.callback.hooks)
         is_module = isinstance(fn, nn.Module) or isinstance(
@@ -193,6 +195,14 @@ def _patch_entry(enter: Callable[..., Callable[..., Any]]) -> None:
         return compiled if isinstance(fn, nn.Module) else enter(compiled, settings)
 
     context.__call__ = call  # type: ignore[method-assign]
+
+
+def _plain(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return call
 
 
 class _Unsplit(CatchErrorsWrapper):

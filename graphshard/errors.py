@@ -10,6 +10,7 @@ GraphshardError
 |-- OfflineError         (also ValueError)   what is to be planned offline cannot be built
 |-- MeasureError         (also ValueError)   nothing was measured, or it does not fit the plan
 |-- MigrateError         (also ValueError)   an argument of FSDP1 without equivalent in FSDP2
+|-- DoctorError          (also ValueError)   the doctor cannot start the command
 |-- DivergedRanks        the ranks would run, or run, different graphs
 `-- PlanError            (also ValueError)   what is to be planned contradicts itself
     `-- InfeasibleBudget no schedule fits the memory budget
@@ -66,6 +67,10 @@ class MeasureError(GraphshardError, ValueError):
 
 class MigrateError(GraphshardError, ValueError):
     """FSDP1's words were used where FSDP2 has no equivalent, or other ones."""
+
+
+class DoctorError(GraphshardError, ValueError):
+    """The command that `graphshard doctor` is to examine cannot be started."""
 
 
 class DivergedRanks(GraphshardError):

@@ -1,8 +1,8 @@
-"""The command line: `graphshard plan`, `show`, `view`, `diff` and `calibrate`.
+"""The command line: `graphshard plan`, `show`, `view`, `diff`, `calibrate` and `doctor`.
 
-Only plan and calibrate import torch, when they run. Results go to stdout, everything else to
-stderr. Exit status: 0 ok, 1 the model cannot be built or captured, 2 wrong usage or a file that
-cannot be read or written, 3 no schedule fits the budget.
+Only plan, calibrate and doctor import torch, when they run. Results go to stdout, everything else
+to stderr. Exit status: 0 ok, 1 the model cannot be built or captured or doctor found a fault, 2
+wrong usage or a file that cannot be read or written, 3 no schedule fits the budget.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from graphshard.cli.common import (
     BadFile,
 )
 from graphshard.cli.diff import add_diff
+from graphshard.cli.doctor import add_doctor
 from graphshard.cli.look import add_show, add_view
 from graphshard.cli.plan import add_plan
 from graphshard.errors import (
     CostError,
+    DoctorError,
     GraphshardError,
     InfeasibleBudget,
     MeasureError,
@@ -35,15 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status (argparse itself exits for --help and usage)."""
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
-    except (BadFile, CostError, MeasureError, OptionsError) as error:
+        status: int | None = args.run(args)
+    except (BadFile, CostError, DoctorError, MeasureError, OptionsError) as error:
         return _failed(error, EXIT_USAGE)
     except InfeasibleBudget as error:
         sys.stderr.write(infeasible_text(error))
         return EXIT_INFEASIBLE
     except GraphshardError as error:
         return _failed(error, EXIT_CAPTURE)
-    return EXIT_OK
+    return EXIT_OK if status is None else status
 
 
 def infeasible_text(error: InfeasibleBudget) -> str:
@@ -71,10 +73,11 @@ def _failed(error: Exception, status: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="graphshard",
-        description="Plan models sharded with fully_shard, look at plans, measure machines.",
+        description="Plan models sharded with fully_shard, look at plans, measure machines, "
+        "examine training scripts.",
     )
     parser.add_argument("--version", action="version", version=f"graphshard {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
-    for add in (add_plan, add_show, add_view, add_diff, add_calibrate):
+    for add in (add_plan, add_show, add_view, add_diff, add_calibrate, add_doctor):
         add(verbs)
     return parser

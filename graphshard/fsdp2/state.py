@@ -89,6 +89,11 @@ def is_mid_iteration(state: FSDPState) -> bool:
     )
 
 
+def is_idle(state: FSDPState) -> bool:
+    """No forward or backward of these modules runs now that FSDP2's hooks have seen."""
+    return bool(state._training_state is TrainingState.IDLE)
+
+
 def reset_iteration(states: Sequence[FSDPState]) -> None:
     """Drop what an exception left in FSDP2's eager state machine; all groups are SHARDED after.
 

@@ -415,6 +415,8 @@ def disabled_worker() -> None:
     run = torch.compile(model, backend="graphshard", fullgraph=True)
     loss = CASES["llama"].loss(run, CASES["llama"].batch(0, 0, ctx.device))
     loss.backward()
+    model.compile(backend="graphshard")  # gives torch.compile a bound method
+    CASES["llama"].loss(model, CASES["llama"].batch(0, 0, ctx.device)).backward()
     assert not graphshard.plans(model)
     assert "graphshard.runtime.run" not in sys.modules or not graphshard.explain(model).captured
     from torch._dynamo.utils import counters

@@ -1,0 +1,99 @@
+"""What `graphshard doctor` prints, 92 columns wide, and its JSON form."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import graphshard
+from graphshard.doctor.environment import Probe
+from graphshard.doctor.examine import Examination
+from graphshard.doctor.findings import Finding, worst
+from graphshard.doctor.verdict import Verdict
+from graphshard.view.text import WIDTH, bytes_text, count_text
+from graphshard.view.units import change_text, time_text
+
+NAME, COLUMN = 32, 15
+LEVEL, CODE = 9, 8
+
+
+def environment_text(probes: Sequence[Probe]) -> str:
+    lines = [f"graphshard {graphshard.__version__}", ""]
+    room = WIDTH - LEVEL - 14
+    for probe in probes:
+        lines.append(f"{probe.name:14}{_cut(probe.found, room):{room}}{probe.level:>{LEVEL}}")
+    findings = [probe.finding for probe in probes if probe.finding is not None]
+    return _joined([*lines, "", *_findings(findings)])
+
+
+def environment_dict(probes: Sequence[Probe]) -> dict[str, Any]:
+    findings = tuple(probe.finding for probe in probes if probe.finding is not None)
+    return {"level": worst(findings), "probes": [asdict(probe) for probe in probes]}
+
+
+def examination_text(examination: Examination) -> str:
+    lines = textwrap.wrap(shlex.join(examination.command), WIDTH, subsequent_indent="  ")
+    verdict = examination.verdict
+    if verdict is not None:
+        lines += [_ran(verdict), "", *_verdict(verdict)]
+    return _joined([*lines, "", *_findings(examination.findings)])
+
+
+def examination_dict(examination: Examination) -> dict[str, Any]:
+    return {"level": examination.level, **asdict(examination)}
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) < room else text[: room - 4] + "..."
+
+
+def _ran(verdict: Verdict) -> str:
+    ran = count_text(verdict.graphshard.steps, "step")
+    groups = f"{verdict.in_graph} of {count_text(verdict.groups, 'group')} in a graph"
+    return f"{count_text(verdict.ranks, 'rank')}, {ran}, {groups}"
+
+
+def _verdict(verdict: Verdict) -> Iterator[str]:
+    eager, ours = verdict.eager, verdict.graphshard
+    yield _row("", "FSDP2", "graphshard", "change")
+    allowed = f"at most {verdict.tolerance:g}"
+    yield _row("largest difference of a loss", "", f"{verdict.loss_difference:.1e}", allowed)
+    where = f"  at {verdict.gradient_group}" if verdict.gradient_difference else ""
+    gap = f"{verdict.gradient_difference:.1e}"
+    yield _row("largest difference of a gradient", "", gap, allowed) + where
+    if eager.step_time_us and ours.step_time_us:
+        times = (eager.step_time_us, ours.step_time_us)
+        yield _row("step time, median", *map(time_text, times), change_text(*times[::-1]))
+    if eager.peak_bytes:
+        peaks = (eager.peak_bytes, ours.peak_bytes)
+        name = "peak memory" if verdict.on_gpu else "peak memory of the process"
+        yield _row(name, *map(bytes_text, peaks), change_text(*peaks[::-1]))
+    for name, one, other in (
+        ("all-gathers per step", eager.all_gathers, ours.all_gathers),
+        ("reduce-scatters per step", eager.reduce_scatters, ours.reduce_scatters),
+        ("other collectives per step", eager.other_collectives, ours.other_collectives),
+    ):
+        yield _row(name, f"{one:g}", f"{other:g}", f"{other - one:+g}" if other != one else "")
+
+
+def _row(name: str, *cells: str) -> str:
+    return name.ljust(NAME) + "".join(cell.rjust(COLUMN) for cell in cells)
+
+
+def _findings(findings: Sequence[Finding]) -> Iterator[str]:
+    if not findings:
+        yield "nothing found"
+    for finding in findings:
+        head = f"{finding.level:{LEVEL}}{finding.code:{CODE}}"
+        indent = " " * len(head)
+        yield from textwrap.wrap(head + finding.what, WIDTH, subsequent_indent=indent)
+        yield from textwrap.wrap(
+            f"{indent}fix: {finding.fix}", WIDTH, subsequent_indent=indent + "     "
+        )
