@@ -72,10 +72,6 @@ class FsdpGroup:
         return self.raw._module_fqn or ""
 
     @property
-    def is_of_root(self) -> bool:
-        return bool(self.state._is_root)
-
-    @property
     def trainable(self) -> tuple[bool, ...]:
         """For each parameter, whether it requires grad now. Cheap: read before every call."""
         return tuple(map(_TRAINABLE, self.raw.fsdp_params))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphshard.errors import DivergedRanks
-from graphshard.fsdp2 import gradients
+from graphshard.fsdp2 import gradients, is_root
 from graphshard.fsdp2.layouts import as_dtensor
 from graphshard.runtime.ahead import Entry, Lot, remember
 from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
@@ -176,7 +176,7 @@ class OpenGroup:
             gather.release(keep=False)
             return
         stays = not fsdp.reshard_after_backward or (between_micro_steps and not fsdp.reduces)
-        goes_on = gather.was_held and fsdp.is_of_root and more_calls_ahead(self.live)
+        goes_on = gather.was_held and is_root(fsdp.state) and more_calls_ahead(self.live)
         gather.release(keep=stays or goes_on)
 
     def release_for_backward(self, *, keep: bool | None = None, final: bool = False) -> None:
