@@ -452,12 +452,16 @@ def _without_late_sums(tree: Tree, calls: list[Call]) -> list[Call]:
 
 
 def _inference_after_training(calls: list[Call]) -> Iterator[Call]:
-    """Eager FSDP2 cannot train with memory that it has made under inference_mode."""
+    """What eager FSDP2 gathers first under inference_mode fails, or makes training fail later.
+
+    After compiled steps that is so for an eager call too: FSDP2 itself has gathered nothing.
+    """
     trained = False
     for call in calls:
         trained = trained or isinstance(call, Step)
-        late = trained or not isinstance(call, Forward) or call.mode != "inference"
-        yield call if late else replace(call, mode="no_grad")
+        if isinstance(call, Forward) and call.mode == "inference":
+            call = replace(call, eager=False) if trained else replace(call, mode="no_grad")
+        yield call
 
 
 def _among(lists: Any, earlier: bool) -> tuple[tuple[int, tuple[int, ...]], ...]:
