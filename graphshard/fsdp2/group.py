@@ -298,9 +298,7 @@ class FsdpGroup:
         It is FSDP2's own: to be copied before `reshard` gives it back.
         """
         if self.raw._all_gather_result is not None:
-            # Memory made under inference_mode could not be used for training later.
-            with torch.inference_mode(False):
-                self.raw.wait_for_unshard()
+            self.raw.wait_for_unshard()
         if not self.raw.is_unsharded:
             return None
         return [p.all_gather_outputs[0] for p in self.raw.fsdp_params]
@@ -336,6 +334,23 @@ class FsdpGroup:
                 then()
 
         self.raw.reshard = call
+
+    def gather_for_training(self) -> None:
+        """From now on what FSDP2 itself gathers can be trained with, also under inference_mode.
+
+        FSDP2 makes its tensors at its first gather. A model that was trained compiled may come to
+        that under inference_mode, and later training would raise.
+        """
+        wait = self.raw.wait_for_unshard
+
+        def call() -> None:
+            if not torch.is_inference_mode_enabled():
+                wait()
+                return
+            with torch.inference_mode(False), torch.no_grad():
+                wait()
+
+        self.raw.wait_for_unshard = call
 
     def unsupported(self) -> str | None:
         """Why this group has to run through eager FSDP2, or None. Checked in FSDP2's terms."""

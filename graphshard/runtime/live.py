@@ -173,6 +173,7 @@ def register(fsdp: FsdpGroup) -> LiveGroup:
     )
     _LIVE[number] = live
     fsdp.when_resharded(live.let_go)
+    fsdp.gather_for_training()
     return live
 
 

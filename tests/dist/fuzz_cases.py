@@ -452,15 +452,12 @@ def _without_late_sums(tree: Tree, calls: list[Call]) -> list[Call]:
 
 
 def _inference_after_training(calls: list[Call]) -> Iterator[Call]:
-    """What eager FSDP2 gathers first under inference_mode fails, or makes training fail later.
-
-    After compiled steps that is so for an eager call too: FSDP2 itself has gathered nothing.
-    """
+    """What eager FSDP2 gathers first under inference_mode fails, or makes training fail later."""
     trained = False
     for call in calls:
         trained = trained or isinstance(call, Step)
         if isinstance(call, Forward) and call.mode == "inference":
-            call = replace(call, eager=False) if trained else replace(call, mode="no_grad")
+            call = call if trained else replace(call, mode="no_grad")
         yield call
 
 

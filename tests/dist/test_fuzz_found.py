@@ -32,6 +32,12 @@ FOUND = {
         (Group(("body.0",)), Group(("",))),
         (Step(), Unshard(wait=False), Forward("inference"), Step(), Step(eager=True)),
     ),
+    # FSDP2 itself had gathered nothing before, and made what training cannot use.
+    "eager-inference-after-compiled-training": FuzzCase(
+        LINEARS,
+        (Group(("body.0",)), Group(("",), columns=True)),
+        (Step(), Forward("inference", eager=True), Step(eager=True), Step()),
+    ),
     # torch has no such graph: checkpoint and random numbers, and nothing that requires grad.
     "checkpointed-dropout-without-a-group": FuzzCase(
         Tree(Part("sequence", (Part("wrapper", (Part("dropout"),)), Part("linear")))),
