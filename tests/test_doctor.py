@@ -18,7 +18,7 @@ from graphshard.doctor.examine import Examination, judge
 from graphshard.doctor.facts import Facts, Gradient, Group, Stack, Step
 from graphshard.doctor.findings import Level, fault, warning, worst
 from graphshard.doctor.launch import Run, run_watched
-from graphshard.doctor.text import WIDTH, environment_text, examination_text
+from graphshard.doctor.text import WIDTH, environment_text, examination_dict, examination_text
 from graphshard.errors import DoctorError
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +71,14 @@ def test_facts_travel_as_json():
     back = Facts.from_json(whole.to_json())
     assert math.isnan(back.steps[0].losses[0])
     assert replace(back, steps=back.steps[1:]) == replace(whole, steps=whole.steps[1:])
+
+
+def test_a_loss_that_is_nan_in_one_run_only_stays_json():
+    eager, ours = ranks(steps=(step(1.0),)), ranks("graphshard", steps=(step(math.nan),))
+    found = Examination((), verdict.verdict_of(eager, ours), ())
+    assert found.verdict.loss_difference == math.inf
+    text = json.dumps(examination_dict(found), allow_nan=False)
+    assert json.loads(text)["verdict"]["loss_difference"] is None
 
 
 def test_nothing_is_found_where_nothing_is_wrong():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,12 @@ def examination_text(examination: Examination) -> str:
 
 
 def examination_dict(examination: Examination) -> dict[str, Any]:
-    return {"level": examination.level, **asdict(examination)}
+    """JSON has no infinity and no NaN: such a difference is None."""
+    found = asdict(examination)
+    if (verdict := found["verdict"]) is not None:
+        for name in ("loss_difference", "gradient_difference"):
+            verdict[name] = verdict[name] if math.isfinite(verdict[name]) else None
+    return {"level": examination.level, **found}
 
 
 def _joined(lines: Sequence[str]) -> str:
