@@ -44,6 +44,21 @@ def test_results_of_one_op_live_apart_and_in_place_ops_add_nothing():
     assert made == [16 + 32, 16 + 32, 16 + 32, 16 + 32, 16 + 16 + 32]
 
 
+def test_a_kernel_reads_what_its_unstored_results_need_while_it_writes():
+    """x -> exp -> mul -> out, of which a compiler makes one kernel: x is alive while out is made."""
+    graph = Sketch()
+    x = graph.input("x", 4, 4)
+    inner = graph.op(aten.exp.default, x)
+    view = graph.op(aten.view.default, inner, [16])
+    out = graph.op(aten.mul.Tensor, view, 2.0)
+    after = graph.op(aten.sum.default, out)
+    graph.done(after)
+    one_by_one = live_bytes(graph, frees_inputs=True)
+    assert [live.inputs for live in one_by_one] == [64, 0, 0, 0]
+    fused = live_bytes(graph, frees_inputs=True, unstored={inner})
+    assert fused == (Live(64, 0, 0), Live(64, 0, 0), Live(64, 64, 0), Live(0, 68, 0))
+
+
 def test_gradients_are_counted_apart_until_their_reduction():
     backward = layers(2).backward
     names = [n.name for n in compute_nodes(backward.graph)]

@@ -96,15 +96,14 @@ def _blocks(
     graph: fx.Graph, count: int, inputs: Mapping[str, Memory], unstored: Container[fx.Node]
 ) -> list[_Block]:
     place = {node: i for i, node in enumerate(compute_nodes(graph))}
+    times, ends = _times(graph, place, unstored)
     blocks: dict[fx.Node, _Block] = {}
     shown: dict[str, _Block] = {}
-    clock = 0  # compute ops before the current node
     for node in graph.nodes:
-        # A communication step stands between two ops; the first one still has the memory.
-        now = count - 1 if node.op == "output" else place.get(node, clock - 1)
+        now = times[node]
         for source in node.all_input_nodes:
             if (block := blocks.get(owner(source))) is not None:
-                block.last = max(block.last, now)
+                block.last = max(block.last, ends[node])
         for gradient in _reduced(node):
             if (block := blocks.get(owner(gradient))) is not None and block.kind == "made":
                 block.kind = "grads"
@@ -116,8 +115,28 @@ def _blocks(
             if node.op == "placeholder" and (memory := inputs.get(node.name)) is not None:
                 block = shown.setdefault(memory.name, replace(block, size_bytes=memory.size_bytes))
             blocks[node] = block
-        clock += node in place
     return list({id(block): block for block in blocks.values()}.values())
+
+
+def _times(
+    graph: fx.Graph, place: Mapping[fx.Node, int], unstored: Container[fx.Node]
+) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """For each node the op at which it runs, and the op at which what it reads was last needed.
+
+    The second is later where a result is not stored: the kernels that it is part of read again
+    what it reads, while they write theirs.
+    """
+    times: dict[fx.Node, int] = {}
+    clock = 0  # compute ops before the current node
+    for node in graph.nodes:
+        # A communication step stands between two ops; the first one still has the memory.
+        times[node] = len(place) - 1 if node.op == "output" else place.get(node, clock - 1)
+        clock += node in place
+    ends = dict(times)
+    for node in reversed(graph.nodes):
+        if owner(node) in unstored:
+            ends[node] = max([times[node], *(ends[user] for user in node.users)])
+    return times, ends
 
 
 def owner(node: fx.Node) -> fx.Node:
