@@ -45,7 +45,7 @@ def test_results_of_one_op_live_apart_and_in_place_ops_add_nothing():
 
 
 def test_a_kernel_reads_what_its_unstored_results_need_while_it_writes():
-    """x -> exp -> mul -> out, of which a compiler makes one kernel: x is alive while out is made."""
+    """x -> exp -> mul -> out, of which a compiler makes one kernel: x lives while out is made."""
     graph = Sketch()
     x = graph.input("x", 4, 4)
     inner = graph.op(aten.exp.default, x)
