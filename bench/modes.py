@@ -125,6 +125,7 @@ MODES = (
     fused("fused_middle", "middle", "blocks_tuned_half"),
     fused("fused_high", "high", "blocks_tuned_keep"),
     fused("fused_between", "half-way", "blocks_tuned", "blocks_tuned_across"),
+    fused("fused_across", "keep all", "blocks_tuned_across"),
     fused("fused_free", "no limit", *ANY),
 )
 NO_LIMIT_BYTES = 10**12
