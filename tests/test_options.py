@@ -9,8 +9,8 @@ from graphshard.errors import GraphshardError, OptionsError
 from graphshard.options import Options, is_disabled, parse_options
 
 KEYS = (
-    "compute, fallback, dump_dir, memory_budget, reshard, machine, micro_steps, replan_after, "
-    "verify, report_dir"
+    "compute, fallback, dump_dir, memory_budget, reshard, machine, micro_steps, "
+    "overlap_optimizer, replan_after, verify, report_dir"
 )
 
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"

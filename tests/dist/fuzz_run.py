@@ -447,6 +447,11 @@ def _problem(
     return _other_state(oracle, model, call)
 
 
+def _leaves_outputs(call: Call) -> bool:
+    """FSDP2 never comes to the backward of a group that only an unused output needs."""
+    return isinstance(call, Step) and len(call.uses) < 2
+
+
 def _other_state(oracle: nn.Module, model: nn.Module, call: Call) -> str | None:
     """Each group is where FSDP2 leaves it; what FSDP2 keeps gathered, the runtime keeps."""
     theirs = _fsdp_modules(oracle)
@@ -461,6 +466,6 @@ def _other_state(oracle: nn.Module, model: nn.Module, call: Call) -> str | None:
             kept = port is not None and port.live is not None and port.live.held is not None
             if not ours.is_sharded:
                 return f"{where} stays gathered"
-            if not kept and not isinstance(call, Forward):
+            if not kept and not isinstance(call, Forward) and not _leaves_outputs(call):
                 return f"{where} is not kept"
     return None
