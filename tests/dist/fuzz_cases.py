@@ -6,7 +6,7 @@ object, so it travels by pickle, and its repr can be pasted into a test. What a 
 grammar can say; what eager FSDP2 refuses all the same is discarded by the test, and counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -415,7 +415,7 @@ def fuzz_cases(draw: st.DrawFn) -> FuzzCase:
     calls = draw(st.lists(_calls(tree, len(groups)), min_size=1, max_size=5))
     first = draw(_steps(tree))
     calls = [first, *calls] if draw(_rarely(True, False)) else [*calls, first]
-    calls = _without_late_sums(tree, list(_inference_after_training(calls)))
+    calls = _without_late_sums(tree, groups, list(_inference_after_training(calls)))
     inner = paths(tree)[1:]
     some = st.lists(st.sampled_from(inner), max_size=1).map(tuple)
     return FuzzCase(
@@ -435,13 +435,14 @@ def fuzz_cases(draw: st.DrawFn) -> FuzzCase:
     )
 
 
-def _without_late_sums(tree: Tree, calls: list[Call]) -> list[Call]:
+def _without_late_sums(tree: Tree, groups: Sequence[Group], calls: list[Call]) -> list[Call]:
     """Where a group is called several times before its backward, every micro-step synchronises.
 
-    Else eager FSDP2 reduces what earlier micro-steps left with the first of these calls, and the
-    rest with the last; graphshard adds them up and reduces once.
+    Each module of a list is a call, too. Eager FSDP2 reduces what earlier micro-steps left with the
+    first of these calls, and the rest with the last; graphshard adds them up and reduces once.
     """
     several = any(isinstance(call, Step) and call.forwards > 1 for call in calls)
+    several = several or any(len(group.modules) > 1 for group in groups)
     if not several and not has(tree, "twice"):
         return calls
     return [
