@@ -8,8 +8,9 @@ where the order comes from. Nothing here communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -21,6 +22,7 @@ from torch._functorch.partitioners import (
 
 from graphshard.dynamo import input_example, tracing_context
 from graphshard.emit import with_run_input
+from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.describe import describe
 from graphshard.ir import (
     Program,
@@ -32,14 +34,15 @@ from graphshard.ir import (
 )
 from graphshard.pipeline import (
     Order,
-    best_plan,
+    best_plans,
+    is_worth,
     place,
     plan_with_costs,
     pose,
     run_captured,
 )
 from graphshard.planner.problem import Problem
-from graphshard.recompute import Unit, tag
+from graphshard.recompute import Unit, kept_beside, tag
 from graphshard.runtime.live import LiveGroup, find
 from graphshard.sketch import basis_of
 from graphshard.step_plan import GroupInfo, Plan, PricedOn
@@ -106,10 +109,11 @@ def drafted(
     _name_anchors(joint, found)
     program = run_captured(Program(name, found.infos, outputs, joint=joint))
     context = tracing_context()
+    # Over several checkpointed blocks the min-cut would start again from the first one.
+    may_cut = not _is_checkpointed(joint.graph)
 
     def split(graph: fx.GraphModule, fused: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
-        # Over several checkpointed blocks the min-cut would start again from the first one.
-        min_cut = fused and not _is_checkpointed(graph.graph)
+        min_cut = fused and may_cut
         partition = min_cut_rematerialization_partition if min_cut else default_partition
         with context():
             return partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
@@ -123,7 +127,19 @@ def propose(draft: Draft, order: Order) -> Proposal:
     assert joint is not None
     spare = copy_of(joint) if order.freedom.recompute else joint
     parts = parts_of(draft, joint, fused=order.fused)
-    return decide(parts, order, lambda chosen: parts_of(draft, spare, chosen, fused=order.fused))
+    return decide(parts, order, partial(repeating, draft, spare, parts, fused=order.fused))
+
+
+def repeating(
+    draft: Draft, joint: fx.GraphModule, parts: Parts, chosen: Sequence[Unit], *, fused: bool
+) -> Parts:
+    """`joint`, of which `parts` was made, cut so that backward computes `chosen` again; `joint` is
+    used up.
+
+    Everything else that `parts` saves is saved again: that is what the choice was made on.
+    """
+    kept = kept_beside(parts.placed, chosen) if fused else frozenset()
+    return parts_of(draft, joint, chosen, kept, fused=fused)
 
 
 def propose_inference(name: str, gm: fx.GraphModule, found: Found, order: Order) -> Proposal:
@@ -136,10 +152,18 @@ def propose_inference(name: str, gm: fx.GraphModule, found: Found, order: Order)
 
 
 def parts_of(
-    draft: Draft, joint: fx.GraphModule, repeated: Sequence[Unit] = (), *, fused: bool = False
+    draft: Draft,
+    joint: fx.GraphModule,
+    repeated: Sequence[Unit] = (),
+    kept: Collection[str] = (),
+    *,
+    fused: bool = False,
 ) -> Parts:
-    """`joint` cut in two, with the ops of `repeated` in both; it is used up. fused: see Draft."""
-    tag(joint.graph, repeated)
+    """`joint` cut in two, with the ops of `repeated` in both; it is used up.
+
+    kept: names of nodes that are saved in any case. fused: see Draft.
+    """
+    tag(joint.graph, repeated, kept)
     forward, backward = draft.split(joint, fused)
     cut = replace(
         draft.program,
@@ -153,21 +177,46 @@ def parts_of(
 def decide(parts: Parts, order: Order, again: Callable[[tuple[Unit, ...]], Parts]) -> Proposal:
     """Plan `parts`, or what `again` makes of the graph where something is to be computed again.
 
+    The second is planned anew, since the graph is another one then; what it is really worth counts.
     Raises InfeasibleBudget if no schedule fits the order's budget.
     """
     recompute, fused = order.freedom.recompute, order.fused
-    regroup = order.freedom.regroup
-    basis = basis_of(parts.placed, order.machine, recompute=recompute, fused=fused, parts=regroup)
+    basis = basis_of(
+        parts.placed, order.machine, recompute=recompute, fused=fused, parts=order.freedom.regroup
+    )
     problem = pose(basis, order)
-    plan = best_plan(basis, order, problem)
+    plan, without = best_plans(basis, order, problem)
+    proposal = Proposal(parts, problem, plan)
     if plan.recompute:
-        names, baseline = plan.recompute, problem
-        parts = again(tuple(u for u in basis.units if basis.groups[u.group].fqn in names))
-        basis = basis_of(parts.placed, order.machine, recompute=False, fused=fused, parts=regroup)
-        problem = pose(basis, order)
+        units = tuple(u for u in basis.units if basis.groups[u.group].fqn in plan.recompute)
+        plain = None if without is None else Proposal(parts, problem, without)
+        proposal = _better(_repeating(again(units), plan.recompute, order, problem), plain)
+    return replace(proposal, plan=replace(proposal.plan, priced_on=priced_on(order)))
+
+
+def _better(repeating: Proposal | InfeasibleBudget, plain: Proposal | None) -> Proposal:
+    """The second, unless the first is worth it. Raises what the first is if there is no second."""
+    if isinstance(repeating, InfeasibleBudget):
+        if plain is None:
+            raise repeating
+        return plain
+    return repeating if plain is None or is_worth(repeating.plan, plain.plan) else plain
+
+
+def _repeating(
+    parts: Parts, names: tuple[str, ...], order: Order, baseline: Problem
+) -> Proposal | InfeasibleBudget:
+    """The plan of `parts`, whose backward computes groups `names` again, or why there is none."""
+    basis = basis_of(
+        parts.placed, order.machine,
+        recompute=False, fused=order.fused, parts=order.freedom.regroup,
+    )  # fmt: skip
+    problem = pose(basis, order)
+    try:
         plan = plan_with_costs(basis, problem, order.freedom.reshard, baseline)
-        plan = replace(plan, recompute=names)
-    return Proposal(parts, problem, replace(plan, priced_on=priced_on(order)))
+    except InfeasibleBudget as error:
+        return error
+    return Proposal(parts, problem, replace(plan, recompute=names))
 
 
 def priced_on(order: Order) -> PricedOn:

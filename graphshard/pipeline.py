@@ -102,14 +102,24 @@ def best_plan(basis: Basis, order: Order, problem: Problem) -> Plan:
 
     Raises InfeasibleBudget if no choice fits the order's budget.
     """
+    return best_plans(basis, order, problem)[0]
+
+
+def best_plans(basis: Basis, order: Order, problem: Problem) -> tuple[Plan, Plan | None]:
+    """The best plan, and the best one that computes nothing again if that is another one."""
     reshard = order.freedom.reshard
     if not order.freedom.recompute or not basis.units:
-        return plan_with_costs(basis, problem, reshard)
+        return plan_with_costs(basis, problem, reshard), None
     chosen = plan_with_costs(basis, offered(problem, basis.groups, basis.units), reshard)
     without = _or_none(basis, problem, reshard) if chosen.recompute else None
-    if without is not None and _step_us(chosen) > (1 - WORTHWHILE) * _step_us(without):
-        return without
-    return chosen
+    if without is not None and not is_worth(chosen, without):
+        return without, None
+    return chosen, without
+
+
+def is_worth(repeating: Plan, without: Plan) -> bool:
+    """Computing something again gains WORTHWHILE."""
+    return _step_us(repeating) <= (1 - WORTHWHILE) * _step_us(without)
 
 
 def _or_none(basis: Basis, problem: Problem, reshard: Reshard) -> Plan | None:

@@ -7,6 +7,7 @@ ops are never repeated, nor what the user's own checkpointing already decides.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -91,13 +92,29 @@ def offered(problem: Problem, groups: Sequence[GroupInfo], found: Sequence[Unit]
     return checked(replace(problem, recompute=options))
 
 
-def tag(joint: fx.Graph, chosen: Sequence[Unit]) -> None:
-    """Have the partition compute the chosen units again."""
+def tag(joint: fx.Graph, chosen: Sequence[Unit], kept: Collection[str] = ()) -> None:
+    """Have the partition compute the chosen units again, and save `kept` (names)."""
     place = {name: number for number, unit in enumerate(chosen) for name in unit.nodes}
     for node in joint.nodes:
-        if node.name in place and "recompute" not in node.meta:
+        if "recompute" in node.meta or node.op != "call_function":
+            continue
+        if node.name in place:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = place[node.name]
+        elif node.name in kept:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def kept_beside(program: Program, chosen: Sequence[Unit]) -> frozenset[str]:
+    """What the partition of `program` saves, as far as `chosen` does not free it, and what has to
+    be saved because `chosen` reads it."""
+    assert program.forward is not None
+    outputs: Any = output_node(program.forward.graph).args[0]
+    saved = dict.fromkeys(n for n in outputs[program.num_outputs :] if isinstance(n, fx.Node))
+    again = {name for unit in chosen for name in unit.nodes}
+    repeated = [n for n in program.forward.graph.nodes if n.name in again]
+    kept = [n for n in saved if n.name not in again]
+    return frozenset(n.name for n in (*kept, *_new_inputs(repeated, saved)))
 
 
 def _innermost(uses: Sequence[GroupUse]) -> Iterator[tuple[int, int, int]]:
@@ -125,6 +142,9 @@ def _repeatable(node: fx.Node) -> bool:
     target = node.target
     if "recompute" in node.meta or node.op != "call_function":
         return False
+    if target is operator.getitem:  # it has no life of its own
+        source = node.args[0]
+        return isinstance(source, fx.Node) and _repeatable(source)
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", "") == "_operator"
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags

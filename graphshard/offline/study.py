@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from graphshard.cost.machine import Machine
-from graphshard.draft import Parts, decide, parts_of, priced_on
+from graphshard.draft import Parts, decide, parts_of, priced_on, repeating
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2 import fsdp_groups
 from graphshard.fsdp2.describe import describe
@@ -262,7 +262,12 @@ class Study:
         if key not in self._cuts:
             joint = captured.draft.program.joint
             assert joint is not None
-            self._cuts[key] = parts_of(captured.draft, copy_of(joint), chosen, fused=fused)
+            draft, joint = captured.draft, copy_of(joint)
+            if chosen:
+                first = self._partition(captured, (), fused)
+                self._cuts[key] = repeating(draft, joint, first, chosen, fused=fused)
+            else:
+                self._cuts[key] = parts_of(draft, joint, fused=fused)
         return self._cuts[key]
 
     def _key(self, point: Point) -> tuple[Sizes, str, bool, bool]:
