@@ -10,12 +10,12 @@ import graphshard
 from examples.llama import Config, Llama
 from graphshard.errors import OptionsError
 from graphshard.planner.outline import GroupUse, Outline, Ready
-from graphshard.step_plan import Direction, Plan
+from graphshard.step_plan import Category, Direction, Plan
 
 SMALL = Config(256, 6, 4, 512, num_kv_heads=2, vocabulary=512, recompute="none")
 
 
-def planned(compute, config=SMALL):
+def planned(compute, config=SMALL, **more):
     with torch.device("meta"):
         model = Llama(config, 128)
         tokens, targets = torch.randint(config.vocabulary, (2, 4, 128))
@@ -26,7 +26,13 @@ def planned(compute, config=SMALL):
         fully_shard(model)
 
     return graphshard.plan(
-        model, (tokens, targets), world_size=8, hardware="h100", compute=compute, shard=shard
+        model,
+        (tokens, targets),
+        world_size=8,
+        hardware="h100",
+        compute=compute,
+        shard=shard,
+        **more,
     )
 
 
@@ -49,6 +55,16 @@ def test_the_plan_says_how_it_was_priced(plans):
     assert [plan.priced_on.fused for plan in plans.values()] == [False, True]
     fused = plans["inductor"]
     assert Plan.from_json(fused.to_json()).priced_on == fused.priced_on
+
+
+def test_beside_what_is_computed_again_no_more_is_saved(plans):
+    """Of the choice's own forecast: what Inductor does not save is not saved then either."""
+    own = plans["inductor"].estimate.fsdp2
+    tight = planned("inductor", memory_budget=int(0.9 * own.peak_bytes))
+    assert tight.recompute
+    assert tight.estimate.peak_bytes <= 0.9 * own.peak_bytes
+    saved = dict(tight.estimate.ours.peak_by_category)[Category.ACTIVATION]
+    assert saved < dict(own.peak_by_category)[Category.ACTIVATION]
 
 
 def test_with_checkpointing_the_user_decides_what_is_saved():
