@@ -80,10 +80,15 @@ def header(script: str) -> dict[str, object]:
     from bench import machine  # imports torch, which --help does without
 
     return {
-        "command": " ".join((f"python bench/{script}", *sys.argv[1:])),
+        "command": " ".join((f"python bench/{script}", *map(_shown, sys.argv[1:]))),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine.describe(ROOT),
     }
+
+
+def _shown(word: str) -> str:
+    """An argument, without the folders of this machine."""
+    return Path(word).name if os.path.isabs(word) else word
 
 
 def write(path: Path, result: Mapping[str, object]) -> None:
