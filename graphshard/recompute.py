@@ -46,10 +46,8 @@ def units(program: Program, forward: Outline, us: Sequence[float]) -> tuple[Unit
     if program.forward is None or program.backward is None:
         return ()
     compute = compute_nodes(program.forward.graph)
-    outputs: Any = output_node(program.forward.graph).args[0]
-    results, rest = outputs[: program.num_outputs], outputs[program.num_outputs :]
-    saved = dict.fromkeys(n for n in rest if isinstance(n, fx.Node))
-    returned = {owner(n) for n in results if isinstance(n, fx.Node)}
+    results, saved = _returned(program)
+    returned = set(map(owner, results))
     times = dict(zip(compute, us, strict=True))
     readers = _first_reader(program.backward.graph)
     found = []
@@ -109,12 +107,23 @@ def kept_beside(program: Program, chosen: Sequence[Unit]) -> frozenset[str]:
     """What the partition of `program` saves, as far as `chosen` does not free it, and what has to
     be saved because `chosen` reads it."""
     assert program.forward is not None
-    outputs: Any = output_node(program.forward.graph).args[0]
-    saved = dict.fromkeys(n for n in outputs[program.num_outputs :] if isinstance(n, fx.Node))
+    _, saved = _returned(program)
     again = {name for unit in chosen for name in unit.nodes}
     repeated = [n for n in program.forward.graph.nodes if n.name in again]
     kept = [n for n in saved if n.name not in again]
     return frozenset(n.name for n in (*kept, *_new_inputs(repeated, saved)))
+
+
+def _returned(program: Program) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
+    """What forward returns: to the caller, and for backward."""
+    assert program.forward is not None
+    outputs: Any = output_node(program.forward.graph).args[0]
+    results, rest = outputs[: program.num_outputs], outputs[program.num_outputs :]
+    return _nodes(results), _nodes(rest)
+
+
+def _nodes(values: Sequence[Any]) -> dict[fx.Node, None]:
+    return dict.fromkeys(value for value in values if isinstance(value, fx.Node))
 
 
 def _innermost(uses: Sequence[GroupUse]) -> Iterator[tuple[int, int, int]]:
