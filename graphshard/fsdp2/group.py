@@ -293,15 +293,16 @@ class FsdpGroup:
         return self.raw.post_forward_mesh_info.shard_process_group  # type: ignore[no-any-return]
 
     def unsharded(self) -> list[Tensor] | None:
-        """Flat memory of each parameter that FSDP2 has gathered itself (`unshard()`, say), or None.
+        """Each parameter that FSDP2 has gathered itself (`unshard()`, say), or None.
 
-        It is FSDP2's own: to be copied before `reshard` gives it back.
+        Flat, the shard of one rank after that of the other. It may be FSDP2's own memory: to be
+        copied before `reshard` gives it back.
         """
         if self.raw._all_gather_result is not None:
             self.raw.wait_for_unshard()
         if not self.raw.is_unsharded:
             return None
-        return [p.all_gather_outputs[0] for p in self.raw.fsdp_params]
+        return [_by_rank(param, self.world_size) for param in self.params]
 
     @property
     def was_gathered(self) -> bool:
@@ -355,6 +356,15 @@ class FsdpGroup:
     def unsupported(self) -> str | None:
         """Why this group has to run through eager FSDP2, or None. Checked in FSDP2's terms."""
         return next(_unsupported(self), None)
+
+
+def _by_rank(param: FsdpParam, ranks: int) -> Tensor:
+    """FSDP2's gathered memory of `param` with the shards one after the other."""
+    flat: Tensor = param.raw.all_gather_outputs[0]
+    if param.shard_dim == 0:
+        return flat
+    shards = flat.view(param.size).chunk(ranks, dim=param.shard_dim)
+    return torch.cat(shards).flatten()
 
 
 def _backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str | None:

@@ -122,8 +122,9 @@ def _in_step(sides: tuple[Side, Side], ctx: Ctx) -> tuple[str, str]:
         problem = error or _problem(expected, actual, oracle.model, model.model, call)
         if _somewhere(ctx, problem is not None):
             return DIFFERS, where + (problem or "on another rank")
-        for side in sides:
-            settle(side, call)
+        if _only_forward(call, expected):  # then what stays gathered is a declared difference
+            for side in sides:
+                _shut(side)
     return EQUAL, ""
 
 
@@ -251,6 +252,7 @@ def perform(side: Side, call: Call, number: int) -> Seen:
         case Reshard():
             _group(side.case, side.model, call.group).reshard()
         case Freeze():
+            _shut(side)  # set on a gathered parameter, it counts until the next reshard only
             side.model.get_submodule(call.module).requires_grad_(call.value)
         case Choose():
             side.model.get_submodule(call.module).chosen = call.index
@@ -383,7 +385,7 @@ def _outputs(result: Any) -> list[Tensor]:
 
 
 def _shut(side: Side) -> None:
-    """Reshard what the oracle has gathered: a write to parameters would not reach it."""
+    """Reshard what the oracle has gathered: a change of parameters would not reach it."""
     if side.is_oracle:
         side.shut.append(_open(side.model))
     for name in side.shut[0] if side.is_oracle else side.shut.pop(0):
@@ -401,10 +403,10 @@ def _open(model: nn.Module) -> list[str]:
     return found
 
 
-def settle(side: Side, call: Call) -> None:
-    """After a forward without backward, what stays gathered is a declared difference."""
-    if isinstance(call, Forward):
-        _shut(side)
+def _only_forward(call: Call, seen: Seen) -> bool:
+    """Whether no backward followed, because of the call or because nothing requires grad."""
+    trained = any(value is True for name, value in seen.items() if name.endswith("requires grad"))
+    return isinstance(call, Forward | Step) and not trained
 
 
 def _state(side: Side) -> Seen:
@@ -444,7 +446,8 @@ def _problem(
             problem = difference(value, other)
         if problem is not None:
             return f"{name}: {problem}"
-    return _other_state(oracle, model, call)
+    may_give_back = _only_forward(call, expected) or _leaves_outputs(call)
+    return _other_state(oracle, model, may_give_back)
 
 
 def _leaves_outputs(call: Call) -> bool:
@@ -452,7 +455,7 @@ def _leaves_outputs(call: Call) -> bool:
     return isinstance(call, Step) and len(call.uses) < 2
 
 
-def _other_state(oracle: nn.Module, model: nn.Module, call: Call) -> str | None:
+def _other_state(oracle: nn.Module, model: nn.Module, may_give_back: bool) -> str | None:
     """Each group is where FSDP2 leaves it; what FSDP2 keeps gathered, the runtime keeps."""
     theirs = _fsdp_modules(oracle)
     for name, module in _fsdp_modules(model).items():
@@ -466,6 +469,6 @@ def _other_state(oracle: nn.Module, model: nn.Module, call: Call) -> str | None:
             kept = port is not None and port.live is not None and port.live.held is not None
             if not ours.is_sharded:
                 return f"{where} stays gathered"
-            if not kept and not isinstance(call, Forward) and not _leaves_outputs(call):
+            if not kept and not may_give_back:
                 return f"{where} is not kept"
     return None

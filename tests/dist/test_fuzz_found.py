@@ -4,7 +4,7 @@ A new one is the repr of a failing case of `test_fuzz.py`.
 """
 
 import pytest
-from fuzz_cases import Forward, FuzzCase, Group, Part, Step, Tree, Unshard
+from fuzz_cases import Forward, Freeze, FuzzCase, Group, Part, Step, Tree, Unshard
 from fuzz_run import EQUAL, run_case
 from pool import Pool, capped
 
@@ -44,6 +44,16 @@ FOUND = {
         (Group(("body.0",)), Group(("body.1",))),
         (Step(),),
         compile="each",
+    ),
+    # What FSDP2 had gathered of shards along dim 1 was taken over in the wrong order.
+    "unshard-of-columns": FuzzCase(
+        Tree(Part("sequence", (Part("linear"),)), width=8),
+        (Group(("",), columns=True),),
+        (Unshard(0, True), Forward("no_grad"), Unshard(0, False), Step(), Unshard(0), Step()),
+    ),
+    # FSDP2 keeps the root gathered although no backward will come (declared in README.md).
+    "nothing-requires-grad": FuzzCase(
+        LINEARS, (Group(("body.0",)), Group(("",))), (Freeze("", False), Step(), Step())
     ),
 }
 
