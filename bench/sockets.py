@@ -32,7 +32,7 @@ from bench.rounds import say  # noqa: E402
 from bench.sockets_rank import Measured, Request, Times  # noqa: E402
 from bench.step import TOLERANCE, LossesDiffer, names, numbers  # noqa: E402
 
-USUAL = "fsdp2_tuned,fsdp2_tuned_keep,blocks_tuned,blocks_tuned_keep,simple_fsdp,fused,fused_free"
+USUAL = "blocks_tuned,blocks_tuned_keep,simple_fsdp_4mb,fused,fused_free"
 QUIET = 0.08
 LIMIT_S = 1800.0
 
