@@ -363,8 +363,7 @@ def _by_rank(param: FsdpParam, ranks: int) -> Tensor:
     flat: Tensor = param.raw.all_gather_outputs[0]
     if param.shard_dim == 0:
         return flat
-    shards = flat.view(param.size).chunk(ranks, dim=param.shard_dim)
-    return torch.cat(shards).flatten()
+    return param.by_rank(flat.view(param.size), ranks).flatten()
 
 
 def _backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str | None:

@@ -52,6 +52,10 @@ class FsdpParam:
         self.local_size: tuple[int, ...] = tuple(raw.sharded_size)
         self.local_stride: tuple[int, ...] = tuple(raw.contiguous_sharded_stride)
 
+    def by_rank(self, whole: Tensor, ranks: int) -> Tensor:
+        """`whole`, of its unsharded size, with the part of one rank after that of the other."""
+        return torch.cat(whole.chunk(ranks, dim=self.shard_dim))
+
     @property
     def fqn(self) -> str:
         return str(self.raw._param_fqn or self.raw._module_info.param_name)

@@ -204,7 +204,7 @@ def _pack(
     """Rank-major flat input of the reduce-scatter in the reduction dtype, padded per parameter."""
     rows = list(grads)
     for at in packing.crosswise if world > 1 else ():
-        rows[at] = torch.cat(rows[at].chunk(world, dim=packing.params[at].shard_dim))
+        rows[at] = packing.params[at].by_rank(rows[at], world)
     size, device = (world * packing.numel,), rows[0].device
     packed: Tensor = comm.allocate(size, dtype=policy.reduce_dtype, device=device)
     if len({row.dtype for row in rows}) > 1:

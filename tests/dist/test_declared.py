@@ -1,5 +1,5 @@
 """Differences from eager FSDP2 that README.md declares: both sides of them, so that the list stays
-true. Those of states and counts stand in test_contract.py and test_fuzz_found.py.
+true. Those of states stand in test_contract.py and test_fuzz_found.py.
 """
 
 import pytest
@@ -39,8 +39,8 @@ def gradient_of_unused(ctx: Ctx, by_graphshard: bool) -> float | None:
 
 
 def test_an_unused_output_gives_zeros_outside_of_groups(pool: Pool) -> None:
-    assert pool.run(2, gradient_of_unused, False) == [None, None]
-    assert pool.run(2, gradient_of_unused, True) == [0.0, 0.0]
+    assert set(pool.run(2, gradient_of_unused, False)) == {None}
+    assert set(pool.run(2, gradient_of_unused, True)) == {0.0}
 
 
 def trains_when_frozen_while_gathered(ctx: Ctx, by_graphshard: bool) -> tuple[bool, bool]:
@@ -62,5 +62,5 @@ def trains_when_frozen_while_gathered(ctx: Ctx, by_graphshard: bool) -> tuple[bo
 
 
 def test_what_is_frozen_while_gathered_is_frozen_for_eager_only(pool: Pool) -> None:
-    assert pool.run(2, trains_when_frozen_while_gathered, False) == [(False, False)] * 2
-    assert pool.run(2, trains_when_frozen_while_gathered, True) == [(True, False)] * 2
+    assert set(pool.run(2, trains_when_frozen_while_gathered, False)) == {(False, False)}
+    assert set(pool.run(2, trains_when_frozen_while_gathered, True)) == {(True, False)}
