@@ -15,6 +15,7 @@ from statistics import median
 
 from graphshard.cost.comm import Collective
 from graphshard.cost.comm import Group as Ranks
+from graphshard.cost.live import Live
 from graphshard.cost.machine import Machine, collective_us, launch_us
 from graphshard.cost.memory import ITEM_BYTES
 from graphshard.cost.roofline import copy_us
@@ -93,7 +94,7 @@ def price(
             groups=groups,
             lanes=tuple(Lane(name, launch) for name, launch in lanes.items()),
             forward=stages[Direction.FORWARD].regions,
-            backward=stages[Direction.BACKWARD].regions if Direction.BACKWARD in stages else (),
+            backward=tuple(_backward(basis, stages, groups)),
             resident=tuple(_resident(settings)),
             regroup_gathers=freedom.regroup and all(own.regroups for own in settings),
             split_reductions=freedom.regroup and all(own.splits_reductions for own in settings),
@@ -135,6 +136,46 @@ def _stage(sketch: Sketch, splittable: Container[int]) -> _Stage:
         for start, stop in pairwise(starts)
     )
     return _Stage(sketch.outline, starts, regions)
+
+
+def _backward(
+    basis: Basis, stages: dict[Direction, _Stage], groups: Sequence[Group]
+) -> Iterator[Region]:
+    """The regions of backward, each with what is absent when it needs most.
+
+    All gradients of a part are counted from the region on that makes the first of them.
+    """
+    if (stage := stages.get(Direction.BACKWARD)) is None:
+        return
+    sketch = basis.sketches[Direction.BACKWARD]
+    made = {(r.group, place): op for r in sketch.outline.reductions for place, op in r.made}
+    coming = [
+        (part.gradient.first, op, Claim(Category.UNSHARDED_GRAD, param.gathered_bytes, group.id))
+        for group in groups
+        for part in group.parts
+        if part.gradient is not None
+        for place in part.params
+        if (param := basis.groups[group.id].params[place]).trainable
+        and (op := made.get((group.id, place))) is not None
+    ]
+    for index, (region, ops) in enumerate(zip(stage.regions, pairwise(stage.starts), strict=True)):
+        late = [(op, claim) for first, op, claim in coming if first <= index and op > ops[0]]
+        yield replace(region, absent=tuple(_absent(sketch.live, range(*ops), late)))
+
+
+def _absent(live: Sequence[Live], ops: range, late: Sequence[tuple[int, Claim]]) -> Iterator[Claim]:
+    """What of the activations and of `late` (the op that makes it, what it is) is not there when
+    `ops` need most."""
+
+    def needed(op: int) -> int:
+        return live[op].inputs + live[op].made - sum(c.bytes for made, c in late if made > op)
+
+    fullest = max(ops, key=needed)
+    most = max(live[op].inputs + live[op].made for op in ops)
+    idle_bytes = most - live[fullest].inputs - live[fullest].made
+    if idle_bytes:
+        yield Claim(Category.ACTIVATION, idle_bytes)
+    yield from (claim for made, claim in late if made > fullest)
 
 
 def _starts(outline: Outline, ends: Sequence[float], splittable: Container[int]) -> tuple[int, ...]:

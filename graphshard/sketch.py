@@ -7,14 +7,14 @@ gradients come; and what backward could compute again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import fx
 
 from graphshard.cost.flops import graph_work, never_stored
-from graphshard.cost.live import Live, live_bytes, saved_memory
+from graphshard.cost.live import Live, live_bytes, maker, saved_memory
 from graphshard.cost.machine import Machine
 from graphshard.cost.roofline import Work, op_us
 from graphshard.cuts import crossing_bytes, late_params, snapped
@@ -127,21 +127,25 @@ def outline(program: Program, graph: fx.Graph, direction: Direction) -> Outline:
         lasts = [use.last for use in found if use.last is not None]
         uses.append(GroupUse(group, before[order[wait]], max(lasts, default=None)))
         params += found
+    places = {node: place for place, node in enumerate(compute)}
     reductions = tuple(
-        Ready(step.group, before[order[issue]] - 1, _comes(issue, before, order))
+        Ready(
+            step.group,
+            before[order[issue]] - 1,
+            comes=_each(issue, lambda grad: before[order[grad]]),
+            made=_each(issue, lambda grad: places.get(maker(grad), -1)),
+        )
         for issue, step in steps(graph, StepKind.REDUCE_ISSUE)
         if issue.all_input_nodes[1:]
     )
     return Outline(direction, len(compute), tuple(uses), reductions, _kept(program), tuple(params))
 
 
-def _comes(
-    issue: fx.Node, before: dict[int, int], order: dict[fx.Node, int]
-) -> tuple[tuple[int, int], ...]:
-    """The parameters that `issue` reduces, and the compute op that each gradient comes with."""
+def _each(issue: fx.Node, op_of: Callable[[fx.Node], int]) -> tuple[tuple[int, int], ...]:
+    """The parameters that `issue` reduces, with `op_of` their gradients."""
     _, grads, indices = issue.args
     pairs = zip(indices, grads, strict=True)  # type: ignore[arg-type]
-    return tuple((int(i), before[order[g]]) for i, g in pairs)
+    return tuple((int(i), op_of(g)) for i, g in pairs)
 
 
 def _kept(program: Program) -> frozenset[int]:

@@ -104,6 +104,19 @@ def random_problem(
     )
 
 
+def with_absent(problem, seed):
+    """The same problem where regions of backward need less than what is counted in them."""
+    r = random.Random(seed)
+    born = {}
+    for group in problem.groups:
+        for part in group.parts:
+            if (grad := part.gradient) is not None and grad.first >= 0 and r.random() < 0.5:
+                claim = Claim(Category.UNSHARDED_GRAD, r.randint(0, grad.bytes), group.id)
+                born[grad.first] = (*born.get(grad.first, ()), claim)
+    regions = [replace(region, absent=born.get(i, ())) for i, region in enumerate(problem.backward)]
+    return replace(problem, backward=tuple(regions))
+
+
 def in_place(problem):
     """The same problem where no collective needs copies."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import random_problem
+from planning import random_problem, with_absent
 
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.plan_step import fsdp2, plan_step
@@ -27,6 +27,12 @@ def test_large_problems(seed, groups, share):
 @given(seed=st.integers(0, 10**6), share=st.floats(0.7, 2.0))
 def test_small_problems(seed, share):
     check(random_problem(seed, 6), share)
+
+
+@settings(deadline=None, max_examples=10, derandomize=True)
+@given(seed=st.integers(0, 10**6), share=st.floats(0.7, 2.0))
+def test_gradients_that_come_late(seed, share):
+    check(with_absent(random_problem(seed, 30, fewest=6), seed), share)
 
 
 def check(problem, share):

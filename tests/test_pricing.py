@@ -10,9 +10,10 @@ from graphshard.cost.presets import preset
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.passes import PLACEMENT
 from graphshard.pipeline import run_passes
-from graphshard.planner.choices import Bucket
-from graphshard.planner.events import gather_events
+from graphshard.planner.choices import Bucket, Choices
+from graphshard.planner.events import gather_events, region_events
 from graphshard.planner.plan_step import fsdp2, plan_step
+from graphshard.planner.problem import Category, Claim
 from graphshard.sketch import basis_of
 from graphshard.step_plan import Direction, Schedule
 
@@ -80,3 +81,42 @@ def test_a_split_needs_less_memory_than_the_whole(monkeypatch):
     (schedule,) = plan_step(replace(problem, budget_bytes=own.peak_bytes - 1)).schedules
     assert isinstance(schedule, Schedule)
     assert any(step.params for step in schedule.steps)
+
+
+def late_gradient():
+    """Backward of one group in one region: a gradient, much that is temporary, another gradient."""
+    forward, backward = Sketch(), Sketch()
+    for graph in (forward, backward):
+        graph.placeholder("run")
+    x, anchor = forward.input("x"), forward.anchor(0)
+    weights = [forward.unshard(anchor, i, name=f"w{i}") for i in range(2)]
+    y = forward.op(aten.mm.default, forward.op(aten.mm.default, x, weights[0]), weights[1])
+    grad, again = backward.input("tangents_1"), backward.anchor(0)
+    w0 = backward.unshard(again, 0, name="w0")
+    first = backward.op(aten.mm.default, grad, w0, name="dw1")
+    kept = [backward.op(aten.mm.default, grad, w0) for _ in range(4)]
+    for one in kept[1:]:
+        kept[0] = backward.op(aten.add.Tensor, kept[0], one)
+    last = backward.op(aten.mm.default, kept[0], w0, name="dw0")
+    shown = backward.op(aten.t.default, last)
+    tokens = [backward.reduce(g, again, i, f"t{i}") for g, i in ((shown, 0), (first, 1))]
+    made = program(
+        group(0, "first", "second"),
+        forward=forward.done(y, anchor),
+        backward=backward.done(None, *tokens),
+    )
+    return run_passes(made, PLACEMENT)
+
+
+def test_a_gradient_counts_from_the_op_that_makes_it(monkeypatch):
+    machine = preset("h100")
+    basis = basis_of(late_gradient(), machine, recompute=False, fused=True)
+    problem = pricing.price(basis, [OWN], machine, pricing.Freedom())
+    (region,), (part,) = problem.backward, problem.groups[0].parts
+    assert (part.gradient.first, part.gradient.bytes) == (0, 128)
+    # When the third sum is there (64, and 4 x 64 that are added up, and the anchor), the gradient
+    # that the last op makes (64) is not.
+    assert region.activation_bytes == 324
+    assert region.absent == (Claim(Category.UNSHARDED_GRAD, 64, 0),)
+    (event,) = region_events(problem, Choices(), Direction.BACKWARD)
+    assert event.brief_bytes == -64

@@ -158,6 +158,11 @@ def _shares(node: fx.Node) -> bool:
     return is_view(node) or _writes(node) or node.target is torch.ops.aten._unsafe_view.default
 
 
+def maker(node: fx.Node) -> fx.Node:
+    """The op (or placeholder) that made the memory which `node` shows."""
+    return _producer(owner(node))
+
+
 def _producer(node: fx.Node) -> fx.Node:
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 

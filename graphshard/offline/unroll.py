@@ -257,8 +257,8 @@ def _all_items(
 def _shifted(item: _Item, at: Callable[[int], int]) -> _Item:
     """The item with other ops. at: old op -> new one."""
     if isinstance(item, Ready):
-        comes = tuple((param, at(op)) for param, op in item.comes)
-        return replace(item, after=at(item.after), comes=comes)
+        comes, made = (tuple((p, at(op)) for p, op in pairs) for pairs in (item.comes, item.made))
+        return replace(item, after=at(item.after), comes=comes, made=made)
     return replace(item, first=at(item.first), last=None if item.last is None else at(item.last))
 
 

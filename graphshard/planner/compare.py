@@ -61,7 +61,8 @@ def forecasts(kit: Kit, chosen: Candidate) -> tuple[Forecast, ...]:
     for direction, events in _events(kit, chosen):
         if direction is Direction.BACKWARD:
             start += given_gradients(kit.problem)
-        found.append(_forecast(events, play(events, total_bytes(start)), start))
+        run = play(events, total_bytes(start), kit.problem.lanes)
+        found.append(_forecast(events, run, start))
         start = tuple(owners_at(start, events, len(events)))
     return tuple(found)
 

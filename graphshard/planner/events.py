@@ -32,7 +32,8 @@ class Event:
 
     us: on the compute lane. lane, comm_us: the collective that an issue starts; job: what pairs
     the issue with its wait (-1: no collective). takes: memory from the start of the step on;
-    briefly: memory during the step only; gives: memory given back at its end.
+    briefly: memory during the step only, negative for what is absent then; gives: memory given back
+    at its end.
     """
 
     step: Step
@@ -115,7 +116,10 @@ def region_events(problem: Problem, choices: Choices, direction: Direction) -> l
                 step,
                 us=region.us + extra_us[index],
                 takes=(_activation(inside[index] - between[index]), *born[index]),
-                briefly=(Claim(Category.TEMP, region.temporary_bytes),),
+                briefly=(
+                    Claim(Category.TEMP, region.temporary_bytes),
+                    *(replace(claim, bytes=-claim.bytes) for claim in region.absent),
+                ),
                 gives=(_activation(inside[index] - between[index + 1]),),
             )
         )

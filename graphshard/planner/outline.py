@@ -33,12 +33,14 @@ class ParamUse:
 class Ready:
     """The gradients of `group` are complete after compute op `after` (-1: before the first).
 
-    comes: (parameter, the compute op that its gradient comes with).
+    comes: (parameter, the compute op that its gradient comes with, moved to a cut if code is
+    compiled). made: (parameter, the compute op that makes the memory of its gradient).
     """
 
     group: int
     after: int
     comes: tuple[tuple[int, int], ...] = ()
+    made: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,15 @@ class Region:
     """Compute that nothing interrupts: `num_ops` ops that take `us`.
 
     activation_bytes: activations alive in it, its own outputs included, before any `Recompute`.
-    temporary_bytes: what it needs on top of that while it runs.
+    temporary_bytes: what it needs on top of that while it runs. absent: of all these and of the
+    gradients that are counted from this region on, what is not there when it needs most.
     """
 
     us: float
     activation_bytes: int = 0
     temporary_bytes: int = 0
     num_ops: int = 1
+    absent: tuple[Claim, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,12 @@ class Lane:
 
     launch_us: what one collective costs whatever its size (alpha of the alpha-beta model); two
     merged collectives cost this much less than both alone, a split one that much more.
+    link: lanes that name the same one share its bandwidth (`graphshard.planner.wires`); "": none.
     """
 
     name: str
     launch_us: float = 0.0
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ def score(bench: Bench, stages: list[Stage], starts: list[int], placement: Place
     for (_, times), stage, start in zip(turns(bench.problem), stages, starts, strict=True):
         events = assemble(stage, placement)
         bench.effort += len(events)
-        run = play(events, start)
+        run = play(events, start, bench.problem.lanes)
         us += times * run.us
         peak = max(peak, run.peak_bytes)
     return Scored(us, peak, placement)

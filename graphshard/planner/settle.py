@@ -23,6 +23,7 @@ from graphshard.planner.fill import UNLIMITED, latest_waits
 from graphshard.planner.fsdp2 import has_lists
 from graphshard.planner.kit import Kit
 from graphshard.planner.memory import profile_of, view_of
+from graphshard.planner.problem import Problem
 from graphshard.planner.score import Bench, Scored, score, start_bytes
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, gather_positions, placed, stage_of
@@ -44,7 +45,9 @@ def settled(bench: Bench, choices: Choices, direction: Direction, scored: Scored
     for _ in range(ROUNDS):
         before = scored
         if not has_lists(problem, direction):
-            scored = _if_good(bench, stages, starts, limit, scored, _later_gathers(stages, scored))
+            scored = _if_good(
+                bench, stages, starts, limit, scored, _later_gathers(problem, stages, scored)
+            )
         waits = _later_waits(bench.kit, stages, starts, limit, scored.placement)
         scored = _if_good(bench, stages, starts, limit, scored, waits)
         if scored == before:
@@ -59,20 +62,22 @@ def lean(bench: Bench, choices: Choices, direction: Direction, scored: Scored) -
     """
     stages = [stage_of(bench.kit, choices, direction, turn) for turn, _ in turns(bench.problem)]
     starts = start_bytes(bench, choices, direction)
-    found = score(bench, stages, starts, _earlier_waits(stages[-1], scored.placement))
+    found = score(
+        bench, stages, starts, _earlier_waits(bench.problem, stages[-1], scored.placement)
+    )
     cheap = found.us <= scored.us * (1 + SLACK)
     worth = 0.0 if bench.problem.early_waits else WORTH
     smaller = found.peak_bytes <= scored.peak_bytes * (1 - worth)
     return found if cheap and smaller else scored
 
 
-def _earlier_waits(stage: Stage, placement: Placement) -> Placement:
+def _earlier_waits(problem: Problem, stage: Stage, placement: Placement) -> Placement:
     """Each wait for a reduction at the first region that starts after it is done.
 
     stage: of the last turn, which has every reduction. Waits stay in the order of issues.
     """
     entries = placed(stage, placement)
-    run = play((event for _, event in entries), 0)
+    run = play((event for _, event in entries), 0, problem.lanes)
     positions = [at for at, _ in entries]
     reached = [*run.reached_us, run.us]
     slots = range(0, stage.num_regions * stage.stride + 1, stage.stride)
@@ -100,7 +105,7 @@ def _if_good(
     return found if found.us <= scored.us and found.peak_bytes <= limit else scored
 
 
-def _later_gathers(stages: Sequence[Stage], scored: Scored) -> Placement:
+def _later_gathers(problem: Problem, stages: Sequence[Stage], scored: Scored) -> Placement:
     """Each gather at the last position from which it still comes in time.
 
     Lanes keep their order. The turn that has every collective is looked at: forward's first,
@@ -109,7 +114,7 @@ def _later_gathers(stages: Sequence[Stage], scored: Scored) -> Placement:
     stage = stages[0 if stages[0].direction is Direction.FORWARD else -1]
     placement = scored.placement
     entries = placed(stage, placement)
-    run = play((event for _, event in entries), 0)
+    run = play((event for _, event in entries), 0, problem.lanes)
     positions = [at for at, _ in entries]
     reached = [*run.reached_us, run.us]
     awaited = {e.job: t for (_, e), t in zip(entries, run.reached_us, strict=True) if e.lane < 0}

@@ -28,7 +28,8 @@ from graphshard.planner.events import (
     total_bytes,
     turns,
 )
-from graphshard.planner.problem import Category, Claim, Problem
+from graphshard.planner.problem import Category, Claim, Lane, Problem
+from graphshard.planner.wires import Wires
 from graphshard.step_plan import Direction, Schedule, Step, StepKind
 
 
@@ -111,33 +112,32 @@ class Run:
     finished_us: dict[int, float]
 
 
-def play(events: Iterable[Event], start_bytes: int) -> Run:
+def play(events: Iterable[Event], start_bytes: int, lanes: Sequence[Lane]) -> Run:
     """Run `events` in order. Raises PlanError (GS603) for a wait without its issue."""
     clock = exposed = 0.0
     held, peak, peak_at = start_bytes, start_bytes, 0
-    free_at: dict[int, float] = {}
+    wires = Wires(lanes)
     reached: list[float] = []
     issued: dict[int, float] = {}
-    started: dict[int, float] = {}
-    finished: dict[int, float] = {}
     for index, event in enumerate(events):
         reached.append(clock)
         job = event.job
         if job >= 0 and event.lane < 0:  # a wait
-            if job not in finished:
+            done_us = wires.end_us(job)
+            if done_us is None:
                 raise PlanError("GS603", f"{event.step} comes before its issue")
-            if finished[job] > clock:
-                exposed += finished[job] - clock
-                clock = finished[job]
+            if done_us > clock:
+                exposed += done_us - clock
+                clock = done_us
         clock += event.us
         if event.lane >= 0:
             issued[job] = clock
-            started[job] = max(clock, free_at.get(event.lane, 0.0))
-            finished[job] = free_at[event.lane] = started[job] + event.comm_us
+            wires.issue(job, event.lane, event.comm_us, clock)
         held += event.alloc_bytes
         if held + event.brief_bytes > peak:
             peak, peak_at = held + event.brief_bytes, index
         held -= event.free_bytes
+    started, finished = wires.started_us, wires.finished_us
     return Run(clock, exposed, peak, peak_at, held, reached, issued, started, finished)
 
 
@@ -177,7 +177,7 @@ def report(
         for direction, events in zip(problem.directions, programs[turn], strict=True):
             if direction is Direction.BACKWARD:
                 start += given_gradients(problem)
-            run = play(events, total_bytes(start))
+            run = play(events, total_bytes(start), problem.lanes)
             runs.append(run)
             step_us += times * run.us
             exposed_us += times * run.exposed_us

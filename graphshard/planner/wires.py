@@ -1,0 +1,91 @@
+"""When collectives end: lanes are queues, and lanes of one link share its bandwidth.
+
+In come collectives in the order of issue; out, once asked for, when each starts and ends. A
+collective first takes its lane's `launch_us`, in which it needs no link; for the rest of its time
+it shares the link equally with what other lanes have on it (NCCL's communicators and gloo's groups
+do not know of each other). So a second process group adds no bandwidth: it hides launches, and
+lets one collective pass another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from graphshard.planner.problem import Lane, exact_us
+
+
+@dataclass(slots=True)
+class Head:
+    """A collective that its lane has begun, and what is left of it."""
+
+    job: int
+    launch_us: float
+    link_us: float
+
+
+@dataclass(slots=True)
+class Wires:
+    """The lanes of one run. started_us, finished_us: by job; finished_us lacks what is under way
+    where that depends on what is issued later."""
+
+    lanes: Sequence[Lane]
+    started_us: dict[int, float] = field(default_factory=dict)
+    finished_us: dict[int, float] = field(default_factory=dict)
+    _free_at: dict[int, float] = field(default_factory=dict)
+    _links: dict[str, Link] = field(default_factory=dict)
+
+    def issue(self, job: int, lane: int, us: float, now_us: float) -> None:
+        name = self.lanes[lane].link
+        if not name:
+            self.started_us[job] = start_us = max(now_us, self._free_at.get(lane, 0.0))
+            self.finished_us[job] = self._free_at[lane] = start_us + us
+            return
+        link = self._links.setdefault(name, Link())
+        link.advance(now_us, self)
+        launch_us = min(us, self.lanes[lane].launch_us)
+        link.queues[lane].append(Head(job, launch_us, us - launch_us))
+
+    def end_us(self, job: int) -> float | None:
+        """When `job` ends; None if it was never issued. Later issues do not change the past."""
+        for link in self._links.values():
+            while job not in self.finished_us and link.next_event(float("inf"), self):
+                pass
+        return self.finished_us.get(job)
+
+
+@dataclass(slots=True)
+class Link:
+    """Several lanes that share bandwidth, simulated up to `reached_us`."""
+
+    reached_us: float = 0.0
+    queues: dict[int, deque[Head]] = field(default_factory=lambda: defaultdict(deque))
+
+    def advance(self, to_us: float, wires: Wires) -> None:
+        while self.reached_us < to_us and self.next_event(to_us, wires):
+            pass
+        self.reached_us = max(self.reached_us, to_us)
+
+    def next_event(self, limit_us: float, wires: Wires) -> bool:
+        """Until the first head ends its launch or itself, or until `limit_us`; False if nothing is
+        under way."""
+        heads = [queue[0] for queue in self.queues.values() if queue]
+        if not heads:
+            return False
+        for head in heads:
+            wires.started_us.setdefault(head.job, exact_us(self.reached_us))
+        sharing = max(1, sum(not head.launch_us for head in heads))
+        left_us = [head.launch_us or head.link_us * sharing for head in heads]
+        step_us = min(*left_us, limit_us - self.reached_us)
+        for head, us in zip(heads, left_us, strict=True):
+            ends = us <= step_us
+            if head.launch_us:
+                head.launch_us = 0.0 if ends else head.launch_us - step_us
+            else:
+                head.link_us = 0.0 if ends else head.link_us - step_us / sharing
+        self.reached_us += step_us
+        for queue in self.queues.values():
+            if queue and not queue[0].launch_us and not queue[0].link_us:
+                wires.finished_us[queue.popleft().job] = exact_us(self.reached_us)
+        return True

@@ -1,0 +1,41 @@
+"""When collectives end: queues, and links that several lanes share."""
+
+from graphshard.planner.problem import Lane
+from graphshard.planner.wires import Wires
+
+LANES = (Lane("gather", 10.0, "net"), Lane("reduce", 10.0, "net"), Lane("other", 10.0))
+
+
+def test_a_lane_is_a_queue():
+    wires = Wires(LANES)
+    for job in range(3):
+        wires.issue(job, 2, 100.0, 5.0 * job)
+    assert [wires.end_us(job) for job in range(3)] == [100.0, 200.0, 300.0]
+    assert wires.started_us == {0: 0.0, 1: 100.0, 2: 200.0}
+
+
+def test_one_lane_of_a_link_alone_is_a_queue_too():
+    wires = Wires(LANES)
+    for job in range(3):
+        wires.issue(job, 0, 100.0, 5.0 * job)
+    assert [wires.end_us(job) for job in range(3)] == [100.0, 200.0, 300.0]
+
+
+def test_two_lanes_share_a_link_but_not_their_launches():
+    wires = Wires(LANES)
+    wires.issue(0, 0, 100.0, 0.0)  # on the link from 10 on
+    wires.issue(1, 1, 40.0, 20.0)  # from 30 on: 70 and 30 are left, half as fast each
+    assert wires.end_us(1) == 90.0
+    assert wires.end_us(0) == 130.0
+
+
+def test_what_is_issued_later_slows_what_is_under_way():
+    wires = Wires(LANES)
+    wires.issue(0, 0, 110.0, 0.0)
+    wires.issue(1, 1, 20.0, 50.0)
+    assert wires.end_us(0) == 120.0
+    assert wires.end_us(1) == 80.0
+
+
+def test_an_unknown_collective_never_ends():
+    assert Wires(LANES).end_us(7) is None
