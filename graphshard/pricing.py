@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from statistics import median
 
+import networkx as nx
+
 from graphshard.cost.comm import Collective
 from graphshard.cost.comm import Group as Ranks
 from graphshard.cost.live import Live
@@ -73,7 +75,7 @@ def price(
     settings = [
         replace(own, in_place=in_place) if own.in_place is None else own for own in settings
     ]
-    lanes = _lanes(basis.groups, settings, machine)
+    lanes, links = _lanes(basis.groups, settings, machine), _links(settings)
     first = basis.sketches[Direction.FORWARD].outline
     splittable = _splittable(basis.groups, settings, first) if freedom.regroup else frozenset()
     stages = {direction: _stage(sketch, splittable) for direction, sketch in basis.sketches.items()}
@@ -92,7 +94,7 @@ def price(
     return checked(
         Problem(
             groups=groups,
-            lanes=tuple(Lane(name, launch) for name, launch in lanes.items()),
+            lanes=tuple(Lane(name, us, links.get(name, "")) for name, us in lanes.items()),
             forward=stages[Direction.FORWARD].regions,
             backward=tuple(_backward(basis, stages, groups)),
             resident=tuple(_resident(settings)),
@@ -377,6 +379,14 @@ def _lanes(
             launch = launch_us(machine, Collective.ALL_GATHER, ranks, 2**20)
             found[name] = min(found.get(name, float(launch)), float(whole))
     return found
+
+
+def _links(settings: Sequence[GroupSettings]) -> dict[str, str]:
+    """Lanes that reach the same ranks, as those of one group do, share a link."""
+    lanes = nx.Graph((s.gather_lane, s.reduce_lane) for s in settings)
+    lanes.remove_edges_from(nx.selfloop_edges(lanes))
+    shared = (found for found in nx.connected_components(lanes) if len(found) > 1)
+    return {lane: min(together) for together in shared for lane in together}
 
 
 def _resident(settings: Sequence[GroupSettings]) -> Iterator[Claim]:

@@ -120,3 +120,13 @@ def test_a_gradient_counts_from_the_op_that_makes_it(monkeypatch):
     assert region.absent == (Claim(Category.UNSHARDED_GRAD, 64, 0),)
     (event,) = region_events(problem, Choices(), Direction.BACKWARD)
     assert event.brief_bytes == -64
+
+
+def test_lanes_of_one_group_share_a_link(monkeypatch):
+    apart = replace(OWN, reduce_lane="lane 1")
+    other = replace(OWN, gather_lane="lane 2", reduce_lane="lane 2")
+    problem = priced(two_groups(), monkeypatch, 100, (apart, other))
+    assert {lane.name: lane.link for lane in problem.lanes} == {
+        "lane 0": "lane 0", "lane 1": "lane 0", "lane 2": "",
+    }  # fmt: skip
+    assert [lane.link for lane in priced(two_groups(), monkeypatch, 100).lanes] == [""]
