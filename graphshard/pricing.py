@@ -7,20 +7,19 @@ alive, and per group its transfers, uses and gradients. Nothing here measures or
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from statistics import median
 
 import networkx as nx
 
 from graphshard.cost.comm import Collective
 from graphshard.cost.comm import Group as Ranks
-from graphshard.cost.live import Live
 from graphshard.cost.machine import Machine, collective_us, launch_us
 from graphshard.cost.memory import ITEM_BYTES
 from graphshard.cost.roofline import copy_us
+from graphshard.divide import Divided, divided, with_late_gradients
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.planner.outline import Outline
 from graphshard.planner.problem import (
@@ -36,11 +35,9 @@ from graphshard.planner.problem import (
     Use,
     checked,
 )
-from graphshard.sketch import Basis, Sketch
+from graphshard.sketch import Basis
 from graphshard.step_plan import Direction, GroupInfo, ParamInfo, Reshard
 
-# A long stretch of compute is cut into so many regions, so that a gather can start inside it.
-CUTS = 8
 # A group that is larger than this many typical ones may travel in several parts, at most MAX_PARTS;
 # so may the root.
 HUGE = 4
@@ -78,7 +75,9 @@ def price(
     lanes, links = _lanes(basis.groups, settings, machine), _links(settings)
     first = basis.sketches[Direction.FORWARD].outline
     splittable = _splittable(basis.groups, settings, first) if freedom.regroup else frozenset()
-    stages = {direction: _stage(sketch, splittable) for direction, sketch in basis.sketches.items()}
+    stages = {
+        direction: divided(sketch, splittable) for direction, sketch in basis.sketches.items()
+    }
     groups = tuple(
         _group(
             info,
@@ -91,12 +90,15 @@ def price(
         )
         for info in basis.groups
     )
+    backward: tuple[Region, ...] = ()
+    if (last := stages.get(Direction.BACKWARD)) is not None:
+        backward = with_late_gradients(last, basis.groups, groups)
     return checked(
         Problem(
             groups=groups,
             lanes=tuple(Lane(name, us, links.get(name, "")) for name, us in lanes.items()),
             forward=stages[Direction.FORWARD].regions,
-            backward=tuple(_backward(basis, stages, groups)),
+            backward=backward,
             resident=tuple(_resident(settings)),
             regroup_gathers=freedom.regroup and all(own.regroups for own in settings),
             split_reductions=freedom.regroup and all(own.splits_reductions for own in settings),
@@ -108,96 +110,6 @@ def price(
             early_waits=any(own.has_hooks for own in settings),
         )
     )
-
-
-# -- regions -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """One direction in regions. starts: the first op of each region, then the number of ops."""
-
-    outline: Outline
-    starts: tuple[int, ...]
-    regions: tuple[Region, ...]
-
-    def region_of(self, op: int) -> int:
-        """The region of compute op `op`; -1 for -1 (before the first op)."""
-        return bisect_right(self.starts[:-1], op) - 1
-
-
-def _stage(sketch: Sketch, splittable: Container[int]) -> _Stage:
-    ends = sketch.ends_us
-    starts = _starts(sketch.outline, ends, splittable)
-    regions = tuple(
-        Region(
-            us=ends[stop] - ends[start],
-            activation_bytes=max(one.inputs + one.made for one in sketch.live[start:stop]),
-            num_ops=stop - start,
-        )
-        for start, stop in pairwise(starts)
-    )
-    return _Stage(sketch.outline, starts, regions)
-
-
-def _backward(
-    basis: Basis, stages: dict[Direction, _Stage], groups: Sequence[Group]
-) -> Iterator[Region]:
-    """The regions of backward, each with what is absent when it needs most.
-
-    All gradients of a part are counted from the region on that makes the first of them.
-    """
-    if (stage := stages.get(Direction.BACKWARD)) is None:
-        return
-    sketch = basis.sketches[Direction.BACKWARD]
-    made = {(r.group, place): op for r in sketch.outline.reductions for place, op in r.made}
-    coming = [
-        (part.gradient.first, op, Claim(Category.UNSHARDED_GRAD, param.gathered_bytes, group.id))
-        for group in groups
-        for part in group.parts
-        if part.gradient is not None
-        for place in part.params
-        if (param := basis.groups[group.id].params[place]).trainable
-        and (op := made.get((group.id, place))) is not None
-    ]
-    for index, (region, ops) in enumerate(zip(stage.regions, pairwise(stage.starts), strict=True)):
-        late = [(op, claim) for first, op, claim in coming if first <= index and op > ops[0]]
-        yield replace(region, absent=tuple(_absent(sketch.live, range(*ops), late)))
-
-
-def _absent(live: Sequence[Live], ops: range, late: Sequence[tuple[int, Claim]]) -> Iterator[Claim]:
-    """What of the activations and of `late` (the op that makes it, what it is) is not there when
-    `ops` need most."""
-
-    def needed(op: int) -> int:
-        return live[op].inputs + live[op].made - sum(c.bytes for made, c in late if made > op)
-
-    fullest = max(ops, key=needed)
-    most = max(live[op].inputs + live[op].made for op in ops)
-    idle_bytes = most - live[fullest].inputs - live[fullest].made
-    if idle_bytes:
-        yield Claim(Category.ACTIVATION, idle_bytes)
-    yield from (claim for made, claim in late if made > fullest)
-
-
-def _starts(outline: Outline, ends: Sequence[float], splittable: Container[int]) -> tuple[int, ...]:
-    """Where regions start: where a group is needed, released or reduced, and inside long ones.
-
-    Where a group may be split, also where each of its parameters is needed. Compiled code is cut
-    nowhere else than its outline says.
-    """
-    if outline.regions:
-        return outline.regions
-    needed = {u.first for u in outline.params if u.group in splittable}
-    cuts = sorted({*outline.cuts, *needed})
-    longest_us = ends[-1] / (CUTS * max(1, len(outline.uses)))
-    found = []
-    for start, stop in pairwise(cuts):
-        found.append(start)
-        for op in range(start + 1, stop):
-            if ends[op] - ends[found[-1]] >= longest_us:
-                found.append(op)
-    return (*found, outline.num_ops)
 
 
 # -- groups --------------------------------------------------------------------------------------
@@ -226,7 +138,7 @@ def _splittable(
 def _group(
     info: GroupInfo,
     own: GroupSettings,
-    stages: dict[Direction, _Stage],
+    stages: dict[Direction, Divided],
     lanes: dict[str, float],
     machine: Machine,
     reshard: Reshard,
@@ -252,7 +164,7 @@ def _group(
     )
 
 
-def _pieces(info: GroupInfo, forward: _Stage) -> list[tuple[int, ...]]:
+def _pieces(info: GroupInfo, forward: Divided) -> list[tuple[int, ...]]:
     """Parameters that forward reads first in the same region, or in neighbouring ones: each piece
     is at least 1 / MAX_PARTS of the group but for the last."""
     regions = {
@@ -278,7 +190,7 @@ def _part(
     info: GroupInfo,
     params: tuple[int, ...],
     own: GroupSettings,
-    stages: dict[Direction, _Stage],
+    stages: dict[Direction, Divided],
     lanes: dict[str, float],
     machine: Machine,
 ) -> Part:
@@ -313,7 +225,7 @@ def _share(whole: Transfer, launch_us: float, part_bytes: int, whole_bytes: int)
     return Transfer(us, whole.pack_us * share, whole.unpack_us * share, whole.in_place)
 
 
-def _use(stage: _Stage, group: int, params: tuple[int, ...]) -> Use | None:
+def _use(stage: Divided, group: int, params: tuple[int, ...]) -> Use | None:
     """When the group is read; if `params` are given, when these are."""
     whole = [u for u in stage.outline.uses if u.group == group]
     some = [u for u in stage.outline.params if u.group == group and u.param in params]
@@ -330,7 +242,7 @@ def _gradient(
     info: GroupInfo,
     params: tuple[int, ...],
     own: GroupSettings,
-    stages: dict[Direction, _Stage],
+    stages: dict[Direction, Divided],
     lanes: dict[str, float],
     machine: Machine,
 ) -> Gradient | None:

@@ -116,7 +116,7 @@ def test_a_gradient_counts_from_the_op_that_makes_it(monkeypatch):
     assert (part.gradient.first, part.gradient.bytes) == (0, 128)
     # When the third sum is there (64, and 4 x 64 that are added up, and the anchor), the gradient
     # that the last op makes (64) is not.
-    assert region.activation_bytes == 324
+    assert (region.activation_bytes, region.idle_bytes) == (324, 0)
     assert region.absent == (Claim(Category.UNSHARDED_GRAD, 64, 0),)
     (event,) = region_events(problem, Choices(), Direction.BACKWARD)
     assert event.brief_bytes == -64

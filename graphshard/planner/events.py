@@ -118,6 +118,7 @@ def region_events(problem: Problem, choices: Choices, direction: Direction) -> l
                 takes=(_activation(inside[index] - between[index]), *born[index]),
                 briefly=(
                     Claim(Category.TEMP, region.temporary_bytes),
+                    _activation(-min(region.idle_bytes, inside[index])),
                     *(replace(claim, bytes=-claim.bytes) for claim in region.absent),
                 ),
                 gives=(_activation(inside[index] - between[index + 1]),),

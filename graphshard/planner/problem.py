@@ -33,14 +33,15 @@ class Region:
     """Compute that nothing interrupts: `num_ops` ops that take `us`.
 
     activation_bytes: activations alive in it, its own outputs included, before any `Recompute`.
-    temporary_bytes: what it needs on top of that while it runs. absent: of all these and of the
-    gradients that are counted from this region on, what is not there when it needs most.
+    temporary_bytes: what it needs on top of that while it runs. idle_bytes: activations that are
+    not there when it needs most. absent: nor are these gradients, although they are counted.
     """
 
     us: float
     activation_bytes: int = 0
     temporary_bytes: int = 0
     num_ops: int = 1
+    idle_bytes: int = 0
     absent: tuple[Claim, ...] = ()
 
 

@@ -129,9 +129,7 @@ class Reduction:
         ]
         output = torch.empty(packing.numel, dtype=first.dtype, device=first.device)
         outputs = list(output.split_with_sizes(packing.columns))
-        options = dist.ReduceScatterOptions()
-        options.reduceOp, options.asyncOp = self._policy.scatter_op, True
-        self.work = group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+        self.work = reduce_in_place(outputs, inputs, self._policy, group)
         self._input, self._output = inputs, output
 
     def wait(self) -> None:
@@ -196,6 +194,15 @@ def reduce_scatter(
         output_tensor=output, input_tensor=packed, group=group, op=policy.scatter_op, async_op=True
     )
     return work  # type: ignore[no-any-return]
+
+
+def reduce_in_place(
+    outputs: list[Tensor], inputs: list[Tensor], policy: ReducePolicy, group: dist.ProcessGroup
+) -> dist.Work:
+    """Asynchronous reduce-scatter of each input into the output at its place, as one collective."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = policy.scatter_op, True
+    return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
 
 
 def _pack(

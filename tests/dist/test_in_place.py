@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import test_contract
 import test_parity
+import torch
 from contract_rows import ROWS
 from models import CASES
-from parity import assert_equal, count_collectives, train, twin
+from parity import assert_equal, build, count_collectives, train, twin
 from pool import Ctx, Pool
-from test_memory import patched
+from test_memory import patched, poison_released
 from test_parity import STRICT
 
 from graphshard.fsdp2 import group
-from graphshard.runtime import reduce, travel
+from graphshard.runtime import reduce, rooms, travel
 
 pytestmark = pytest.mark.dist
 
@@ -135,6 +136,77 @@ def refused(ctx: Ctx) -> None:
 
 def test_a_backend_may_refuse(pool: Pool) -> None:
     pool.run(2, refused)
+
+
+class LateWork:
+    """A collective that only runs when somebody waits for it."""
+
+    def __init__(self, issue: Callable[[], Any]) -> None:
+        self.wait = lambda: issue().wait()
+
+
+def late(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Until the wait, outputs are NaN and inputs have to stay what they are."""
+
+    def call(outputs: Any, inputs: Any, *rest: Any) -> LateWork:
+        places = {output.untyped_storage().data_ptr() for output in outputs}
+        own = [t.clone() if t.untyped_storage().data_ptr() in places else t for t in inputs]
+        for output in outputs:
+            output.fill_(float("nan"))
+        return LateWork(lambda: original(outputs, own, *rest))
+
+    return call
+
+
+def poisoned(ctx: Ctx, name: str) -> None:
+    case, numbers = CASES[name], []
+    oracle, model = twin(case, ctx)
+    expected = train(oracle, case, ctx, 10)
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> LateWork:
+            numbers.append(len(args[0]))
+            return late(original)(*args)
+
+        return call
+
+    with (
+        in_place(),
+        patched(travel, "gather_in_place", counted),
+        patched(reduce, "reduce_in_place", counted),
+        patched(rooms, "free", poison_released),
+    ):
+        model.compile(backend="graphshard", **STRICT)
+        assert_equal(expected, train(model, case, ctx, 10))
+    assert sum(numbers) > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_tied_ac", "encdec", "moe"])
+def test_missing_wait_or_use_after_release_would_show(pool: Pool, name: str) -> None:
+    pool.run(2, poisoned, name)
+
+
+def early_use(ctx: Ctx) -> bool:
+    """The poison bites: without a wait that counts, the loss is NaN."""
+    case = CASES["llama"]
+    model = build(case, ctx)
+
+    def no_wait(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> LateWork:
+            work = late(original)(*args)
+            work.wait = lambda: None
+            return work
+
+        return call
+
+    with in_place(), patched(travel, "gather_in_place", no_wait):
+        model.compile(backend="graphshard", **STRICT)
+        loss = case.loss(model, case.batch(0, ctx.rank, ctx.device))
+    return bool(torch.isnan(loss))
+
+
+def test_the_poison_bites(pool: Pool) -> None:
+    assert all(pool.run(2, early_use))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,116 @@
+"""One direction of a priced problem in regions: their times, and what is alive in them.
+
+In: a sketch, op by op. Out: `Divided`. Regions start where a group is needed, released or reduced,
+and inside long ones, so that a gather can start there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from graphshard.planner.outline import Outline
+from graphshard.planner.problem import Category, Claim, Group, Region
+from graphshard.sketch import Sketch
+from graphshard.step_plan import GroupInfo
+
+# A long stretch of compute is cut into so many regions.
+CUTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """One direction in regions. starts: the first op of each region, then the number of ops.
+
+    alive_bytes: of inputs and of what ops make, during each op; gradients are not among them.
+    """
+
+    outline: Outline
+    starts: tuple[int, ...]
+    regions: tuple[Region, ...]
+    alive_bytes: tuple[int, ...]
+
+    def region_of(self, op: int) -> int:
+        """The region of compute op `op`; -1 for -1 (before the first op)."""
+        return bisect_right(self.starts[:-1], op) - 1
+
+
+def divided(sketch: Sketch, splittable: Container[int]) -> Divided:
+    """splittable: groups that may travel in parts."""
+    ends = sketch.ends_us
+    starts = _starts(sketch.outline, ends, splittable)
+    alive_bytes = tuple(one.inputs + one.made for one in sketch.live)
+    regions = tuple(
+        Region(
+            us=ends[stop] - ends[start],
+            activation_bytes=max(alive_bytes[start:stop]),
+            num_ops=stop - start,
+        )
+        for start, stop in pairwise(starts)
+    )
+    return Divided(sketch.outline, starts, regions, alive_bytes)
+
+
+def _starts(outline: Outline, ends: Sequence[float], splittable: Container[int]) -> tuple[int, ...]:
+    """Where regions start: where a group is needed, released or reduced, and inside long ones.
+
+    Where a group may be split, also where each of its parameters is needed. Compiled code is cut
+    nowhere else than its outline says.
+    """
+    if outline.regions:
+        return outline.regions
+    needed = {u.first for u in outline.params if u.group in splittable}
+    cuts = sorted({*outline.cuts, *needed})
+    longest_us = ends[-1] / (CUTS * max(1, len(outline.uses)))
+    found = []
+    for start, stop in pairwise(cuts):
+        found.append(start)
+        for op in range(start + 1, stop):
+            if ends[op] - ends[found[-1]] >= longest_us:
+                found.append(op)
+    return (*found, outline.num_ops)
+
+
+def with_late_gradients(
+    backward: Divided, infos: Sequence[GroupInfo], groups: Sequence[Group]
+) -> tuple[Region, ...]:
+    """The regions of `backward`, each with what is not there when it needs most.
+
+    All gradients of a part are counted from the region on that makes the first of them; while it
+    runs, some are still to come.
+    """
+    made = {(r.group, place): op for r in backward.outline.reductions for place, op in r.made}
+    coming = [
+        (part.gradient.first, op, Claim(Category.UNSHARDED_GRAD, param.gathered_bytes, group.id))
+        for group in groups
+        for part in group.parts
+        if part.gradient is not None
+        for place in part.params
+        if (param := infos[group.id].params[place]).trainable
+        and (op := made.get((group.id, place))) is not None
+    ]
+    found = []
+    for index, (region, ops) in enumerate(
+        zip(backward.regions, pairwise(backward.starts), strict=True)
+    ):
+        late = [(op, claim) for first, op, claim in coming if first <= index and op > ops[0]]
+        found.append(_at_its_fullest(region, backward.alive_bytes, range(*ops), late))
+    return tuple(found)
+
+
+def _at_its_fullest(
+    region: Region, alive_bytes: Sequence[int], ops: range, late: Sequence[tuple[int, Claim]]
+) -> Region:
+    """late: gradients that are counted, each with the op that makes it."""
+
+    def needed(op: int) -> int:
+        return alive_bytes[op] - sum(claim.bytes for made, claim in late if made > op)
+
+    fullest = max(ops, key=needed)
+    return replace(
+        region,
+        idle_bytes=region.activation_bytes - alive_bytes[fullest],
+        absent=tuple(claim for made, claim in late if made > fullest),
+    )
