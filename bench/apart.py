@@ -2,20 +2,25 @@
 
     python bench/apart.py --json OUT.json
 
-Plans of training steps on machines that are not here, each twice: with FSDP2's one process group
-for gathers and reductions, and after `set_separate_reduce_scatter_group()`. Two groups share the
-link (`graphshard/planner/wires.py`), so the second one can hide launches and let a collective pass
-another; it adds no bandwidth. One table on stdout, progress on stderr.
+Plans of training steps on machines that are not here, each three times: with FSDP2's one process
+group for gathers and reductions, after `set_separate_reduce_scatter_group()`, and as the planner
+chooses. Two groups share the link (`graphshard/planner/wires.py`), so the second one can hide
+launches and let a collective pass another; it adds no bandwidth. One table on stdout, progress on
+stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common names
@@ -28,6 +33,8 @@ import graphshard  # noqa: E402
 from bench import rounds  # noqa: E402
 from bench.rounds import say  # noqa: E402
 from examples.llama import LLAMA3_8B, Config, Llama  # noqa: E402
+from graphshard.planner import apart as planner_apart  # noqa: E402
+from graphshard.step_plan import Plan  # noqa: E402
 
 HARDWARE = "h100-ib400"
 SMALL = replace(LLAMA3_8B, num_layers=2, dim=256, num_heads=8, hidden=512, vocabulary=512)
@@ -58,19 +65,33 @@ SMOKE = (Case("small, each linear", SMALL, 16, 1, 128, "1GiB", linears=True),)
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """is_chosen: the planner itself takes two process groups."""
+
     title: str
     memory_budget: str
     together_us: float
     apart_us: float
     lower_bound_us: float
+    is_chosen: bool
 
     @property
     def gain(self) -> float:
         return 1 - self.apart_us / self.together_us
 
 
-def step_us(case: Case, *, apart: bool) -> tuple[float, float]:
-    """The predicted step, and the time that no schedule beats."""
+@contextmanager
+def never_chosen() -> Iterator[None]:
+    """Inside, the planner leaves reductions where the user puts them."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, GRAPHSHARD_CACHE_DIR=folder),
+        mock.patch.object(planner_apart, "WORTH", float("inf")),
+    ):
+        yield
+
+
+def planned(case: Case, *, apart: bool) -> Plan:
+    """apart: the user asks for a second process group."""
 
     def shard(model: nn.Module) -> Any:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -86,7 +107,7 @@ def step_us(case: Case, *, apart: bool) -> tuple[float, float]:
     with torch.device("meta"):
         model = Llama(case.config, case.seq)
         tokens, targets = torch.zeros(2, case.batch, case.seq, dtype=torch.int64)
-    plan = graphshard.plan(
+    return graphshard.plan(
         model,
         (tokens, targets),
         world_size=case.ranks,
@@ -96,24 +117,35 @@ def step_us(case: Case, *, apart: bool) -> tuple[float, float]:
         shard=shard,
         name=case.title,
     )
-    assert plan.estimate is not None
-    return plan.estimate.ours.step_time_us, plan.estimate.lower_bound_us
 
 
 def measure(case: Case) -> Row:
-    together_us, bound_us = step_us(case, apart=False)
-    apart_us, _ = step_us(case, apart=True)
-    say(f"{case.title}, {case.memory_budget}: {together_us / 1e3:.2f}, {apart_us / 1e3:.2f} ms")
-    return Row(case.title, case.memory_budget, together_us, apart_us, bound_us)
+    with never_chosen():
+        plans = [planned(case, apart=apart) for apart in (False, True)]
+    together, apart = (plan.summary() for plan in plans)
+    say(f"{case.title}, {case.memory_budget}: {together['step_time_us'] / 1e3:.2f} ms together")
+    return Row(
+        title=case.title,
+        memory_budget=case.memory_budget,
+        together_us=together["step_time_us"],
+        apart_us=apart["step_time_us"],
+        lower_bound_us=together["lower_bound_us"],
+        is_chosen=planned(case, apart=False).reduces_apart,
+    )
 
 
 def render(rows: Sequence[Row]) -> str:
-    lines = [f"{'':<28}{'budget':>8}{'one group':>12}{'two':>10}{'gain':>9}{'bound':>10}"]
+    lines = [
+        f"{'':<28}{'budget':>8}{'one group':>12}{'two':>10}{'gain':>9}{'bound':>10}{'chosen':>8}"
+    ]
     for row in rows:
         times = (row.together_us, row.apart_us, row.lower_bound_us)
         one, two, bound = (f"{us / 1e3:.2f}" for us in times)
         gain = f"{100 * row.gain:.2f} %"
-        lines.append(f"{row.title:<28}{row.memory_budget:>8}{one:>12}{two:>10}{gain:>9}{bound:>10}")
+        chosen = "yes" if row.is_chosen else "no"
+        lines.append(
+            f"{row.title:<28}{row.memory_budget:>8}{one:>12}{two:>10}{gain:>9}{bound:>10}{chosen:>8}"
+        )
     return "\n".join([*lines, f"\nPredicted steps in ms on {HARDWARE}."])
 
 

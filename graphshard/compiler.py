@@ -36,11 +36,12 @@ from graphshard.pipeline import (
     Order,
     apply,
 )
+from graphshard.planner.apart import reductions_apart
 from graphshard.planner.problem import Problem
 from graphshard.runtime.agree import Ballot, check_call, settle
 from graphshard.runtime.ahead import follow_optimizers
 from graphshard.runtime.calls import Calls
-from graphshard.runtime.live import LiveGroup, lookup
+from graphshard.runtime.live import LiveGroup, lookup, part_reductions
 from graphshard.runtime.run import Body, guarded
 from graphshard.step_plan import Direction, Plan
 from graphshard.watch import OBSERVER, Running, executables
@@ -150,6 +151,9 @@ class GraphCompiler:
         placed, problem, plan = proposal.parts.placed, proposal.problem, proposal.plan
         if self.ballots:
             plan = settle(self.ballots, plan)
+        if plan.reduces_apart:
+            problem = reductions_apart(problem)
+            part_reductions(self.groups)
         after = self._options.replan_after if placed.backward is not None else None
         spare = None if after is None else copied(placed)
         program = apply(placed, plan)

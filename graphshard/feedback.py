@@ -17,9 +17,11 @@ from graphshard import measured as times
 from graphshard.ir import Program
 from graphshard.measured import Measured
 from graphshard.pipeline import apply, plan_with_costs
+from graphshard.planner.apart import reductions_apart
 from graphshard.planner.observed import observed
 from graphshard.planner.problem import Problem
 from graphshard.runtime.agree import Ballot, told
+from graphshard.runtime.live import part_reductions
 from graphshard.step_plan import Plan, Reshard
 from graphshard.watch import Running, combined, laps_of, unwatch, watch
 
@@ -60,6 +62,9 @@ class Feedback:
                 recompute=running.plan.recompute,
                 priced_on=running.plan.priced_on,
             )
+            if plan.reduces_apart and not problem.reduces_apart:
+                problem = reductions_apart(problem)
+                part_reductions(running.groups)
             running.program, running.plan = apply(self.placed, plan), plan
             running.problem = problem
             self.adopt(running.program, plan, problem, measured)

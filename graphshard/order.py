@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,10 @@ def order_of(groups: Sequence[LiveGroup], options: Options, ballots: Sequence[Ba
     if ballots:
         machine = pickle.loads(bytes.fromhex(lead_costs(ballots, _text(machine))))
     fused = options.compute == "inductor"
-    return Order(settings_of(fsdp, exact_sums=not fused), machine, freedom_of(options), fused)
+    settings = settings_of(fsdp, exact_sums=not fused)
+    if not ballots:  # all ranks have to make a process group, or none
+        settings = tuple(replace(own, may_reduce_apart=False) for own in settings)
+    return Order(settings, machine, freedom_of(options), fused)
 
 
 def _text(machine: Machine) -> str:

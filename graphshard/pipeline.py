@@ -18,8 +18,8 @@ from graphshard.ir import (
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.regroup import regroup
+from graphshard.planner.apart import plan_best
 from graphshard.planner.one_ahead import one_ahead
-from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Problem
 from graphshard.pricing import Freedom, price
 from graphshard.recompute import offered
@@ -173,7 +173,7 @@ def plan_with_costs(
 def _planned(
     name: str, groups: tuple[GroupInfo, ...], problem: Problem, baseline: Problem | None
 ) -> Plan:
-    planned = plan_step(problem, baseline)
+    planned = plan_best(problem, baseline)
     groups = tuple(replace(info, between_micro_steps=info.id in planned.across) for info in groups)
     return replace(
         _plan_of(name, groups, planned.schedules),
@@ -182,6 +182,7 @@ def _planned(
         reasons=planned.reasons,
         forecasts=planned.forecasts,
         fsdp2=planned.fsdp2,
+        reduces_apart=planned.reduces_apart,
     )
 
 

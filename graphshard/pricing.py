@@ -108,6 +108,9 @@ def price(
             budget_bytes=freedom.budget_bytes,
             near=freedom.near,
             early_waits=any(own.has_hooks for own in settings),
+            may_reduce_apart=machine.network.concurrent
+            and freedom.regroup
+            and all(own.may_reduce_apart or own.ranks == 1 for own in settings),
         )
     )
 

@@ -85,7 +85,7 @@ class Plan:
     forecasts. forecasts: what each step is expected to take, one per schedule. fsdp2: what FSDP2
     itself would run, with the forecasts of that. measured: what this plan took where it ran.
     recompute: FQNs of the groups whose forward is computed again in backward, because the planner
-    chose so.
+    chose so. reduces_apart: it also chose a process group of their own for reductions.
     """
 
     name: str
@@ -100,6 +100,7 @@ class Plan:
     priced_on: PricedOn | None = None
     fsdp2: Course | None = None
     measured: Measured | None = None
+    reduces_apart: bool = False
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -305,6 +306,7 @@ def _plan_from_dict(data: dict[str, Any]) -> Plan:
         priced_on=None if data.get("priced_on") is None else PricedOn(**data["priced_on"]),
         fsdp2=_course_from_dict(data["fsdp2"]),
         measured=measured_from_dict(data["measured"]),
+        reduces_apart=bool(data.get("reduces_apart")),
     )
 
 

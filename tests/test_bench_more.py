@@ -1,5 +1,6 @@
 """bench/memory.py, bench/single.py and bench/sockets.py: their arithmetic, and a launch of each."""
 
+import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -15,6 +16,7 @@ from bench import memory, netns, single, sockets  # noqa: E402
 from bench.memory import Spot  # noqa: E402
 from bench.single_launch import Measured as Alone  # noqa: E402
 from bench.sockets_rank import Measured, Times  # noqa: E402
+from graphshard.planner import apart  # noqa: E402
 
 
 def test_budgets_go_from_below_the_lowest_peak_to_the_highest():
@@ -87,3 +89,16 @@ def test_two_ranks_over_sockets_train_the_same():
     )
     assert done.returncode == 0, done.stderr
     assert "Inductor, no limit" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_second_process_group_is_compared(tmp_path):
+    out = tmp_path / "apart.json"
+    done = subprocess.run(
+        [sys.executable, "bench/apart.py", "--smoke", "--json", str(out)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["is_chosen"] == (row["gain"] >= apart.WORTH)
+    assert row["together_us"] >= row["lower_bound_us"]

@@ -163,3 +163,18 @@ def test_a_call_on_one_rank_only(monkeypatch):
     monkeypatch.setattr(agree, "STEP_LIMIT_S", 0.1)
     with pytest.raises(DivergedRanks, match="GS704: rank 1 did not come to call 0 of a in 0 s"):
         check(ballots(2)[0], PLAN, "a")()
+
+
+def test_reductions_move_only_with_one_plan_for_all():
+    fast, slow = (planned(PLAN, step_us) for step_us in (10.0, 20.0))
+    apart = replace(fast, reduces_apart=True)
+    assert [p.reduces_apart for p in vote(ballots(2), [apart, slow])] == [True, True]
+    assert [p.reduces_apart for p in vote(ballots(2), [slow, apart])] == [False, False]
+    uncosted = replace(PLAN, reduces_apart=True)
+    assert [p.reduces_apart for p in vote(ballots(2), [uncosted, uncosted])] == [False, False]
+
+
+def test_reductions_do_not_move_without_a_question():
+    ranks = ballots(2)
+    vote(ranks, [PLAN, PLAN])
+    assert not agree.settle([ranks[0]], replace(PLAN, reduces_apart=True)).reduces_apart

@@ -62,7 +62,8 @@ class Network:
 
     protocols: the fastest one runs. traffic: bytes that a kind really moves over the ring's bytes,
     where a library does not use a ring (1 where a kind is missing). in_place: one collective may
-    go from and to many tensors where they are, so that nothing has to be packed.
+    go from and to many tensors where they are, so that nothing has to be packed. concurrent: a
+    second process group hides launches of the first, which take nothing from compute.
     """
 
     intra_bytes_per_us: Quantity
@@ -70,6 +71,7 @@ class Network:
     protocols: tuple[Protocol, ...]
     traffic: tuple[tuple[Collective, float], ...] = ()
     in_place: bool = False
+    concurrent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

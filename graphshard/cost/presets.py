@@ -131,4 +131,5 @@ def _network(device: dict[str, Any], network: dict[str, Any], library: dict[str,
         ),
         traffic=tuple((Collective(k), _number(v)) for k, v in library.get("traffic", {}).items()),
         in_place=library["in_place"]["value"],
+        concurrent=library["concurrent"]["value"],
     )

@@ -63,7 +63,7 @@ class FsdpGroup:
         self.state = state
         self.params = tuple(FsdpParam(p) for p in raw.fsdp_params)
         self.has_dtensors = any(p.is_dtensor for p in raw.fsdp_params)
-        backend = _backend_name(self.gather_process_group, self.device)
+        backend = backend_name(self.gather_process_group, self.device)
         self.sends_in_place = backend is not None and backend not in COPYING_BACKENDS
 
     @property
@@ -366,7 +366,7 @@ def _by_rank(param: FsdpParam, ranks: int) -> Tensor:
     return param.by_rank(flat.view(param.size), ranks).flatten()
 
 
-def _backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
     """None where there is none: on one rank, and where the group itself is made in Python."""
     if group is None or group.size() == 1:
         return None

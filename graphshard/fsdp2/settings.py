@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from graphshard.fsdp2.apart import may_reduce_apart
 from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.param import FsdpParam, hooks_of
 from graphshard.fsdp2.state import is_root
@@ -31,7 +32,8 @@ class GroupSettings:
     reduces_plainly: FSDP2's own reduce-scatter takes each gradient as it comes, without a cast.
     exact_sums: its sums have to be those of FSDP2, to the last bit. reduces_alone: nothing but the
     reduce-scatter is done to its gradients (no all-reduce, no hook). has_hooks: something runs as
-    soon as a gradient is there (an optimizer in backward).
+    soon as a gradient is there (an optimizer in backward). may_reduce_apart: reductions may get a
+    process group of their own.
     """
 
     reshard: bool | None
@@ -51,6 +53,7 @@ class GroupSettings:
     exact_sums: bool = True
     reduces_alone: bool = False
     has_hooks: bool = False
+    may_reduce_apart: bool = False
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
 
@@ -121,6 +124,7 @@ def settings_of(
             exact_sums=exact_sums,
             reduces_alone=group.reduces_alone,
             has_hooks=any(hooks_of(param.sharded) for param in group.params),
+            may_reduce_apart=may_reduce_apart(group),
             forward_prefetch=listed(group, Direction.FORWARD),
             backward_prefetch=listed(group, Direction.BACKWARD),
         )

@@ -16,7 +16,7 @@ from graphshard.planner.compare import Place, forecasts, placed_as, schedules, s
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
 from graphshard.planner.infeasible import why_infeasible
 from graphshard.planner.kit import Kit
-from graphshard.planner.problem import Problem, checked, with_copies
+from graphshard.planner.problem import Problem, checked, together, with_copies
 from graphshard.planner.reasons import reasons_of
 from graphshard.planner.score import Bench, Candidate
 from graphshard.planner.search import search
@@ -30,7 +30,7 @@ class Planned:
     """The chosen schedules, and what they and FSDP2's own (`fsdp2`) come to in the simulation.
 
     recompute: indices of the problem's options that are taken. across: groups that stay gathered
-    between micro-steps. forecasts: one per schedule.
+    between micro-steps. forecasts: one per schedule. reduces_apart: see `Problem`.
     """
 
     schedules: tuple[Schedule, ...]
@@ -40,6 +40,7 @@ class Planned:
     reasons: tuple[Reason, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
     fsdp2: Course | None = None
+    reduces_apart: bool = False
 
 
 def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
@@ -61,13 +62,19 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     if best is None:
         raise InfeasibleBudget("GS601", why_infeasible(kit.problem, budget, copied.peak_bytes))
     other, eager = copies, copied
+    before = [("collectives in place, without copies", own)]
+    if kit.problem.reduces_apart:
+        before.insert(0, ("reductions on a process group of their own", copied))
+        other = Kit(with_copies(together(kit.problem)))
+        eager = placed_as(other, fsdp2_choices(other.problem))
     if baseline is not None:
-        other = Kit(with_copies(checked(baseline)))
+        before.insert(0, ("activations that this graph computes again", eager))
+        other = Kit(with_copies(together(checked(baseline))))
         eager = placed_as(other, fsdp2_choices(other.problem))
     theirs = simulated(other, eager)
     ours = simulated(kit, best)
     estimate = Estimate(_figures(ours), _figures(theirs), budget, bound)
-    reasons = reasons_of(bench, copied, own, best, ours, theirs)
+    reasons = reasons_of(bench, before, best, ours, theirs)
     choices = best.choices
     return Planned(
         schedules=schedules(kit, best),
@@ -77,6 +84,7 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
         reasons=tuple(reasons),
         forecasts=forecasts(kit, best),
         fsdp2=Course(schedules(other, eager), forecasts(other, eager)),
+        reduces_apart=kit.problem.reduces_apart,
     )
 
 

@@ -229,6 +229,8 @@ class Problem:
     near: the search may stop at a step that is longer than the lower bound by this share of it.
     early_waits: gradients are used as soon as they are there, so that reductions are waited for
     when they are done, where that costs next to nothing.
+    may_reduce_apart: reductions may get lanes of their own (`graphshard.planner.apart`);
+    reduces_apart: they have.
     """
 
     groups: tuple[Group, ...]
@@ -247,6 +249,8 @@ class Problem:
     budget_bytes: int | None = None
     near: float = 0.0
     early_waits: bool = False
+    may_reduce_apart: bool = False
+    reduces_apart: bool = False
 
     @property
     def directions(self) -> tuple[Direction, ...]:
@@ -301,6 +305,14 @@ def _exact_transfer(transfer: Transfer) -> Transfer:
         pack_us=exact_us(transfer.pack_us),
         unpack_us=exact_us(transfer.unpack_us),
     )
+
+
+def together(problem: Problem) -> Problem:
+    """`problem` with reductions on the lanes of gathers, where the planner had moved them."""
+    if not problem.reduces_apart:
+        return problem
+    groups = (replace(g, reduce_lane=g.gather_lane) for g in problem.groups)
+    return replace(problem, groups=tuple(groups), reduces_apart=False)
 
 
 def with_copies(problem: Problem) -> Problem:

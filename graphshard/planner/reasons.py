@@ -8,7 +8,7 @@ add up to the whole difference; times are exact (`problem.TICK_US`), so without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from graphshard.planner.choices import Bucket, Choices, Cuts, first_use
@@ -25,19 +25,18 @@ from graphshard.step_plan import Direction, Reason
 
 def reasons_of(
     bench: Bench,
-    copied: Candidate,
-    own: Candidate,
+    before: Sequence[tuple[str, Candidate]],
     best: Candidate,
     ours: Simulation,
     fsdp2: Simulation,
 ) -> Iterator[Reason]:
     """fsdp2: FSDP2's predicted step; the gains add up to what `best` saves of it.
 
-    copied, own: FSDP2's choices on this graph, with the copies that FSDP2 makes and without those
-    that collectives in place need not make.
+    before: FSDP2's own choices as they come out after one thing and another that is not a choice of
+    the schedule; after the last of them they are those of this problem.
     """
-    kit = bench.kit
-    yield from _gains(bench, copied, own, best, fsdp2)
+    kit, own = bench.kit, before[-1][1]
+    yield from _gains(bench, before, best, fsdp2)
     yield from _keeps(kit, own.choices, best.choices)
     yield from _cuts(kit, best.choices)
     yield from _recomputed(kit, best.choices)
@@ -45,10 +44,10 @@ def reasons_of(
 
 
 def _gains(
-    bench: Bench, copied: Candidate, own: Candidate, best: Candidate, fsdp2: Simulation
+    bench: Bench, before: Sequence[tuple[str, Candidate]], best: Candidate, fsdp2: Simulation
 ) -> Iterator[Reason]:
     before_us, before_bytes = fsdp2.step_us, fsdp2.peak_bytes
-    for text, us, peak_bytes in _way(bench, copied, own, best):
+    for text, us, peak_bytes in _way(bench, before, best):
         if (us, peak_bytes) != (before_us, before_bytes):
             faster = "costs" if us > before_us else "saves"
             amount = f"{faster} {abs(before_us - us):,.3f} us of {before_us:,.3f}"
@@ -58,13 +57,14 @@ def _gains(
 
 
 def _way(
-    bench: Bench, copied: Candidate, own: Candidate, best: Candidate
+    bench: Bench, before: Sequence[tuple[str, Candidate]], best: Candidate
 ) -> Iterator[tuple[str, float, int]]:
     """From FSDP2's candidate to the chosen one: each kind of decision with the step and the peak
     after it."""
     kit, chosen = bench.kit, best.choices
-    yield "activations that this graph computes again", copied.us, copied.peak_bytes
-    yield "collectives in place, without copies", own.us, own.peak_bytes
+    for text, placed in before:
+        yield text, placed.us, placed.peak_bytes
+    own = before[-1][1]
     if own == best:
         return
     for text, now in _choices(own.choices, chosen):

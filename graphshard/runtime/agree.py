@@ -108,20 +108,23 @@ def _open(ranks: tuple[int, ...], fqns: tuple[str, ...]) -> Ballot:
 def settle(ballots: Iterable[Ballot], plan: Plan) -> Plan:
     """The plan to run in place of `plan`: the same on all ranks, up to its name.
 
-    The plan of the lowest rank is taken where costs decided and it fits all ranks. Raises
+    The plan of the lowest rank is taken where costs decided and it fits all ranks; only then may
+    reductions get a process group of their own. Raises
     DivergedRanks: GS701, GS702 (skeletons differ), GS703 (a rank cannot compile), GS704 (a rank
     did not answer within the time limit of the job's store).
     """
     found = list(ballots)
     for ballot in found:
         plan = _settle(ballot, plan, may_adopt=len(found) == 1)
-    return plan
+    # A process group needs all ranks: that of one plan for all, and of no other.
+    return plan if len(found) == 1 else replace(plan, reduces_apart=False)
 
 
 def _settle(ballot: Ballot, plan: Plan, *, may_adopt: bool) -> Plan:
     own = fingerprint(_part(ballot, plan))
-    if any(own == fingerprint(_part(ballot, known)) for known in ballot.agreed):
-        return plan
+    for known in ballot.agreed:
+        if own == fingerprint(_part(ballot, known)):
+            return replace(plan, reduces_apart=plan.reduces_apart and known.reduces_apart)
     shape = structure(plan)
     if plan.estimate is not None and may_adopt:
         for known in ballot.agreed:
@@ -135,6 +138,7 @@ def _settle(ballot: Ballot, plan: Plan, *, may_adopt: bool) -> Plan:
         plan = replace(Plan.from_json(text), name=plan.name)
     else:
         _compare(ballot, number, votes)
+        plan = replace(plan, reduces_apart=False)
     ballot.agreed.append(plan)
     return plan
 

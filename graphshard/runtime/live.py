@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import FsdpGroup, State
+from graphshard.fsdp2.apart import reduce_apart
 from graphshard.runtime.agree import Ballot
 
 Versions: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -57,13 +59,15 @@ class Root:
     """The groups of one FSDP root. finishing: the engine run after which they are finished.
 
     ballots: what its ranks agree on, one per mesh. opening: what optimizers issue ahead
-    (`graphshard.runtime.ahead.Opening`), if the user asked for it.
+    (`graphshard.runtime.ahead.Opening`), if the user asked for it. reduce_groups: process groups
+    that plans gave to reductions, by rank.
     """
 
     groups: dict[State, LiveGroup]
     ballots: list[Ballot] = field(default_factory=list)
     finishing: int = -1
     opening: Any = None
+    reduce_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -193,3 +197,10 @@ def find(value: object) -> LiveGroup | None:
     return (
         live if live is not None and (value is live.anchor or value is live.frozen_anchor) else None
     )
+
+
+def part_reductions(lives: Sequence[LiveGroup]) -> None:
+    """Give the reductions of `lives` process groups of their own. On all of their ranks alike."""
+    for live in lives:
+        if live.root is not None:
+            reduce_apart(live.fsdp, live.root.reduce_groups)
