@@ -113,7 +113,14 @@ def with_absent(problem, seed):
             if (grad := part.gradient) is not None and grad.first >= 0 and r.random() < 0.5:
                 claim = Claim(Category.UNSHARDED_GRAD, r.randint(0, grad.bytes), group.id)
                 born[grad.first] = (*born.get(grad.first, ()), claim)
-    regions = [replace(region, absent=born.get(i, ())) for i, region in enumerate(problem.backward)]
+    regions = [
+        replace(
+            region,
+            idle_bytes=r.randint(0, region.activation_bytes),
+            absent=born.get(index, ()),
+        )
+        for index, region in enumerate(problem.backward)
+    ]
     return replace(problem, backward=tuple(regions))
 
 

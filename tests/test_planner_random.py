@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from planning import random_problem, with_absent
 
 from graphshard.errors import InfeasibleBudget
+from graphshard.planner.choices import Choices
+from graphshard.planner.events import region_events
+from graphshard.planner.fsdp2 import fsdp2_choices
+from graphshard.planner.kit import Kit
 from graphshard.planner.plan_step import fsdp2, plan_step
+from graphshard.planner.score import Bench, candidate
+from graphshard.step_plan import Direction
 
 # The acceptance run is GRAPHSHARD_EXAMPLES=500 (a quarter of an hour); CI takes fewer.
 EXAMPLES = int(os.environ.get("GRAPHSHARD_EXAMPLES", "50"))
@@ -32,7 +38,13 @@ def test_small_problems(seed, share):
 @settings(deadline=None, max_examples=10, derandomize=True)
 @given(seed=st.integers(0, 10**6), share=st.floats(0.7, 2.0))
 def test_gradients_that_come_late(seed, share):
-    check(with_absent(random_problem(seed, 30, fewest=6), seed), share)
+    problem = with_absent(random_problem(seed, 30, fewest=6), seed)
+    check(problem, share)
+    # Within FSDP2's own peak there is always something to be found.
+    bench = Bench(Kit(problem), fsdp2(problem).peak_bytes)
+    assert candidate(bench, fsdp2_choices(problem)) is not None
+    for event in region_events(problem, Choices(), Direction.BACKWARD):
+        assert -event.brief_bytes <= min(event.alloc_bytes, event.free_bytes)
 
 
 def check(problem, share):

@@ -11,6 +11,7 @@ collective.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from graphshard.planner.choices import Bucket, Choices, parts_of, transfer_us
@@ -111,20 +112,30 @@ def region_events(problem: Problem, choices: Choices, direction: Direction) -> l
     for index, region in enumerate(problem.regions(direction)):
         step = Step(StepKind.COMPUTE, start=op, stop=op + region.num_ops)
         op = step.stop
+        takes = (_activation(inside[index] - between[index]), *born[index])
+        more = Claim(Category.TEMP, region.temporary_bytes)
+        gives = _activation(inside[index] - between[index + 1])
+        absent = (_activation(min(region.idle_bytes, inside[index])), *region.absent)
+        # What is there before or after a region is there in it, too.
+        most_absent = min(total_bytes((*takes, more)), gives.bytes)
         events.append(
             Event(
                 step,
                 us=region.us + extra_us[index],
-                takes=(_activation(inside[index] - between[index]), *born[index]),
-                briefly=(
-                    Claim(Category.TEMP, region.temporary_bytes),
-                    _activation(-min(region.idle_bytes, inside[index])),
-                    *(replace(claim, bytes=-claim.bytes) for claim in region.absent),
-                ),
-                gives=(_activation(inside[index] - between[index + 1]),),
+                takes=takes,
+                briefly=(more, *_taken_off(absent, most_absent)),
+                gives=(gives,),
             )
         )
     return events
+
+
+def _taken_off(absent: Iterable[Claim], limit_bytes: int) -> Iterator[Claim]:
+    """`absent` as negative claims, `limit_bytes` at most."""
+    for claim in absent:
+        size = min(claim.bytes, limit_bytes)
+        limit_bytes -= size
+        yield replace(claim, bytes=-size)
 
 
 def _activation(amount: int) -> Claim:

@@ -316,11 +316,11 @@ def launched_twice(ctx: Ctx) -> None:
         raise AssertionError("the plan was on disk")
 
     first = run()
-    original, pipeline.plan_step = pipeline.plan_step, searched
+    original, pipeline.plan_best = pipeline.plan_best, searched
     try:
         assert run() == first
     finally:
-        pipeline.plan_step = original
+        pipeline.plan_best = original
 
 
 def test_a_second_launch_does_not_search(pool: Pool) -> None:
