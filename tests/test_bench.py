@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from graphshard.cost.curve import Fit, line  # noqa: E402
 from graphshard.cost.machine import collective_us  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
 from graphshard.cost.profile import Origin, Profile, calibrated  # noqa: E402
+from graphshard.planner.problem import Lane  # noqa: E402
+from graphshard.planner.wires import Wires  # noqa: E402
 
 ORIGIN = Origin("cpu", "", 1, 1, 1, "", "", "", "")
 
@@ -354,3 +357,26 @@ def test_peaks_follow_addresses():
         change(21, 9, -7), change(22, 4, 50), change(23, 1, -100),
     ]  # fmt: skip
     assert peaks.peaks_of(events) == peaks.Peaks(gathered_bytes=80, allocated_bytes=190)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_planner_and_the_network_share_a_link_alike(extension, network, seed):
+    """`graphshard.planner.wires` against the emulated network: the same collectives, two lanes."""
+    random = Random(seed)
+    lanes = [extension.EmulatedBackend(0, RANKS, network) for _ in range(2)]
+    wires = Wires(tuple(Lane(str(place), ALPHA_US, "link") for place in range(2)))
+    works = {}
+    for job in range(12):
+        place = random.randrange(2)
+        works[job] = gather(lanes[place], RANKS * random.randrange(1, 20_000))
+        link_us = network.timeline()[-1].link_bytes / BYTES_PER_US
+        wires.issue(job, place, ALPHA_US + link_us, network.now_us())
+        if random.random() < 0.4:
+            first = random.choice(list(works))
+            works.pop(first).wait()
+            assert network.now_us() >= wires.end_us(first) - 0.1
+        network.compute_us(random.uniform(0.0, 500.0))
+    for work in works.values():
+        work.wait()
+    theirs = [sent.end_us for sent in network.timeline()]
+    assert [wires.end_us(job) for job in range(12)] == pytest.approx(theirs, abs=0.1)

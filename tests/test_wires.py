@@ -39,3 +39,12 @@ def test_what_is_issued_later_slows_what_is_under_way():
 
 def test_an_unknown_collective_never_ends():
     assert Wires(LANES).end_us(7) is None
+
+
+def test_to_wait_on_one_link_leaves_the_other_where_it_is():
+    wires = Wires((Lane("a", 0.0, "a"), Lane("b", 0.0, "b"), Lane("c", 0.0, "a")))
+    wires.issue(0, 0, 100.0, 0.0)
+    wires.issue(1, 1, 10.0, 0.0)
+    assert wires.end_us(1) == 10.0
+    wires.issue(2, 2, 20.0, 10.0)  # shares link a from now on, not after job 0
+    assert (wires.end_us(2), wires.end_us(0)) == (50.0, 120.0)

@@ -35,6 +35,7 @@ class Wires:
     finished_us: dict[int, float] = field(default_factory=dict)
     _free_at: dict[int, float] = field(default_factory=dict)
     _links: dict[str, Link] = field(default_factory=dict)
+    _link_of: dict[int, Link] = field(default_factory=dict)
 
     def issue(self, job: int, lane: int, us: float, now_us: float) -> None:
         name = self.lanes[lane].link
@@ -42,16 +43,16 @@ class Wires:
             self.started_us[job] = start_us = max(now_us, self._free_at.get(lane, 0.0))
             self.finished_us[job] = self._free_at[lane] = start_us + us
             return
-        link = self._links.setdefault(name, Link())
+        link = self._link_of[job] = self._links.setdefault(name, Link())
         link.advance(now_us, self)
         launch_us = min(us, self.lanes[lane].launch_us)
         link.queues[lane].append(Head(job, launch_us, us - launch_us))
 
     def end_us(self, job: int) -> float | None:
         """When `job` ends; None if it was never issued. Later issues do not change the past."""
-        for link in self._links.values():
-            while job not in self.finished_us and link.next_event(float("inf"), self):
-                pass
+        link = self._link_of.get(job)
+        while link is not None and job not in self.finished_us:
+            link.next_event(float("inf"), self)
         return self.finished_us.get(job)
 
 
