@@ -26,6 +26,7 @@ sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common n
 from bench import emulator, rounds  # noqa: E402
 from bench.launch import Request  # noqa: E402
 from bench.models import CONFIGS  # noqa: E402
+from bench.modes import BY_NAME  # noqa: E402
 from bench.rounds import python, say, turns  # noqa: E402
 from bench.step import launch  # noqa: E402
 from bench.table import step_median  # noqa: E402
@@ -117,8 +118,12 @@ def picture(spots: Sequence[Spot], title: str) -> str:
     for spot, peak, step in zip(found, peaks, steps, strict=True):
         colour = "#b45309" if spot.budget_bytes is None else "#1d4ed8"
         marks.append(f'<circle cx="{x(peak):.1f}" cy="{y(step):.1f}" r="4" fill="{colour}"/>')
-        label = escape(spot.name if spot.budget_bytes is None else f"{step:.0f} ms")
-        marks.append(f'<text x="{x(peak) + 6:.1f}" y="{y(step) - 6:.1f}">{label}</text>')
+        mode = BY_NAME.get(spot.name)
+        label = escape(f"{step:.0f} ms" if mode is None else f"{mode.title}, {step:.0f} ms")
+        at_left = mode is not None and x(peak) > WIDTH / 2  # else it may leave the picture
+        shift, anchor = (-6, "end") if at_left else (6, "start")
+        place = f'x="{x(peak) + shift:.1f}" y="{y(step) - 6:.1f}" text-anchor="{anchor}"'
+        marks.append(f"<text {place}>{label}</text>")
     axes = (
         f'<path d="M{EDGE},{EDGE} V{HEIGHT - EDGE} H{WIDTH - EDGE}" stroke="#444" fill="none"/>'
         f'<text x="{EDGE}" y="{HEIGHT - 20}">peak {min(peaks):.1f} to {max(peaks):.1f} MB</text>'
