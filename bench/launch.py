@@ -61,7 +61,7 @@ class StepTimes:
 class Rate:
     """One training at one rate of the link.
 
-    predicted_*: of the plan, without the optimizer; 0 if it was made without costs.
+    predicted_*, lower_bound_us: of the plan, without the optimizer; 0 if it was made without costs.
     """
 
     steps: list[StepTimes]
@@ -70,6 +70,7 @@ class Rate:
     step_peak_bytes: int
     predicted_us: float = 0.0
     predicted_peak_bytes: int = 0
+    lower_bound_us: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -180,6 +181,7 @@ def measure(training: Training, num_steps: int) -> Rate:
         step_peak_bytes=peaks.allocated_bytes,
         predicted_us=0.0 if estimate is None else estimate.step_time_us,
         predicted_peak_bytes=0 if estimate is None else estimate.peak_bytes,
+        lower_bound_us=0.0 if estimate is None else estimate.lower_bound_us,
     )
 
 

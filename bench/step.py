@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common names
 
-from bench import emulator, table  # noqa: E402
+from bench import emulator, limits, table  # noqa: E402
 from bench.launch import Measured, Rate, Request, StepTimes  # noqa: E402
 from bench.models import CONFIGS  # noqa: E402
 from bench.modes import ANY, BY_NAME, MODES, NO_LIMIT_BYTES, Mode  # noqa: E402
@@ -93,7 +93,7 @@ def run_rounds(
     modes: Sequence[Mode],
     request: Request,
     num_launches: int,
-    limits: Mapping[str, int | None],
+    within: Mapping[str, int | None],
 ) -> Iterator[dict[str, Measured]]:
     """Each round launches every mode once; each begins with another one."""
     total = num_launches * len(modes)
@@ -102,7 +102,7 @@ def run_rounds(
         for mode in turns(modes, index):
             began = time.monotonic()
             measured[mode.name] = launch(
-                replace(request, mode=mode.name, budget_bytes=limits[mode.name])
+                replace(request, mode=mode.name, budget_bytes=within[mode.name])
             )
             count = index * len(modes) + len(measured)
             steps = ", ".join(
@@ -155,7 +155,7 @@ def main() -> int:
             said = python("-m", "bench.profile", request.compute, args.config, str(args.ranks))
             say(said.strip())
         try:
-            rows = measure(args, request)
+            rows, near = measure(args, request)
         except LossesDiffer as error:
             say(f"error: {error}")
             return 1
@@ -166,10 +166,14 @@ def main() -> int:
         "virtual clock\n"
     )
     print(table.render(rows))
+    if near:
+        print(f"\n{limits.render(near)}")
     return 0
 
 
-def measure(args: argparse.Namespace, request: Request) -> list[table.Row]:
+def measure(
+    args: argparse.Namespace, request: Request
+) -> tuple[list[table.Row], list[limits.Limit]]:
     """All rounds. The file is written after each: an interrupted run leaves what it has."""
     result: dict[str, object] = {
         **header("step.py"),
@@ -179,21 +183,24 @@ def measure(args: argparse.Namespace, request: Request) -> list[table.Row]:
             for path in (Path(request.compute).glob("*.json") if request.compute else ())
         },
     }
-    limits = budgets(args.modes, request)
+    within = budgets(args.modes, request)
     rounds: list[dict[str, Measured]] = []
     rows: list[table.Row] = []
+    near: list[limits.Limit] = []
     load_averages = [os.getloadavg()]
-    for measured in run_rounds(args.modes, request, args.launches, limits):
+    for measured in run_rounds(args.modes, request, args.launches, within):
         rounds.append(measured)
         load_averages.append(os.getloadavg())
-        rows = table.make_rows(args.modes, args.gbit, rounds, limits)
-        result["budget_bytes"] = limits
+        rows = table.make_rows(args.modes, args.gbit, rounds, within)
+        near = limits.make_limits(args.modes, args.gbit, rounds)
+        result["budget_bytes"] = within
         result["load_averages"] = load_averages
         result["rows"] = [asdict(row) for row in rows]
+        result["limits"] = [asdict(limit) for limit in near]
         result["launches"] = [{name: asdict(m) for name, m in r.items()} for r in rounds]
         if args.json:
             write(args.json, result)
-    return rows
+    return rows, near
 
 
 if __name__ == "__main__":

@@ -6,20 +6,23 @@ where one block of the model hands over to the next. In: an outline of one direc
 uses, the time of each op and the bytes that cross each place. Out: the outline with all uses at
 cuts; what lies between two cuts is one region.
 
-At the ends of a step nothing hides communication: compute cannot start before the first parameters
-are there, and the last gradients are reduced after it. So where parts of a group may travel alone,
-the stay at which that happens is cut in two.
+Two places of a step hide no communication. At its ends compute cannot start before the first
+parameters are there, and the last gradients are reduced after it. Where forward turns to backward,
+a link that is behind compute has nothing to do: the last gather is there, and the first gradients
+are yet to come. So where parts of a group may travel alone, the first and the last stay of forward
+are cut in several, and backward behind the gradients of each part.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from operator import attrgetter
 from statistics import median
+from types import MappingProxyType
 from typing import TypeVar
 
 from torch import fx
@@ -34,8 +37,8 @@ _Use = TypeVar("_Use", GroupUse, ParamUse)
 # reduction later by this part of the time since the cut before: exposed time at the worst, against
 # the traffic of tensors that cross.
 SLACK = 0.1
-# The stay at the start of a step is cut between these parts of its time.
-MIDDLE = (0.2, 0.6)
+# A stay at which parts of a group travel alone is cut once between each of these parts of its time.
+INSIDE = ((0.2, 0.6), (0.6, 0.9))
 
 
 def snapped(
@@ -43,15 +46,14 @@ def snapped(
     crossing: Sequence[int],
     us: Sequence[float],
     *,
-    halves: bool = False,
-    late: Collection[tuple[int, int]] = (),
+    inside: bool = False,
+    late: Mapping[tuple[int, int], int] = MappingProxyType({}),
 ) -> Outline:
     """`outline` with its uses and reductions moved to cuts, which it names as `regions`.
 
     crossing: bytes that cross place p, from the ops before op p to op p and later; one more entry
-    than ops. us: of each op. halves: parts of a group may travel alone, so the stay at the start of
-    a step is cut in two. late: groups and parameters (`late_params`) whose gradients may be reduced
-    before the rest of their group's.
+    than ops. us: of each op. inside: parts of a group may travel alone, so stays are cut inside.
+    late: what `late_params` says of forward, if parts of gradients may be reduced alone.
     """
     times = [0.0, *accumulate(us)]
     done = _done(outline)
@@ -70,54 +72,84 @@ def snapped(
         if times[behind] - times[place] > slack:
             high = max(bisect_right(times, times[place] + slack) - 1, place)
             cuts.add(_cheapest(crossing, place, high, late=False))
-    if halves:
-        cuts.update(_first_half(outline, crossing, times))
-    cuts.update(_last_half(outline, crossing, times, late))
+    if inside:
+        for stay in _long_stays(outline, times):
+            cuts.update(_inside(stay, crossing, times))
+    cuts.update(_behind_late(outline, crossing, times, late))
     return _moved(outline, tuple(sorted(cuts)))
 
 
-def late_params(forward: Outline) -> frozenset[tuple[int, int]]:
-    """Group and place of the parameters that the second half of a stay that was cut reads first."""
+def late_params(forward: Outline) -> dict[tuple[int, int], int]:
+    """Group and place of the parameters that a stay with cuts inside reads only behind one of them,
+    with the number of that cut, from 1."""
     regions: dict[int, dict[int, int]] = defaultdict(dict)
     for use in forward.params:
         regions[use.group][use.param] = bisect_right(forward.regions, use.first)
-    return frozenset(
-        (group, param)
-        for group, firsts in regions.items()
-        for param, region in firsts.items()
-        if sorted(set(firsts.values())) == [region - 1, region]
-    )
+    found: dict[tuple[int, int], int] = {}
+    for group, firsts in regions.items():
+        numbers = {region: number for number, region in enumerate(sorted(set(firsts.values())))}
+        if max(numbers) - min(numbers) <= len(INSIDE):  # one stay; a root has several far apart
+            found |= {(group, param): numbers[region] for param, region in firsts.items()}
+    return {place: number for place, number in found.items() if number}
 
 
-def _first_half(outline: Outline, crossing: Sequence[int], times: Sequence[float]) -> Iterator[int]:
-    """A cheap cut in the middle of the first stay; one that is much shorter than the others (an
-    embedding) is passed over."""
-    stays = _stays(outline)
-    lengths = [times[last + 1] - times[first] for first, last in stays]
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """first, last: ops. reads: ops that read a parameter of the group first, in rising order."""
+
+    first: int
+    last: int
+    reads: tuple[int, ...]
+
+
+def _long_stays(outline: Outline, times: Sequence[float]) -> set[_Stay]:
+    """The first and the last of those that read parameters over half of their time, and are not
+    much shorter than the others (an embedding, a last norm and a head)."""
+    found = [
+        _Stay(
+            first, last, tuple(sorted(u.first for u in outline.params if first <= u.first <= last))
+        )
+        for first, last in _stays(outline)
+    ]
+    lengths = [times[stay.last + 1] - times[stay.first] for stay in found]
     typical = median(lengths or [0.0])
-    for (first, last), length in zip(stays, lengths, strict=True):
-        if length >= typical / 2:
-            low, high = (bisect_left(times, times[first] + share * length) for share in MIDDLE)
-            if first < low <= high <= last:
-                yield _cheapest(crossing, low, high, late=False)
-            return
+    long = [
+        stay
+        for stay, length in zip(found, lengths, strict=True)
+        if length >= typical / 2 and times[stay.reads[-1]] - times[stay.first] >= length / 2
+    ]
+    return {*long[:1], *long[-1:]}
 
 
-def _last_half(
+def _inside(stay: _Stay, crossing: Sequence[int], times: Sequence[float]) -> Iterator[int]:
+    """Cheap cuts inside the stay; a parameter is read first before, between and behind them."""
+    length = times[stay.last + 1] - times[stay.first]
+    read = stay.first
+    for shares in INSIDE:
+        low, high = (bisect_left(times, times[stay.first] + share * length) for share in shares)
+        low, high = max(low, read + 1), min(high, stay.reads[-1])
+        if low <= high:
+            cut = _cheapest(crossing, low, high, late=True)
+            read = stay.reads[bisect_left(stay.reads, cut)]
+            yield cut
+
+
+def _behind_late(
     outline: Outline,
     crossing: Sequence[int],
     times: Sequence[float],
-    late: Collection[tuple[int, int]],
+    late: Mapping[tuple[int, int], int],
 ) -> Iterator[int]:
-    """A cheap cut soon after the gradients of `late` are complete."""
+    """Cheap cuts soon after the gradients of what forward reads behind each cut are complete."""
     for reduction in outline.reductions:
         comes = dict(reduction.comes)
-        found = [comes[p] for group, p in late if group == reduction.group and p in comes]
-        place = max(found, default=outline.num_ops) + 1
-        if place < outline.num_ops and place <= max(comes.values()):
-            slack = SLACK * (times[max(comes.values())] - times[min(comes.values())])
-            high = max(bisect_right(times, times[place] + slack) - 1, place)
-            yield _cheapest(crossing, place, high, late=False)
+        numbers = {p: late[reduction.group, p] for p in comes if (reduction.group, p) in late}
+        for number in set(numbers.values()):
+            place = max(comes[p] for p, behind in numbers.items() if behind >= number) + 1
+            if place < outline.num_ops and place <= max(comes.values()):
+                slack = SLACK * (times[max(comes.values())] - times[min(comes.values())])
+                high = max(bisect_right(times, times[place] + slack) - 1, place)
+                yield _cheapest(crossing, place, high, late=False)
 
 
 def crossing_bytes(graph: fx.Graph) -> list[int]:

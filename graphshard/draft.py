@@ -182,7 +182,7 @@ def decide(parts: Parts, order: Order, again: Callable[[tuple[Unit, ...]], Parts
     """
     recompute, fused = order.freedom.recompute, order.fused
     basis = basis_of(
-        parts.placed, order.machine, recompute=recompute, fused=fused, parts=order.freedom.regroup
+        parts.placed, order.machine, recompute=recompute, fused=fused, parts=order.in_parts
     )
     problem = pose(basis, order)
     plan, without = best_plans(basis, order, problem)
@@ -209,7 +209,7 @@ def _repeating(
     """The plan of `parts`, whose backward computes groups `names` again, or why there is none."""
     basis = basis_of(
         parts.placed, order.machine,
-        recompute=False, fused=order.fused, parts=order.freedom.regroup,
+        recompute=False, fused=order.fused, parts=order.in_parts,
     )  # fmt: skip
     problem = pose(basis, order)
     try:

@@ -70,6 +70,11 @@ class Order:
     freedom: Freedom
     fused: bool = False
 
+    @property
+    def in_parts(self) -> bool:
+        """Parts of a group may travel alone, and there is somewhere to travel to."""
+        return self.freedom.regroup and any(own.ranks > 1 for own in self.settings)
+
 
 def schedule(program: Program, order: Order | None = None) -> tuple[Program, Plan]:
     """A captured program in the order of its plan, and that plan.

@@ -121,21 +121,26 @@ def price(
 def _splittable(
     groups: Sequence[GroupInfo], settings: Sequence[GroupSettings], forward: Outline
 ) -> frozenset[int]:
-    """Groups that may travel in parts: large ones, and those at the ends of a step, where nothing
-    hides their collectives.
+    """Groups that may travel in parts: large ones, and those where nothing hides collectives.
 
-    These are the root, whose first parameters (an embedding) and last ones (a head) are needed far
-    apart, and the first of the others in forward, whose gradients come last.
+    The latter are the root, whose first parameters (an embedding) and last ones (a head) are needed
+    far apart, and the first and the last of the others in forward. See `graphshard.cuts`.
     """
     typical = median([g.gathered_bytes for g in groups])
-    uses = sorted((use.first, use.group) for use in forward.uses)
-    first = next((g for _, g in uses if not settings[g].is_root), None)
+    read = [use.group for use in sorted(forward.uses, key=lambda use: (use.first, use.group))]
+    inner = [g for g in read if not settings[g].is_root and _has_pieces(groups[g], forward)]
+    ends = {*inner[:1], *inner[-1:]}
     return frozenset(
         g.id
         for g in groups
         if len(g.params) > 1
-        and (g.gathered_bytes > HUGE * typical or settings[g.id].is_root or g.id == first)
+        and (g.gathered_bytes > HUGE * typical or settings[g.id].is_root or g.id in ends)
     )
+
+
+def _has_pieces(info: GroupInfo, forward: Outline) -> bool:
+    """Forward reads a good deal of the group before the rest."""
+    return len(_pieces(info, forward)) > 1
 
 
 def _group(
@@ -150,7 +155,7 @@ def _group(
 ) -> Group:
     pieces = [tuple(range(len(info.params)))]
     if splits:
-        pieces = _pieces(info, stages[Direction.FORWARD])
+        pieces = _pieces(info, stages[Direction.FORWARD].outline)
     decided = {Reshard.OPEN: own.reshard, Reshard.AUTO: None}
     return Group(
         id=info.id,
@@ -167,15 +172,11 @@ def _group(
     )
 
 
-def _pieces(info: GroupInfo, forward: Divided) -> list[tuple[int, ...]]:
-    """Parameters that forward reads first in the same region, or in neighbouring ones: each piece
-    is at least 1 / MAX_PARTS of the group but for the last."""
-    regions = {
-        use.param: forward.region_of(use.first)
-        for use in forward.outline.params
-        if use.group == info.id
-    }
-    unused = len(forward.regions)
+def _pieces(info: GroupInfo, forward: Outline) -> list[tuple[int, ...]]:
+    """Parameters that forward reads first at the same cut, or at neighbouring ones: each piece is
+    at least 1 / MAX_PARTS of the group but for the last."""
+    regions = {use.param: use.first for use in forward.params if use.group == info.id}
+    unused = forward.num_ops
     order = sorted(range(len(info.params)), key=lambda place: (regions.get(place, unused), place))
     pieces: list[tuple[int, ...]] = []
     piece: list[int] = []

@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.cost.live import owner, tensor_bytes
-from graphshard.ir import Program, compute_nodes, is_view, output_node
+from graphshard.ir import Program, compute_nodes, is_view, output_node, step_of
 from graphshard.planner.outline import GroupUse, Outline
 from graphshard.planner.problem import Problem, Recompute, checked
 from graphshard.step_plan import GroupInfo
@@ -53,7 +53,7 @@ def units(program: Program, forward: Outline, us: Sequence[float]) -> tuple[Unit
     found = []
     for group, first, last in _innermost(forward.uses):
         inside = _inside(compute[first : last + 1], returned)
-        freed = [n for n in saved if n in inside and n.name in readers]
+        freed = [n for n in saved if n in inside and owner(n) in inside and n.name in readers]
         repeated = _ancestors(freed, inside)
         size = sum(map(tensor_bytes, _owners(freed)))
         size -= sum(map(tensor_bytes, _new_inputs(repeated, saved)))
@@ -178,8 +178,8 @@ def _new_inputs(repeated: Sequence[fx.Node], saved: Collection[fx.Node]) -> list
     """What has to be saved only because `repeated` reads it. Parameters are gathered again."""
     inner, kept = set(repeated), set(_owners(list(saved)))
     sources = [s for n in repeated for s in n.all_input_nodes if s not in inner]
-    made = [s for s in sources if s.op == "call_function" and "val" in s.meta]
-    return [s for s in _owners(made) if s not in kept and s.op == "call_function"]
+    made = [s for s in _owners(sources) if s.op == "call_function" and "val" in s.meta]
+    return [s for s in made if s not in kept and step_of(s) is None]
 
 
 def _first_reader(backward: fx.Graph) -> dict[str, int]:

@@ -7,9 +7,10 @@ gradients come; and what backward could compute again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 
 from torch import fx
 
@@ -59,10 +60,10 @@ def basis_of(
     """recompute: say also what backward could compute again. fused: price the ops between two
     communication points as a compiler would fuse them, not one by one. parts: groups may travel in
     parts."""
-    forward = _sketch(program, Direction.FORWARD, machine, fused, halves=parts)
+    forward = _sketch(program, Direction.FORWARD, machine, fused, inside=parts)
     sketches = {Direction.FORWARD: forward}
     if program.backward is not None:
-        late = late_params(forward.outline) if parts else ()
+        late = late_params(forward.outline) if parts else {}
         sketches[Direction.BACKWARD] = _sketch(
             program, Direction.BACKWARD, machine, fused, late=late
         )
@@ -76,15 +77,15 @@ def _sketch(
     machine: Machine,
     fused: bool,
     *,
-    halves: bool = False,
-    late: Collection[tuple[int, int]] = (),
+    inside: bool = False,
+    late: Mapping[tuple[int, int], int] = MappingProxyType({}),
 ) -> Sketch:
-    """halves, late: see `graphshard.cuts.snapped`."""
+    """inside, late: see `graphshard.cuts.snapped`."""
     graph = program.by_direction[direction].graph
     found = outline(program, graph, direction)
     if fused:
         us = _us(machine, graph_work(graph, fused_regions=(0,)))
-        found = snapped(found, crossing_bytes(graph), us, halves=halves, late=late)
+        found = snapped(found, crossing_bytes(graph), us, inside=inside, late=late)
     works = graph_work(graph, fused_regions=found.cuts if fused else None)
     us = _us(machine, works)
     unstored = never_stored(compute_nodes(graph), found.cuts) if fused else {}

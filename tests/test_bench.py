@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import emulator, peaks, profile, table  # noqa: E402
+from bench import emulator, limits, peaks, profile, table  # noqa: E402
 from bench.launch import Measured, Rate, Request, StepTimes  # noqa: E402
 from bench.modes import ANY, BY_NAME, MODES, NO_LIMIT_BYTES  # noqa: E402
 from bench.step import TOLERANCE, LossesDiffer, budgets, check_losses, launch  # noqa: E402
@@ -311,6 +311,27 @@ def test_the_baseline_is_the_best_that_fits_the_memory(limit, best, speedup):
     (ours,) = (row for row in rows if row.mode == "planned")
     assert (ours.against, ours.speedup.median) == (best, speedup)
     assert all(row.speedup is None for row in rows if row is not ours)
+
+
+def at_rate(step_us, exposed_us, link_bytes, *, bound_us=0.0):
+    times = StepTimes(step_us, exposed_us, 0.0, link_bytes, 1)
+    return Rate([times], 0, 0, 0, lower_bound_us=bound_us)
+
+
+def test_the_limit_is_the_link_or_one_process():
+    """1 MB takes 8 ms at 1 gbit and 2 ms at 4 gbit; one process takes 5 ms."""
+    alone = Measured([], [at_rate(5e3, 0.0, 0)] * 2, 0)
+    peer = Measured([], [at_rate(20e3, 1e3, 10**6), at_rate(9e3, 1e3, 10**6)], 0)
+    ours = [at_rate(12e3, 6e3, 2 * 10**6, bound_us=9e3), at_rate(7e3, 1e3, 2 * 10**6, bound_us=6e3)]
+    modes = [BY_NAME[name] for name in ("single", "fsdp2_tuned", "planned")]
+    measured = {"single": alone, "fsdp2_tuned": peer, "planned": Measured([], ours, 0)}
+    slow, fast = limits.make_limits(modes, (1.0, 4.0), [measured])
+    assert [slow.mode, slow.limit_us, slow.lower_bound_us] == ["planned", 8e3, 9e3]
+    assert [slow.over.median, slow.busy_over.median] == [1.5, 1.2]
+    assert [fast.limit_us, fast.over.median, fast.busy_over.median] == [5e3, 1.4, 1.2]
+    text = limits.render([slow, fast])
+    assert "8.0  1.500 [1.500, 1.500]" in text
+    assert limits.make_limits(modes[1:], (1.0, 4.0), [measured]) == []
 
 
 def test_a_budget_is_the_peak_of_another_mode(monkeypatch):

@@ -1,5 +1,7 @@
 """Where compiled code is cut: near what needs it, where little crosses, alike in alike blocks."""
 
+from dataclasses import replace
+
 import graphs
 import pytest
 import torch
@@ -60,38 +62,61 @@ def test_a_direction_that_gathers_nothing_is_one_region():
     assert found.regions == (0, 4)
 
 
-def test_the_first_stay_is_cut_in_two_where_parts_may_travel_alone():
-    # An embedding (op 0), then two blocks of ten ops; in the first, least crosses before op 5.
-    blocks = forward((0, 0), (1, 10), (11, 20), num_ops=21)
-    reads = [ParamUse(0, 0, 0, 0)]
-    reads += [
-        ParamUse(group, place, op, op + 9) for group, op in ((1, 1), (2, 11)) for place in (0,)
+def blocks_of(count, *reads, size=10):
+    """An embedding (op 0), then blocks of `size` ops whose parameters are first read at `reads`."""
+    firsts = [1 + size * block for block in range(count)]
+    blocks = forward((0, 0), *((f, f + size - 1) for f in firsts), num_ops=1 + size * count)
+    params = [ParamUse(0, 0, 0, 0)] + [
+        ParamUse(group, place, first + read, first + size - 1)
+        for group, first in enumerate(firsts, start=1)
+        for place, read in enumerate(reads)
     ]
-    reads += [ParamUse(1, 1, 8, 10), ParamUse(2, 1, 18, 20)]
-    outline = Outline(Direction.FORWARD, 21, blocks.uses, (), frozenset(), tuple(reads))
-    crossing = [0, 1, *[9] * 3, 4, *[9] * 5, 1, *[9] * 9, 0]
-    us = [0.1] + [1.0] * 20
-    whole, halved = (snapped(outline, crossing, us, halves=h) for h in (False, True))
-    assert set(halved.regions) - set(whole.regions) == {5}
-    assert late_params(whole) == frozenset()
-    assert late_params(halved) == {(1, 1)}
+    us = [0.1] + [1.0] * (size * count)
+    return replace(blocks, params=tuple(params)), us
 
 
-def test_nothing_is_cut_in_two_where_nothing_is_gathered():
-    found = snapped(forward(num_ops=4), [0, 1, 1, 1, 0], [1.0] * 4, halves=True)
+def inside(outline, crossing, us):
+    """The cuts that are made only where parts of a group may travel alone."""
+    whole, parted = (snapped(outline, crossing, us, inside=parts) for parts in (False, True))
+    assert late_params(whole) == {}
+    return sorted(set(parted.regions) - set(whole.regions)), late_params(parted)
+
+
+def test_the_first_and_the_last_stay_are_cut_inside_where_parts_may_travel_alone():
+    outline, us = blocks_of(3, 0, 7)
+    crossing = [0, 1, *[9] * 3, 4, *[9] * 5, 1, *[9] * 9, 1, *[9] * 3, 4, *[9] * 5, 0]
+    cuts, late = inside(outline, crossing, us)
+    assert cuts == [5, 25]  # one: no parameter is read between this place and the second
+    assert late == {(1, 1): 1, (3, 1): 1}
+
+
+def test_a_stay_is_cut_in_three_where_parameters_are_read_between():
+    outline, us = blocks_of(1, 0, 3, 7)
+    cuts, late = inside(outline, [0, 1, 9, 9, 2, *[9] * 6, 0], us)
+    assert cuts == [4, 8]
+    assert late == {(1, 1): 1, (1, 2): 2}
+
+
+def test_a_stay_that_reads_all_its_parameters_at_once_is_not_cut_inside():
+    outline, us = blocks_of(3, 0, 1)
+    assert inside(outline, [0, *[5] * 30, 0], us) == ([], {})
+
+
+def test_nothing_is_cut_inside_where_nothing_is_gathered():
+    found = snapped(forward(num_ops=4), [0, 1, 1, 1, 0], [1.0] * 4, inside=True)
     assert found.regions == (0, 4)
 
 
-def test_the_gradients_of_the_second_half_are_reduced_first():
+def test_the_gradients_of_what_is_read_late_are_reduced_first():
     uses = (GroupUse(0, 5, 9), GroupUse(1, 0, 4))
     params = (ParamUse(1, 0, 0, 4), ParamUse(0, 1, 5, 6), ParamUse(0, 0, 8, 9))
-    ready = (Ready(1, 4, ((0, 4),)), Ready(0, 9, ((0, 9), (1, 6))))
+    ready = (Ready(1, 4, ((0, 4),)), Ready(0, 9, ((0, 9), (1, 6), (2, 5))))
     outline = Outline(Direction.BACKWARD, 10, uses, ready, frozenset(), params)
     crossing, us = [0, *[9] * 4, 1, *[9] * 4, 0], [1.0] * 10
     assert snapped(outline, crossing, us).regions == (0, 5, 10)
-    found = snapped(outline, crossing, us, late=[(0, 1)])
-    assert found.regions == (0, 5, 7, 10)
-    assert dict(found.reductions[1].comes) == {0: 9, 1: 6}
+    found = snapped(outline, crossing, us, late={(0, 1): 1, (0, 2): 2})
+    assert found.regions == (0, 5, 6, 7, 10)
+    assert dict(found.reductions[1].comes) == {0: 9, 1: 6, 2: 5}
 
 
 @pytest.mark.parametrize("count", [3, 5])

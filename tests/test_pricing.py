@@ -20,29 +20,34 @@ from graphshard.step_plan import Direction, Schedule
 OWN = GroupSettings(None, False, 2, 2, "lane 0", "lane 0", 64, 128, 4)
 
 
-def two_groups(names=("q", "k", "v", "o")):
-    """Group 0 has one parameter; group 1 one per name, read in forward one after the other."""
+def groups_of(*counts):
+    """Groups of so many parameters, all of one size, read in forward one after the other."""
     graph = Sketch()
     graph.placeholder("run")
-    x, anchors = graph.input("x"), [graph.anchor(0), graph.anchor(1)]
-    weights = [graph.unshard(anchors[1], i, f"w{i}") for i in range(len(names))]
-    x = graph.op(aten.mm.default, x, graph.unshard(anchors[0], 0, "w"))
+    x, anchors = graph.input("x"), [graph.anchor(number) for number in range(len(counts))]
+    names = [[f"w{index}" for index in range(count)] for count in counts]
+    weights = [
+        graph.unshard(anchor, index, f"{name}_{number}")
+        for number, (anchor, own) in enumerate(zip(anchors, names, strict=True))
+        for index, name in enumerate(own)
+    ]
     for weight in weights:
         x = graph.op(aten.mm.default, x, weight)
-    groups = [group(0), group(1, *names)]
+    groups = [group(number, *own) for number, own in enumerate(names)]
     return run_passes(program(*groups, forward=graph.done(x)), PLACEMENT)
 
 
-def priced(made, monkeypatch, huge, settings=(OWN, OWN)):
-    monkeypatch.setattr(pricing, "HUGE", huge)
+def priced(made, *, first=OWN, own=OWN, regroup=True):
+    """The problem of `made`. first, own: settings of its first and its last group."""
     machine = preset("h100")
     basis = basis_of(made, machine, recompute=False)
-    return pricing.price(basis, settings, machine, pricing.Freedom(regroup=True))
+    settings = [first, *[OWN] * (len(made.groups) - 2), own]
+    return pricing.price(basis, settings, machine, pricing.Freedom(regroup=regroup))
 
 
-def test_parts_add_up_to_the_group(monkeypatch):
-    made = two_groups()
-    whole, parts = (priced(made, monkeypatch, huge) for huge in (100, 1))
+def test_parts_add_up_to_the_group():
+    made = groups_of(1, 4)
+    whole, parts = (priced(made, regroup=regroup) for regroup in (False, True))
     assert [len(g.parts) for g in whole.groups] == [1, 1]
     assert [len(g.parts) for g in parts.groups] == [1, 4]
     assert [p.params for p in parts.groups[1].parts] == [(0,), (1,), (2,), (3,)]
@@ -55,28 +60,42 @@ def test_parts_add_up_to_the_group(monkeypatch):
         assert (one.alloc_bytes, one.free_bytes) == (other.alloc_bytes, other.free_bytes)
 
 
-def test_a_part_is_due_when_its_parameters_are_read(monkeypatch):
-    parts = priced(two_groups(), monkeypatch, 1).groups[1].parts
+def test_the_first_and_the_last_group_that_can_may_travel_in_parts():
+    problem = priced(groups_of(1, 4, 4, 4, 1))
+    assert [len(g.parts) for g in problem.groups] == [1, 4, 1, 4, 1]
+
+
+def test_the_root_may_travel_in_parts_and_is_neither_first_nor_last():
+    problem = priced(groups_of(4, 4, 4, 3), own=replace(OWN, is_root=True))
+    assert [len(g.parts) for g in problem.groups] == [4, 1, 4, 3]
+
+
+def test_a_huge_group_may_travel_in_parts(monkeypatch):
+    monkeypatch.setattr(pricing, "HUGE", 1)
+    problem = priced(groups_of(2, 2, 4, 2, 2))
+    assert [len(g.parts) for g in problem.groups] == [2, 1, 4, 1, 2]
+
+
+def test_a_part_is_due_when_its_parameters_are_read():
+    parts = priced(groups_of(1, 4)).groups[1].parts
     firsts = [p.forward.first for p in parts]
     assert firsts == sorted(set(firsts))
     assert [p.forward.last for p in parts] == firsts
 
 
-def test_there_are_few_parts_and_small_parameters_go_together(monkeypatch):
-    made = two_groups([f"w{i}" for i in range(30)])
-    sizes = [len(p.params) for p in priced(made, monkeypatch, 1).groups[1].parts]
+def test_there_are_few_parts_and_small_parameters_go_together():
+    sizes = [len(p.params) for p in priced(groups_of(1, 30)).groups[1].parts]
     assert len(sizes) <= pricing.MAX_PARTS
     assert sum(sizes) == 30
 
 
-def test_what_travels_its_own_way_is_neither_merged_nor_split(monkeypatch):
-    special = replace(OWN, regroups=False)
-    problem = priced(two_groups(), monkeypatch, 1, (OWN, special))
+def test_what_travels_its_own_way_is_neither_merged_nor_split():
+    problem = priced(groups_of(1, 4), own=replace(OWN, regroups=False))
     assert not problem.regroup_gathers
 
 
-def test_a_split_needs_less_memory_than_the_whole(monkeypatch):
-    problem = priced(two_groups(), monkeypatch, 1)
+def test_a_split_needs_less_memory_than_the_whole():
+    problem = priced(groups_of(1, 4))
     own = fsdp2(problem)
     (schedule,) = plan_step(replace(problem, budget_bytes=own.peak_bytes - 1)).schedules
     assert isinstance(schedule, Schedule)
@@ -122,11 +141,10 @@ def test_a_gradient_counts_from_the_op_that_makes_it(monkeypatch):
     assert event.brief_bytes == -64
 
 
-def test_lanes_of_one_group_share_a_link(monkeypatch):
-    apart = replace(OWN, reduce_lane="lane 1")
+def test_lanes_of_one_group_share_a_link():
     other = replace(OWN, gather_lane="lane 2", reduce_lane="lane 2")
-    problem = priced(two_groups(), monkeypatch, 100, (apart, other))
+    problem = priced(groups_of(1, 4), first=replace(OWN, reduce_lane="lane 1"), own=other)
     assert {lane.name: lane.link for lane in problem.lanes} == {
         "lane 0": "lane 0", "lane 1": "lane 0", "lane 2": "",
     }  # fmt: skip
-    assert [lane.link for lane in priced(two_groups(), monkeypatch, 100).lanes] == [""]
+    assert [lane.link for lane in priced(groups_of(1, 4)).lanes] == [""]
