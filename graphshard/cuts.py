@@ -9,7 +9,7 @@ cuts; what lies between two cuts is one region.
 Two places of a step hide no communication. At its ends compute cannot start before the first
 parameters are there, and the last gradients are reduced after it. Where forward turns to backward,
 a link that is behind compute has nothing to do: the last gather is there, and the first gradients
-are yet to come. So where parts of a group may travel alone, the first and the last stay of forward
+are yet to come. So where parts of a group may travel alone, the first and the last stays of forward
 are cut in several, and backward behind the gradients of each part.
 """
 
@@ -37,6 +37,9 @@ _Use = TypeVar("_Use", GroupUse, ParamUse)
 # reduction later by this part of the time since the cut before: exposed time at the worst, against
 # the traffic of tensors that cross.
 SLACK = 0.1
+# Blocks of forward that are cut inside: at the start, and before forward turns to backward. Three,
+# since a link that is hardly behind compute has work without a break only some blocks later.
+AT_START, AT_TURN = 1, 3
 # A stay at which parts of a group travel alone is cut once between each of these parts of its time.
 INSIDE = ((0.2, 0.6), (0.6, 0.9))
 
@@ -103,7 +106,7 @@ class _Stay:
 
 
 def _long_stays(outline: Outline, times: Sequence[float]) -> set[_Stay]:
-    """The first and the last of those that read parameters over half of their time, and are not
+    """The first and the last few of those that read parameters over half of their time, and are not
     much shorter than the others (an embedding, a last norm and a head)."""
     found = [
         _Stay(
@@ -118,7 +121,7 @@ def _long_stays(outline: Outline, times: Sequence[float]) -> set[_Stay]:
         for stay, length in zip(found, lengths, strict=True)
         if length >= typical / 2 and times[stay.reads[-1]] - times[stay.first] >= length / 2
     ]
-    return {*long[:1], *long[-1:]}
+    return {*long[:AT_START], *long[-AT_TURN:]}
 
 
 def _inside(stay: _Stay, crossing: Sequence[int], times: Sequence[float]) -> Iterator[int]:

@@ -19,6 +19,7 @@ from graphshard.cost.comm import Group as Ranks
 from graphshard.cost.machine import Machine, collective_us, launch_us
 from graphshard.cost.memory import ITEM_BYTES
 from graphshard.cost.roofline import copy_us
+from graphshard.cuts import AT_START, AT_TURN
 from graphshard.divide import Divided, divided, with_late_gradients
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.planner.outline import Outline
@@ -124,12 +125,12 @@ def _splittable(
     """Groups that may travel in parts: large ones, and those where nothing hides collectives.
 
     The latter are the root, whose first parameters (an embedding) and last ones (a head) are needed
-    far apart, and the first and the last of the others in forward. See `graphshard.cuts`.
+    far apart, and the first and the last few of the others in forward. See `graphshard.cuts`.
     """
     typical = median([g.gathered_bytes for g in groups])
     read = [use.group for use in sorted(forward.uses, key=lambda use: (use.first, use.group))]
     inner = [g for g in read if not settings[g].is_root and _has_pieces(groups[g], forward)]
-    ends = {*inner[:1], *inner[-1:]}
+    ends = {*inner[:AT_START], *inner[-AT_TURN:]}
     return frozenset(
         g.id
         for g in groups

@@ -82,12 +82,12 @@ def inside(outline, crossing, us):
     return sorted(set(parted.regions) - set(whole.regions)), late_params(parted)
 
 
-def test_the_first_and_the_last_stay_are_cut_inside_where_parts_may_travel_alone():
-    outline, us = blocks_of(3, 0, 7)
-    crossing = [0, 1, *[9] * 3, 4, *[9] * 5, 1, *[9] * 9, 1, *[9] * 3, 4, *[9] * 5, 0]
-    cuts, late = inside(outline, crossing, us)
-    assert cuts == [5, 25]  # one: no parameter is read between this place and the second
-    assert late == {(1, 1): 1, (3, 1): 1}
+def test_the_first_and_the_last_stays_are_cut_inside_where_parts_may_travel_alone():
+    outline, us = blocks_of(6, 0, 7)
+    cuts, late = inside(outline, [0, *[1, 9, 9, 9, 4, 9, 9, 9, 9, 9] * 6, 0], us)
+    # Once each: no parameter is read between this place and a second one.
+    assert cuts == [5, 35, 45, 55]
+    assert late == {(block, 1): 1 for block in (1, 4, 5, 6)}
 
 
 def test_a_stay_is_cut_in_three_where_parameters_are_read_between():

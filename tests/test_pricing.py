@@ -60,20 +60,20 @@ def test_parts_add_up_to_the_group():
         assert (one.alloc_bytes, one.free_bytes) == (other.alloc_bytes, other.free_bytes)
 
 
-def test_the_first_and_the_last_group_that_can_may_travel_in_parts():
-    problem = priced(groups_of(1, 4, 4, 4, 1))
-    assert [len(g.parts) for g in problem.groups] == [1, 4, 1, 4, 1]
+def test_the_first_and_the_last_groups_that_can_may_travel_in_parts():
+    problem = priced(groups_of(1, 4, 4, 4, 3, 3, 3, 1))
+    assert [len(g.parts) for g in problem.groups] == [1, 4, 1, 1, 3, 3, 3, 1]
 
 
 def test_the_root_may_travel_in_parts_and_is_neither_first_nor_last():
-    problem = priced(groups_of(4, 4, 4, 3), own=replace(OWN, is_root=True))
-    assert [len(g.parts) for g in problem.groups] == [4, 1, 4, 3]
+    problem = priced(groups_of(4, 4, 4, 4, 4, 3), own=replace(OWN, is_root=True))
+    assert [len(g.parts) for g in problem.groups] == [4, 1, 4, 4, 4, 3]
 
 
 def test_a_huge_group_may_travel_in_parts(monkeypatch):
     monkeypatch.setattr(pricing, "HUGE", 1)
-    problem = priced(groups_of(2, 2, 4, 2, 2))
-    assert [len(g.parts) for g in problem.groups] == [2, 1, 4, 1, 2]
+    problem = priced(groups_of(2, 2, 4, 2, 2, 2, 2))
+    assert [len(g.parts) for g in problem.groups] == [2, 1, 4, 1, 2, 2, 2]
 
 
 def test_a_part_is_due_when_its_parameters_are_read():
