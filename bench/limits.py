@@ -88,6 +88,6 @@ HEADER = (
     f"{'plan':>7}{'lower bound':>13}"
 )
 FOOTER = (
-    "limit: the longer of one process's step and of the fewest bytes that any mode sends;\n"
+    "limit: one process's step, or the time of the fewest bytes that any mode sends if longer;\n"
     "lower bound: no schedule of the graph is faster; like plan, without the optimizer."
 )

@@ -37,8 +37,8 @@ _Use = TypeVar("_Use", GroupUse, ParamUse)
 # reduction later by this part of the time since the cut before: exposed time at the worst, against
 # the traffic of tensors that cross.
 SLACK = 0.1
-# Blocks of forward that are cut inside: at the start, and before forward turns to backward. Three,
-# since a link that is hardly behind compute has work without a break only some blocks later.
+# So many stays of forward are cut inside: at its start, and before it turns to backward. There a
+# link that is hardly behind compute has work without a break only after some blocks.
 AT_START, AT_TURN = 1, 3
 # A stay at which parts of a group travel alone is cut once between each of these parts of its time.
 INSIDE = ((0.2, 0.6), (0.6, 0.9))
@@ -106,12 +106,11 @@ class _Stay:
 
 
 def _long_stays(outline: Outline, times: Sequence[float]) -> set[_Stay]:
-    """The first and the last few of those that read parameters over half of their time, and are not
-    much shorter than the others (an embedding, a last norm and a head)."""
+    """The first and the last few of those that read parameters for half of their time (a last norm
+    and a head do not), and are not much shorter than the others (an embedding is)."""
+    reads = sorted(use.first for use in outline.params)
     found = [
-        _Stay(
-            first, last, tuple(sorted(u.first for u in outline.params if first <= u.first <= last))
-        )
+        _Stay(first, last, tuple(reads[bisect_left(reads, first) : bisect_right(reads, last)]))
         for first, last in _stays(outline)
     ]
     lengths = [times[stay.last + 1] - times[stay.first] for stay in found]
