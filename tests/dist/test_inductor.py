@@ -1,16 +1,23 @@
 """Compiled compute: within tolerance of eager FSDP2, few regions, each compiled once."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import test_parity
 import test_semantics
 import torch
 from models import CASES, LENGTH, Llama, shard_blocks
+from parity import assert_equal, build, train
 from pool import Ctx, Pool
 from test_semantics import Step
 
 import graphshard
+from graphshard.cost.comm import Collective, Group
+from graphshard.cost.curve import Fit, line
+from graphshard.cost.profile import CommFit, Origin, Profile
+from graphshard.step_plan import Plan, StepKind
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +29,51 @@ def inductor() -> Iterator[Pool]:
 @pytest.mark.parametrize("name", list(CASES))
 def test_models_follow_eager_fsdp2(inductor: Pool, name: str) -> None:
     inductor.run(2, test_parity.parity_case, name, "in place", 5, {}, timeout_s=300)
+
+
+def slow_link(ranks: int) -> Profile:
+    """A network that takes somewhat longer than compute, and next to nothing for a launch."""
+    fit = Fit(line(1.0, 55.0 * ranks), ())
+    kinds = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
+    comm = tuple(CommFit(kind, Group(ranks, ranks, "world"), fit) for kind in kinds)
+    origin = Origin("cpu", "host", 1, 1, ranks, "gloo", "2.13.0", "", "")
+    return Profile(origin, comm, (), (), Fit(line(1.0, 1e4), ()))
+
+
+def budgeted(ctx: Ctx, shares: list[float]) -> list[Plan]:
+    """Plans under budgets in shares of FSDP2's peak, each trained with."""
+    case, found, own_bytes = CASES["llama"], [], 2**40
+    expected = train(build(case, ctx), case, ctx, 3)
+    with TemporaryDirectory() as folder:
+        machine = Path(folder, "slow.json")
+        machine.write_text(slow_link(ctx.world_size).to_json())
+        for share in (1.0, *shares):
+            model = build(case, ctx)
+            options = {"memory_budget": int(own_bytes * share), "machine": str(machine)}
+            model.compile(
+                backend="graphshard", fullgraph=True, options={"fallback": "error", **options}
+            )
+            assert_equal(expected, train(model, case, ctx, 3))
+            (plan,) = graphshard.plans(model)
+            assert plan.estimate is not None
+            own_bytes = plan.estimate.fsdp2.peak_bytes
+            found.append(plan)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parts_of_the_last_blocks_travel_alone_and_blocks_are_computed_again(
+    inductor: Pool, ranks: int
+) -> None:
+    plans = inductor.run(ranks, budgeted, [1.0, 0.85], timeout_s=300)
+    assert all(own == plans[0] for own in plans)
+    free, *tight = plans[0]
+    assert not free.recompute
+    assert all(plan.recompute for plan in tight)
+    parts = [s for d in free.schedules for s in d.steps if s.params]
+    seen = {(s.kind, free.groups[s.groups[0]].fqn) for s in parts}
+    last = "blocks.3"
+    assert {(StepKind.GATHER_ISSUE, last), (StepKind.REDUCE_ISSUE, last)} <= seen
 
 
 def regions(ctx: Ctx, depth: int) -> dict[str, tuple[int, int]]:
