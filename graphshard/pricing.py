@@ -7,7 +7,8 @@ alive, and per group its transfers, uses and gradients. Nothing here measures or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import median
@@ -129,7 +130,8 @@ def _splittable(
     """
     typical = median([g.gathered_bytes for g in groups])
     read = [use.group for use in sorted(forward.uses, key=lambda use: (use.first, use.group))]
-    inner = [g for g in read if not settings[g].is_root and _has_pieces(groups[g], forward)]
+    reads = _first_reads(forward)
+    inner = [g for g in read if not settings[g].is_root and len(_pieces(groups[g], reads[g])) > 1]
     ends = {*inner[:AT_START], *inner[-AT_TURN:]}
     return frozenset(
         g.id
@@ -139,9 +141,12 @@ def _splittable(
     )
 
 
-def _has_pieces(info: GroupInfo, forward: Outline) -> bool:
-    """Forward reads a good deal of the group before the rest."""
-    return len(_pieces(info, forward)) > 1
+def _first_reads(forward: Outline) -> dict[int, dict[int, int]]:
+    """By group and parameter: the first op that reads it."""
+    found: dict[int, dict[int, int]] = defaultdict(dict)
+    for use in forward.params:
+        found[use.group][use.param] = use.first
+    return found
 
 
 def _group(
@@ -156,7 +161,7 @@ def _group(
 ) -> Group:
     pieces = [tuple(range(len(info.params)))]
     if splits:
-        pieces = _pieces(info, stages[Direction.FORWARD].outline)
+        pieces = _pieces(info, _first_reads(stages[Direction.FORWARD].outline)[info.id])
     decided = {Reshard.OPEN: own.reshard, Reshard.AUTO: None}
     return Group(
         id=info.id,
@@ -173,18 +178,17 @@ def _group(
     )
 
 
-def _pieces(info: GroupInfo, forward: Outline) -> list[tuple[int, ...]]:
+def _pieces(info: GroupInfo, reads: Mapping[int, int]) -> list[tuple[int, ...]]:
     """Parameters that forward reads first at the same cut, or at neighbouring ones: each piece is
-    at least 1 / MAX_PARTS of the group but for the last."""
-    regions = {use.param: use.first for use in forward.params if use.group == info.id}
-    unused = forward.num_ops
-    order = sorted(range(len(info.params)), key=lambda place: (regions.get(place, unused), place))
+    at least 1 / MAX_PARTS of the group but for the last. reads: `_first_reads` of the group."""
+    unused = max(reads.values(), default=0) + 1
+    order = sorted(range(len(info.params)), key=lambda place: (reads.get(place, unused), place))
     pieces: list[tuple[int, ...]] = []
     piece: list[int] = []
     for place, after in zip_longest(order, order[1:]):
         piece.append(place)
         size_bytes = sum(info.params[p].gathered_bytes for p in piece)
-        ends = after is None or regions.get(after, unused) != regions.get(place, unused)
+        ends = after is None or reads.get(after, unused) != reads.get(place, unused)
         if after is None or (ends and size_bytes * MAX_PARTS >= info.gathered_bytes):
             pieces.append(tuple(sorted(piece)))
             piece = []
