@@ -9,6 +9,7 @@ from planning import in_place, layers, random_problem
 
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.plan_step import fsdp2, plan_step
+from graphshard.planner.problem import Recompute
 from graphshard.step_plan import Direction, StepKind
 
 
@@ -27,6 +28,26 @@ def test_a_larger_budget_keeps_groups_until_backward():
     assert kept
     assert [s.group for s in backward.of_kind(StepKind.GATHER_ISSUE) if s.kept] == kept[::-1]
     assert free.estimate.step_time_us <= plan_step(problem).estimate.step_time_us
+
+
+@pytest.mark.parametrize("count", [8, 12])
+@pytest.mark.parametrize("options", [1, 2, 4])
+def test_room_that_computing_again_makes_is_used(count, options):
+    """To keep everything, so many options are needed; one by one they gain nothing."""
+    problem = layers(
+        count, gather_us=300.0, reduce_us=300.0, activations=1000, shared_lane=True,
+        micro_steps=4, sync_each=False, regroup_gathers=True,
+    )  # fmt: skip
+    free = plan_step(replace(problem, budget_bytes=10**9)).estimate
+    offered = tuple(
+        Recompute(f"layers.{i}", i, count - 1 - i, saved_bytes=900, extra_us=60.0)
+        for i in range(count - 1)
+    )
+    budget = free.ours.peak_bytes - 900 * options + 100
+    tight = plan_step(replace(problem, recompute=offered, budget_bytes=budget))
+    assert len(tight.recompute) == options
+    longer_us = tight.estimate.step_time_us - free.step_time_us
+    assert longer_us <= 1.1 * options * 4 * 60.0
 
 
 def test_what_cannot_fit_is_an_error_that_says_what_would():

@@ -139,6 +139,15 @@ def lean_choices(kit: Kit) -> Choices:
     )
 
 
+def all_kept(kit: Kit, choices: Choices) -> Choices:
+    """`choices` with everything kept that may be, from forward and between micro-steps."""
+    opened = (*_kept_moves(kit, _by_need(kit)), *(Move(What.ACROSS, g.id) for g in _carried(kit)))
+    for move in opened:
+        if move.item not in getattr(choices, move.what):
+            choices = apply(choices, move)
+    return choices
+
+
 def _all_split(kit: Kit, what: What) -> Cuts:
     return Cuts(split=tuple(sorted(m.item for m in _splits(kit, what))))
 

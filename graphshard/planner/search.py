@@ -13,7 +13,16 @@ from itertools import combinations
 from typing import TypeAlias
 
 from graphshard.planner.choices import Choices
-from graphshard.planner.moves import Move, apply, families, lean_choices, moves, unmoved
+from graphshard.planner.moves import (
+    Move,
+    What,
+    all_kept,
+    apply,
+    families,
+    lean_choices,
+    moves,
+    unmoved,
+)
 from graphshard.planner.score import Bench, Candidate, all_policies, candidate, place
 
 # How many events the search may play; about a second of Python for each million.
@@ -92,7 +101,11 @@ def _prefixes(bench: Bench, best: Candidate, limit: int) -> Candidate:
             choices = base
             for move in family[:count]:
                 choices = apply(choices, move)
-            return candidate(bench, choices)
+            found = candidate(bench, choices)
+            if family[0].what is not What.RECOMPUTE:
+                return found
+            # Computing again gains nothing by itself: the room that it makes has to be used.
+            return better(found, candidate(bench, all_kept(bench.kit, choices)))
 
         best = _best_prefix(best, len(family), attempt, tried)
     return best
