@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from bench.interval import Interval, sign_interval
 from bench.modes import Mode
@@ -57,7 +58,7 @@ def make_limits(modes: Sequence[Mode], gbits: Sequence[float], rounds: Rounds) -
                     mode=mode.name,
                     title=mode.title,
                     gbit=gbit,
-                    limit_us=sign_interval(limits).median,
+                    limit_us=median(limits),
                     over=sign_interval([s / at for s, at in zip(steps, limits, strict=True)]),
                     busy_over=sign_interval([b / s for b, s in zip(busy, singles, strict=True)]),
                     predicted_us=rates[0].predicted_us,

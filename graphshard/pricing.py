@@ -7,7 +7,6 @@ alive, and per group its transfers, uses and gradients. Nothing here measures or
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -76,10 +75,8 @@ def price(
     ]
     lanes, links = _lanes(basis.groups, settings, machine), _links(settings)
     first = basis.sketches[Direction.FORWARD].outline
-    splittable = _splittable(basis.groups, settings, first) if freedom.regroup else frozenset()
-    stages = {
-        direction: divided(sketch, splittable) for direction, sketch in basis.sketches.items()
-    }
+    pieces = _pieces_by_group(basis.groups, settings, first) if freedom.regroup else {}
+    stages = {direction: divided(sketch, pieces) for direction, sketch in basis.sketches.items()}
     groups = tuple(
         _group(
             info,
@@ -88,7 +85,7 @@ def price(
             lanes,
             machine,
             freedom.reshard,
-            splits=info.id in splittable,
+            pieces.get(info.id, [tuple(range(len(info.params)))]),
         )
         for info in basis.groups
     )
@@ -120,33 +117,30 @@ def price(
 # -- groups --------------------------------------------------------------------------------------
 
 
-def _splittable(
+def _pieces_by_group(
     groups: Sequence[GroupInfo], settings: Sequence[GroupSettings], forward: Outline
-) -> frozenset[int]:
-    """Groups that may travel in parts: large ones, and those where nothing hides collectives.
+) -> dict[int, list[tuple[int, ...]]]:
+    """The parts of those groups that may travel in parts: large ones, and those where nothing hides
+    collectives.
 
     The latter are the root, whose first parameters (an embedding) and last ones (a head) are needed
     far apart, and the first and the last few of the others in forward. See `graphshard.cuts`.
     """
-    typical = median([g.gathered_bytes for g in groups])
-    read = [use.group for use in sorted(forward.uses, key=lambda use: (use.first, use.group))]
-    reads = _first_reads(forward)
-    inner = [g for g in read if not settings[g].is_root and len(_pieces(groups[g], reads[g])) > 1]
-    ends = {*inner[:AT_START], *inner[-AT_TURN:]}
-    return frozenset(
-        g.id
-        for g in groups
-        if len(g.params) > 1
-        and (g.gathered_bytes > HUGE * typical or settings[g.id].is_root or g.id in ends)
-    )
-
-
-def _first_reads(forward: Outline) -> dict[int, dict[int, int]]:
-    """By group and parameter: the first op that reads it."""
-    found: dict[int, dict[int, int]] = defaultdict(dict)
+    reads: dict[int, dict[int, int]] = {g.id: {} for g in groups}
     for use in forward.params:
-        found[use.group][use.param] = use.first
-    return found
+        reads[use.group][use.param] = use.first
+    pieces = {g.id: _pieces(g, reads[g.id]) for g in groups if len(g.params) > 1}
+    typical = median([g.gathered_bytes for g in groups])
+    used = [use.group for use in sorted(forward.uses, key=lambda use: (use.first, use.group))]
+    inner = [g for g in used if not settings[g].is_root and len(pieces.get(g, ())) > 1]
+    ends = {*inner[:AT_START], *inner[-AT_TURN:]}
+    return {
+        number: found
+        for number, found in pieces.items()
+        if groups[number].gathered_bytes > HUGE * typical
+        or settings[number].is_root
+        or number in ends
+    }
 
 
 def _group(
@@ -156,12 +150,8 @@ def _group(
     lanes: dict[str, float],
     machine: Machine,
     reshard: Reshard,
-    *,
-    splits: bool,
+    pieces: Sequence[tuple[int, ...]],
 ) -> Group:
-    pieces = [tuple(range(len(info.params)))]
-    if splits:
-        pieces = _pieces(info, _first_reads(stages[Direction.FORWARD].outline)[info.id])
     decided = {Reshard.OPEN: own.reshard, Reshard.AUTO: None}
     return Group(
         id=info.id,
@@ -180,7 +170,7 @@ def _group(
 
 def _pieces(info: GroupInfo, reads: Mapping[int, int]) -> list[tuple[int, ...]]:
     """Parameters that forward reads first at the same cut, or at neighbouring ones: each piece is
-    at least 1 / MAX_PARTS of the group but for the last. reads: `_first_reads` of the group."""
+    at least 1 / MAX_PARTS of the group but for the last. reads: the first op of each."""
     unused = max(reads.values(), default=0) + 1
     order = sorted(range(len(info.params)), key=lambda place: (reads.get(place, unused), place))
     pieces: list[tuple[int, ...]] = []
