@@ -50,6 +50,27 @@ def test_room_that_computing_again_makes_is_used(count, options):
     assert longer_us <= 1.1 * options * 4 * 60.0
 
 
+@pytest.mark.parametrize(("count", "gather_us"), [(24, 400.0), (32, 300.0)])
+def test_more_memory_is_no_slower(count, gather_us):
+    """What computing again makes room for is kept as far as it fits, be it not all."""
+    problem = layers(
+        count, gather_us=gather_us, reduce_us=300.0, activations=1000, shared_lane=True,
+        regroup_gathers=True,
+    )  # fmt: skip
+    offered = tuple(
+        Recompute(f"layers.{i}", i, count - 1 - i, saved_bytes=900, extra_us=50.0)
+        for i in range(count - 1)
+    )
+    most = plan_step(replace(problem, budget_bytes=10**9)).estimate.ours.peak_bytes
+    best_us, planned = float("inf"), 0
+    for percent in range(40, 101, 8):
+        tight = replace(problem, recompute=offered, budget_bytes=most * percent // 100)
+        step_us = plan_step(tight).estimate.step_time_us
+        assert step_us <= 1.01 * best_us
+        best_us, planned = min(best_us, step_us), planned + 1
+    assert planned == 8
+
+
 def test_what_cannot_fit_is_an_error_that_says_what_would():
     problem = layers(3, size=1000)
     with pytest.raises(

@@ -1,8 +1,10 @@
 """What backward computes again frees what the planner was promised, and nothing else."""
 
 import functools
+from dataclasses import replace
 
 import pytest
+from planning import layers
 from test_offline import llama, net
 
 from graphshard.cost.live import saved_memory
@@ -12,7 +14,10 @@ from graphshard.ir import copy_of
 from graphshard.offline.capture import capture
 from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended
+from graphshard.pipeline import is_worth
+from graphshard.planner.plan_step import plan_step
 from graphshard.sketch import basis_of
+from graphshard.step_plan import Figures, Plan
 
 
 def saved_bytes(parts):
@@ -36,3 +41,26 @@ def test_a_unit_frees_what_it_promises(build, fused):
         again = repeating(draft, spare, parts, chosen, fused=fused)
     promised = sum(unit.saved_bytes for unit in chosen)
     assert saved_bytes(parts) - saved_bytes(again) == promised > 0
+
+
+def plan_that_takes(step_us, exposed_us):
+    planned = plan_step(layers(2))
+    estimate = replace(planned.estimate, ours=Figures(step_us, exposed_us, 1000))
+    forward, backward = planned.schedules
+    return Plan("net", "", (), forward, backward, estimate=estimate)
+
+
+@pytest.mark.parametrize(
+    ("step_us", "exposed_us", "worth"),
+    [
+        pytest.param(950.0, 240.0, True, id="a twentieth, for a hundredth more compute"),
+        pytest.param(985.0, 285.0, False, id="less than a prediction is good for"),
+        pytest.param(950.0, 150.0, False, id="gone if the compute is half as long again"),
+        pytest.param(850.0, 50.0, True, id="much, for much"),
+        pytest.param(950.0, 260.0, True, id="less compute, too"),
+        pytest.param(1010.0, 300.0, False, id="a loss"),
+    ],
+)
+def test_what_is_computed_again_has_to_pay(step_us, exposed_us, worth):
+    """Against 1,000 us, of which 700 us are compute."""
+    assert is_worth(plan_that_takes(step_us, exposed_us), plan_that_takes(1000.0, 300.0)) == worth

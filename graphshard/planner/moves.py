@@ -139,13 +139,12 @@ def lean_choices(kit: Kit) -> Choices:
     )
 
 
-def all_kept(kit: Kit, choices: Choices) -> Choices:
-    """`choices` with everything kept that may be, from forward and between micro-steps."""
-    opened = (*_kept_moves(kit, _by_need(kit)), *(Move(What.ACROSS, g.id) for g in _carried(kit)))
-    for move in opened:
-        if move.item not in getattr(choices, move.what):
-            choices = apply(choices, move)
-    return choices
+def still_open(kit: Kit, choices: Choices) -> list[Move]:
+    """What may still be kept: from forward first, then between micro-steps, the densest first."""
+    dense = sorted(_by_need(kit), key=_density)
+    carried = sorted(_carried(kit), key=_density)
+    found = [*_kept_moves(kit, dense), *(Move(What.ACROSS, g.id) for g in carried)]
+    return [move for move in found if move.item not in getattr(choices, move.what)]
 
 
 def _all_split(kit: Kit, what: What) -> Cuts:

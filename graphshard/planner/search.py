@@ -16,11 +16,11 @@ from graphshard.planner.choices import Choices
 from graphshard.planner.moves import (
     Move,
     What,
-    all_kept,
     apply,
     families,
     lean_choices,
     moves,
+    still_open,
     unmoved,
 )
 from graphshard.planner.score import Bench, Candidate, all_policies, candidate, place
@@ -98,16 +98,34 @@ def _prefixes(bench: Bench, best: Candidate, limit: int) -> Candidate:
         tried: dict[int, Best] = {}
 
         def attempt(count: int, base: Choices = base, family: Sequence[Move] = family) -> Best:
-            choices = base
-            for move in family[:count]:
-                choices = apply(choices, move)
+            choices = _taken(base, family[:count])
             found = candidate(bench, choices)
             if family[0].what is not What.RECOMPUTE:
                 return found
             # Computing again gains nothing by itself: the room that it makes has to be used.
-            return better(found, candidate(bench, all_kept(bench.kit, choices)))
+            return better(found, _most_kept(bench, choices))
 
         best = _best_prefix(best, len(family), attempt, tried)
+    return best
+
+
+def _taken(choices: Choices, taken: Sequence[Move]) -> Choices:
+    for move in taken:
+        choices = apply(choices, move)
+    return choices
+
+
+def _most_kept(bench: Bench, choices: Choices) -> Best:
+    """`choices` with as much kept as fits."""
+    opened = still_open(bench.kit, choices)
+    best: Best = None
+    fits, fails = 0, len(opened) + 1
+    count = len(opened)
+    while fits < count < fails:
+        found = candidate(bench, _taken(choices, opened[:count]))
+        best = better(best, found)
+        fits, fails = (fits, count) if found is None else (count, fails)
+        count = (fits + fails) // 2
     return best
 
 
