@@ -125,7 +125,7 @@ class Group:
     __repr__ = _brief
 
 
-PRECISIONS = ("", "bf16", "bf16-reduce-fp32", "reduce-bf16", "bf16-out-fp32")
+OPTIMIZERS = ("sgd", "adamw", "adamw-foreach", "adamw-fused", "in-backward")
 MESHES = ("flat", "1x2", "2x1")  # replicas x shards
 
 # -- what is done with it --------------------------------------------------------------------------
@@ -228,8 +228,9 @@ SETTINGS = (
     "requires_all_reduce",
     "reshard_after_forward",
     "reshard_after_backward",
+    "unshard_in_backward",
 )
-NOT_RECURSIVE = ("is_last_backward",)
+NOT_RECURSIVE = ("is_last_backward", "unshard_in_backward")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -262,6 +263,9 @@ OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
     (("memory_budget", "1GiB"), ("reshard", "auto"), ("micro_steps", 2)),
     (("verify", "every"),),
     (("replan_after", 2),),
+    (("overlap_optimizer", True),),
+    (("overlap_optimizer", True), ("memory_budget", "1GiB"), ("verify", "every")),
+    (("overlap_optimizer", True), ("replan_after", 3), ("micro_steps", 2)),
 )
 
 # -- strategies ------------------------------------------------------------------------------------
@@ -326,13 +330,13 @@ def _groups(draw: st.DrawFn, tree: Tree) -> tuple[Group, ...]:
         lists = _first_two_joined(lists)
     if shared and draw(st.booleans()):
         lists.insert(0, shared)
-    reshard = draw(_rarely(None, True, False))
+    reshard = draw(_rarely(None, True, False, 1, 2))
     offload = draw(_rarely(False, False, False, True))
     precisions = draw(_precisions(tree, is_root=chosen[-1] == ""))
     return tuple(
         Group(
             modules,
-            draw(_rarely(reshard, None, True, False)),
+            draw(_rarely(reshard, None, True, False, 2)),
             draw(st.sampled_from(precisions)),
             draw(_rarely(False, True)),
             offload,
@@ -345,6 +349,8 @@ def _precisions(tree: Tree, is_root: bool) -> st.SearchStrategy[tuple[str, ...]]
     """What the groups of one model may choose from, so that no layer gets a dtype not its own."""
     # Dropout of bfloat16 on a CPU: compiled by any backend, its last bit is not eager torch's.
     half = [] if has(tree, "dropout") or not is_root else [("bf16", "bf16-reduce-fp32")]
+    if half and not has(tree, "norm", "rms", "scaled", "centred"):
+        half.append(("bf16", "bf16-as-given"))
     alone = [("bf16-out-fp32",)] if half and has(tree, "norm", "rms", "scaled") else []
     return _rarely(("",), ("", "reduce-bf16"), *half, *alone)
 
@@ -428,7 +434,7 @@ def fuzz_cases(draw: st.DrawFn) -> FuzzCase:
         # A conv's output is not contiguous; see Net.forward about outputs of graphs.
         compile=draw(_rarely("own", "wrap", "step", "own" if has(tree, "conv") else "each")),
         options=draw(_rarely((), *OPTIONS)),
-        optimizer=draw(st.sampled_from(("sgd", "adamw"))),
+        optimizer=draw(st.sampled_from(OPTIMIZERS)),
         divide=draw(_rarely(None, 3.0)),
         ignored=draw(_rarely(st.just(()), some).flatmap(lambda s: s)),
         frozen=draw(_rarely(st.just(()), some).flatmap(lambda s: s)),

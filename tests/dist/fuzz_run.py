@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +44,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+import graphshard
 from graphshard import fallback
 from graphshard.capture.ports import port_of, records_under
+from graphshard.step_plan import StepKind
 
 EQUAL, DIFFERS, REFUSED = "equal", "differs", "refused"
 
@@ -153,6 +154,7 @@ POLICIES = {
     "bf16-reduce-fp32": {"param_dtype": HALF, "reduce_dtype": FULL},
     "reduce-bf16": {"reduce_dtype": HALF},
     "bf16-out-fp32": {"param_dtype": HALF, "output_dtype": FULL},
+    "bf16-as-given": {"param_dtype": HALF, "cast_forward_inputs": False},
 }
 
 
@@ -226,10 +228,28 @@ def compiled(case: FuzzCase, model: nn.Module) -> Callable[..., Any]:
 
 
 def make_optimizer(side: Side) -> None:
+    """Not foreach where ignored parameters are plain tensors beside DTensors."""
     params = list(_parameters(side).values())
-    kinds = {"sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "adamw": torch.optim.AdamW}
-    # Not foreach: ignored parameters are plain tensors beside DTensors.
-    side.optimizer = kinds[side.case.optimizer](params, foreach=False)
+    match side.case.optimizer:
+        case "sgd":
+            side.optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False)
+        case "adamw-fused" if not side.case.ignored:
+            side.optimizer = torch.optim.AdamW(params, fused=True)
+        case "adamw-foreach" if not side.case.ignored:
+            side.optimizer = torch.optim.AdamW(params, foreach=True)
+        case "in-backward":
+            side.optimizer = torch.optim.SGD(params, lr=0.0, foreach=False)
+            for param in filter(lambda p: p.requires_grad, params):
+                param.register_post_accumulate_grad_hook(_stepped)
+        case _:
+            side.optimizer = torch.optim.AdamW(params, foreach=False)
+
+
+@torch.no_grad()
+def _stepped(param: nn.Parameter) -> None:
+    """An optimizer in backward, which leaves no gradient behind."""
+    param.sub_(param.grad, alpha=0.05)
+    param.grad = None
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -457,7 +477,7 @@ def _leaves_outputs(call: Call) -> bool:
 
 def _other_state(oracle: nn.Module, model: nn.Module, may_give_back: bool) -> str | None:
     """Each group is where FSDP2 leaves it; what FSDP2 keeps gathered, the runtime keeps."""
-    theirs = _fsdp_modules(oracle)
+    theirs, needed = _fsdp_modules(oracle), _gathered_in_backward(model)
     for name, module in _fsdp_modules(model).items():
         for ours, other in zip(_groups_of(module), _groups_of(theirs[name]), strict=True):
             where = f"group {name or '(root)'}"
@@ -466,9 +486,21 @@ def _other_state(oracle: nn.Module, model: nn.Module, may_give_back: bool) -> st
             if ours.is_sharded == other.is_sharded:
                 continue
             port = port_of(module)
-            kept = port is not None and port.live is not None and port.live.held is not None
+            live = None if port is None else port.live
             if not ours.is_sharded:
                 return f"{where} stays gathered"
-            if not kept and not may_give_back:
+            if live is not None and (live.held is not None or live.fqn not in needed):
+                continue
+            if not may_give_back:
                 return f"{where} is not kept"
     return None
+
+
+def _gathered_in_backward(model: nn.Module) -> set[str]:
+    """What backward does not need is not gathered in it, and so not kept (see README.md)."""
+    found: set[str] = set()
+    for plan in graphshard.plans(model):
+        names = {info.id: info.fqn for info in plan.groups}
+        waits = () if plan.backward is None else plan.backward.of_kind(StepKind.GATHER_WAIT)
+        found.update(names[step.group] for step in waits)
+    return found

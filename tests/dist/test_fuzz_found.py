@@ -4,7 +4,7 @@ A new one is the repr of a failing case of `test_fuzz.py`.
 """
 
 import pytest
-from fuzz_cases import Forward, Freeze, FuzzCase, Group, Part, Step, Tree, Unshard
+from fuzz_cases import Forward, Freeze, FuzzCase, Group, Part, Set, Step, Tree, Unshard
 from fuzz_run import EQUAL, run_case
 from pool import Pool, capped
 
@@ -54,6 +54,12 @@ FOUND = {
     # FSDP2 keeps the root gathered although no backward will come (declared in README.md).
     "nothing-requires-grad": FuzzCase(
         LINEARS, (Group(("body.0",)), Group(("",))), (Freeze("", False), Step(), Step())
+    ),
+    # Backward needs no parameter of the first layer (declared in README.md).
+    "kept-after-a-backward-that-does-not-need-it": FuzzCase(
+        LINEARS,
+        (Group(("body.0",)), Group(("",))),
+        (Set("reshard_after_backward", False), Step(optimize=False), Step()),
     ),
 }
 
