@@ -111,12 +111,12 @@ def moves(kit: Kit) -> list[Move]:
 
 def families(kit: Kit) -> list[list[Move]]:
     """Moves of one kind in an order in which a prefix makes sense; none of them empty."""
-    needed, dense = _by_need(kit), sorted(_by_need(kit), key=_density)
+    dense, across = _dense_moves(kit)
     found = [
         [Move(What.RECOMPUTE, i) for i in _by_price(kit)],
-        list(_kept_moves(kit, dense)),
-        list(_kept_moves(kit, needed)),
-        [Move(What.ACROSS, g.id) for g in sorted(_carried(kit), key=_density)],
+        dense,
+        list(_kept_moves(kit, _by_need(kit))),
+        across,
     ]
     for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
         found.append(_cheap_joins(kit, what))
@@ -141,10 +141,8 @@ def lean_choices(kit: Kit) -> Choices:
 
 def still_open(kit: Kit, choices: Choices) -> list[Move]:
     """What may still be kept: from forward first, then between micro-steps, the densest first."""
-    dense = sorted(_by_need(kit), key=_density)
-    carried = sorted(_carried(kit), key=_density)
-    found = [*_kept_moves(kit, dense), *(Move(What.ACROSS, g.id) for g in carried)]
-    return [move for move in found if move.item not in getattr(choices, move.what)]
+    dense, across = _dense_moves(kit)
+    return [m for m in (*dense, *across) if m.item not in getattr(choices, m.what)]
 
 
 def _all_split(kit: Kit, what: What) -> Cuts:
@@ -200,6 +198,13 @@ def _may_regroup(kit: Kit, what: What) -> bool:
     if what is What.REDUCE:
         return kit.problem.regroup_reductions
     return kit.problem.regroup_gathers and not has_lists(kit.problem, Direction(str(what)))
+
+
+def _dense_moves(kit: Kit) -> tuple[list[Move], list[Move]]:
+    """What to keep from forward, and between micro-steps; each the densest first."""
+    dense = sorted(_by_need(kit), key=_density)
+    carried = sorted(_carried(kit), key=_density)
+    return list(_kept_moves(kit, dense)), [Move(What.ACROSS, g.id) for g in carried]
 
 
 def _joins(kit: Kit, what: What) -> list[Move]:

@@ -179,11 +179,10 @@ def _pairs(bench: Bench, best: Candidate, limit: int) -> Candidate:
     order = moves(bench.kit)
     if len(order) > PAIRS:
         return best
-    for one, other in combinations(order, 2):
+    for pair in combinations(order, 2):
         if not _goes_on(bench, best, limit):
             break
-        choices = apply(apply(best.choices, one), other)
-        found = candidate(bench, choices)
+        found = candidate(bench, _taken(best.choices, pair))
         if found is not None and found.rank < best.rank:
             return found
     return best
