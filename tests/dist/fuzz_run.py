@@ -266,9 +266,11 @@ def perform(side: Side, call: Call, number: int) -> Seen:
             method = getattr(_group(side.case, side.model, call.group), f"set_{call.what}")
             method(call.value, **({} if call.what in NOT_RECURSIVE else {"recurse": call.recurse}))
         case Unshard():
-            handle = _group(side.case, side.model, call.group).unshard(call.wait is not None)
+            group = _group(side.case, side.model, call.group)
+            handle = group.unshard(call.wait is not None)
             if call.wait:
                 handle.wait()
+            return {"gathered": _is_gathered(group)}
         case Reshard():
             _group(side.case, side.model, call.group).reshard()
         case Freeze():
@@ -489,11 +491,20 @@ def _other_state(oracle: nn.Module, model: nn.Module, may_give_back: bool) -> st
             live = None if port is None else port.live
             if not ours.is_sharded:
                 return f"{where} stays gathered"
-            if live is not None and (live.held is not None or live.fqn not in needed):
+            if live is not None and live.fqn not in needed:
                 continue
-            if not may_give_back:
+            if not _is_held(module) and not may_give_back:
                 return f"{where} is not kept"
     return None
+
+
+def _is_held(module: nn.Module) -> bool:
+    port = port_of(module)
+    return port is not None and port.live is not None and port.live.held is not None
+
+
+def _is_gathered(module: nn.Module) -> bool:
+    return _is_held(module) or any(not group.is_sharded for group in _groups_of(module))
 
 
 def _gathered_in_backward(model: nn.Module) -> set[str]:
