@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,10 @@ from torch import fx
 from graphshard import dynamo, fallback
 from graphshard.announce import announce
 from graphshard.compiler import GraphCompiler, without_groups
-from graphshard.errors import DivergedRanks, InfeasibleBudget
+from graphshard.errors import DivergedRanks, GraphshardError, InfeasibleBudget
 from graphshard.options import Options, parse_options
 from graphshard.runtime.agree import COMPILING, leave, mark, refuse
+from graphshard.view.units import reason_text
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +44,16 @@ def graphshard(
     fallback.warn_near_recompile_limit()
     mark(compiler.ballots, COMPILING)
     try:
+        fallback.open_roots(compiler.records, settings)
+        if compiler.is_eager:
+            raise dynamo.skip_frame("graphshard: the ranks went to FSDP2")
         compiled = compiler.compile(example_inputs)
     except dynamo.CONTROL_FLOW:
         raise
     except DivergedRanks as error:
         return _part_ways(compiler, error, settings)
     except Exception as error:
-        _give_up(compiler, error, settings)
-        raise dynamo.skip_frame(f"graphshard: {error}") from error
+        return _give_up(compiler, error, settings)
     compiler.announce()
     return compiled
 
@@ -63,46 +67,64 @@ def _without_groups(
         raise
     except Exception as error:
         if settings.fallback == "error":
+            if isinstance(error, GraphshardError):
+                return _raising(error)
             raise
         why = fallback.describe(error)
         fallback.warn_once(f"{_graph_name()}, which has no group, runs in eager mode: {why}")
         raise dynamo.skip_frame(f"graphshard: {error}") from error
 
 
-# FSDP2 could run the graphs of these: the ranks go on together.
-_FSDP2_RUNS = ("GS701", "GS703", "GS707")
-
-
 def _part_ways(
     compiler: GraphCompiler, error: DivergedRanks, settings: Options
 ) -> Callable[..., Any]:
-    """All groups of the root go to FSDP2, on every rank; or what raises `error` when it is run.
-
-    Raised from here, Dynamo would wrap it, and each rank would show another error.
-    """
+    """All groups of the root go to FSDP2, on every rank; or what raises `error` when it is run."""
     for record in compiler.records:
         record.plans.pop(compiler.name, None)
-    if settings.fallback == "error" or error.code not in _FSDP2_RUNS:
-        return functools.partial(_raise, error)
-    for record in compiler.records:
-        for live in record.groups:
-            record.leave_eager(live.fqn, fallback.describe(error))
-    leave(compiler.ballots, fallback.describe(error))
-    fallback.warn_once(f"the whole model runs through eager FSDP2: {fallback.describe(error)}")
+    try:
+        fallback.part_ways(compiler.records, error, settings)
+    except DivergedRanks as final:
+        return _raising(final)
     raise dynamo.skip_frame(f"graphshard: {error}") from error
 
 
-def _raise(error: DivergedRanks, *args: Any) -> Any:
-    raise error
+def _raising(error: GraphshardError) -> Callable[..., Any]:
+    """What raises `error` in place of the graph, at every call.
+
+    Raised from the backend, Dynamo would wrap it. What is kept has no traceback, whose frames hold
+    the model.
+    """
+    return functools.partial(_raise, copy.copy(error))
 
 
-def _give_up(compiler: GraphCompiler, error: Exception, settings: Options) -> None:
+def _raise(error: GraphshardError, *args: Any) -> Any:
+    raise copy.copy(error)
+
+
+def _give_up(compiler: GraphCompiler, error: Exception, settings: Options) -> Callable[..., Any]:
+    """The groups of the graph go to FSDP2, those of the root if only this rank cannot compile; or
+    what raises `error` when it is run."""
+    if isinstance(error, InfeasibleBudget):
+        error = InfeasibleBudget(error.code, reason_text(error.message)).with_traceback(None)
+    # A budget is a hard limit: FSDP2 would not keep it either.
     is_final = settings.fallback == "error" or isinstance(error, InfeasibleBudget)
     # The other ranks must not run what this one cannot.
     why = fallback.describe(error)
-    alone = not refuse(compiler.ballots, compiler.name, why, waits=not is_final)
+    try:
+        alone = not refuse(
+            compiler.ballots,
+            compiler.name,
+            why,
+            waits=not is_final,
+            uses=compiler.uses,
+            ends_early=compiler.ends_early,
+        )
+    except DivergedRanks as other:
+        return _part_ways(compiler, other, settings)
     if is_final:
-        raise error  # a budget is a hard limit: FSDP2 would not keep it either
+        if isinstance(error, GraphshardError):
+            return _raising(error)
+        raise error
     for record in compiler.records:
         for live in record.groups if alone else compiler.groups:
             record.leave_eager(live.fqn, why)
@@ -111,9 +133,10 @@ def _give_up(compiler: GraphCompiler, error: Exception, settings: Options) -> No
         leave(compiler.ballots, why)
     fallback.warn_once(
         f"{len(compiler.groups)} groups run through eager FSDP2 because compiling "
-        f"{compiler.name} failed: {fallback.describe(error)}"
+        f"{compiler.name} failed: {why}"
     )
     logger.debug("compiling %s failed", compiler.name, exc_info=error)
+    raise dynamo.skip_frame(f"graphshard: {error}") from error
 
 
 def _graph_name() -> str:
@@ -123,7 +146,7 @@ def _graph_name() -> str:
 
 def install() -> None:
     """Let Dynamo trace `fully_shard`ed models for backends of this package; once per process."""
-    dynamo.install(fallback.protected)
+    dynamo.install(fallback.protected, fallback.unplugged)
 
 
 graphshard.is_graphshard_backend = True  # type: ignore[attr-defined]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,33 +21,31 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import default_partition
 from torch._ops import HigherOrderOperator
 
-from graphshard.capture.ports import CompiledPlan, Record, port_of
-from graphshard.draft import Proposal, drafted, find_groups, propose, propose_inference
-from graphshard.emit import check_inputs, code_of
+from graphshard.capture.ports import CompiledPlan, Record
+from graphshard.draft import Found, Proposal, drafted, find_groups, propose, propose_inference
+from graphshard.dynamo import ends_early, resets
+from graphshard.emit import check_inputs
 from graphshard.errors import CaptureError
 from graphshard.fallback import describe, warn_once
-from graphshard.feedback import Feedback
-from graphshard.fsdp2 import modules_of
-from graphshard.ir import Program, copied, output_node
+from graphshard.ir import Program, anchor_places, copied, output_node
 from graphshard.lowering import lowering_of
-from graphshard.measured import Measured
 from graphshard.options import Options
-from graphshard.order import order_of
+from graphshard.order import costs_of, order_of
 from graphshard.pieces.expand import expanded
-from graphshard.pieces.trace import Piece, PieceError, tracing_pieces, with_pieces
+from graphshard.pieces.trace import Piece, traced_by_pieces
 from graphshard.pipeline import (
     Order,
     apply,
 )
 from graphshard.planner.apart import reductions_apart
-from graphshard.planner.problem import Problem
-from graphshard.runtime.agree import Ballot, check_call, settle
-from graphshard.runtime.ahead import follow_optimizers
+from graphshard.runtime.agree import settle
+from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.calls import Calls
-from graphshard.runtime.live import LiveGroup, lookup, part_reductions
+from graphshard.runtime.live import LiveGroup, ballots_of, roots_of
 from graphshard.runtime.run import Body, guarded
-from graphshard.step_plan import Direction, Plan
-from graphshard.watch import OBSERVER, Running, executables
+from graphshard.step_plan import Direction
+from graphshard.tenants import Shared, record_of
+from graphshard.watch import Running, executables
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +64,18 @@ class GraphCompiler:
         self.name = name
         self._options = options
         self._announce = announce
-        self.plan: Plan | None = None
-        self._gm = gm
+        self._gm: fx.GraphModule | None = gm
+        self.ends_early = ends_early(gm)
         self._program: Program | None = None
         self._calls: Calls | None = None
-        self._bodies: dict[Direction, Body] = {}
-        self._feedback: Feedback | None = None
-        self.running: Running | None = None
+        self._shared: Shared | None = None
+        self._first: CompiledPlan | None = None
+        self._asked: set[Direction] = set()
         self._pieces: tuple[Piece, ...] = ()
         self._lowering = lowering_of(options, trains=torch.is_grad_enabled())
         self.found = find_groups(gm)
+        self._device = self.groups[0].fsdp.device if self.groups else torch.device("cpu")
+        self._generation = resets()
 
     def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The callable that Dynamo runs in place of the graph.
@@ -88,14 +91,15 @@ class GraphCompiler:
         )
         # A donated buffer forbids retain_graph, which eager FSDP2 allows.
         config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
-        gm, self._pieces = with_pieces(self._gm, self._lowering)
-        with config, tracing_pieces(self._pieces):
-            try:
-                compiled = backend(gm, example_inputs)
-            except PieceError as error:
-                logger.debug("%s is traced whole: %s", self.name, error)
-                self._pieces = ()
-                compiled = backend(self._gm, example_inputs)
+        captured = self._gm
+        assert captured is not None
+
+        def trace(gm: fx.GraphModule, pieces: tuple[Piece, ...]) -> Callable[..., Any]:
+            self._pieces = pieces
+            return backend(gm, example_inputs)
+
+        with config:
+            compiled = traced_by_pieces(captured, self._lowering, trace)
         return self._watching(compiled)
 
     # -- the three places where AOTAutograd asks -------------------------------------------
@@ -140,9 +144,10 @@ class GraphCompiler:
         calls: Calls | None,
     ) -> Callable[..., Any]:
         check_inputs(module, given)
-        assert self.running is not None
-        self.running.asked.add(direction)
-        return guarded(self._bodies[direction], direction, self.groups[0].fsdp.device, calls)
+        self._asked.add(direction)
+        assert self._shared is not None
+        pick = partial(self._shared.body, direction)
+        return guarded(pick, direction, self._device, anchor_places(module), calls)
 
     # -- parts -----------------------------------------------------------------------------
 
@@ -150,39 +155,39 @@ class GraphCompiler:
         """Agree on the plan, and put the program in the plan's order."""
         placed, problem, plan = proposal.parts.placed, proposal.problem, proposal.plan
         if self.ballots:
-            plan = settle(self.ballots, plan)
+            terms, early = self._options.terms_of_calls(), self.ends_early
+            plan = settle(self.ballots, plan, terms, uses=self.uses, ends_early=early)
         if plan.reduces_apart:
             problem = reductions_apart(problem)
-            part_reductions(self.groups)
-        after = self._options.replan_after if placed.backward is not None else None
-        spare = None if after is None else copied(placed)
-        program = apply(placed, plan)
-        self.running = Running(
+        feeds_back = self._options.replan_after is not None and placed.backward is not None
+        spare = copied(placed) if feeds_back else None
+        infos = self.found.infos
+        self._program = program = apply(placed, plan)
+        template = Running(
             program,
             plan,
             problem,
-            self._bodies,
-            self.groups,
+            {},
             self._options,
             self._lowering.artifacts,
+            asked=self._asked,
         )
         exact_sums = self._options.compute != "inductor"  # the same on all ranks
-        for direction, call in self._code(self.running).items():
-            self._bodies[direction] = Body(call, exact_sums)
-        self._adopt(program, plan, problem)
-        if self._options.overlap_optimizer:
-            for root in dict.fromkeys(live.root for live in self.groups if live.root is not None):
-                follow_optimizers(root)
-        if after is not None and spare is not None:
-            assert self.running is not None
-            self._feedback = Feedback(
-                running=self.running,
-                placed=spare,
-                reshard=order.freedom.reshard,
-                ballots=_ballots(self.groups),
-                after=after,
-                adopt=self._adopt_again,
-            )
+        for direction, call in self._code(template).items():
+            template.bodies[direction] = Body(call, exact_sums)
+        self._shared = Shared(
+            name=self.name,
+            generation=self._generation,
+            options=self._options,
+            announce=self._announce,
+            anchors=dict(self.found.anchors),
+            infos=infos,
+            template=template,
+            placed=spare,
+            reshard=order.freedom.reshard,
+            costs=costs_of(order),
+        )
+        self._first = self._shared.let_in(self.groups)
 
     def _code(self, running: Running) -> dict[Direction, Callable[[list[Any]], Any]]:
         """What runs; if Inductor fails, say without a C++ compiler, the ops one by one."""
@@ -196,32 +201,10 @@ class GraphCompiler:
             warn_once(f"ops of {self.name} run one by one: Inductor failed: {describe(error)}")
             return executables(running, modules)
 
-    def _adopt(
-        self,
-        program: Program,
-        plan: Plan,
-        problem: Problem | None = None,
-        measured: Measured | None = None,
-    ) -> None:
-        before = None if measured is None else self.plan
-        self._program, self.plan = program, plan
-        code = code_of(program.forward), code_of(program.backward)
-        compiled = CompiledPlan(plan, *code, problem, before, measured, self.running)
-        for record in self.records:
-            record.plans[self.name] = compiled
-
     def announce(self) -> None:
-        """Tell what runs now, unless the groups went to FSDP2."""
-        found = (record.plans.get(self.name) for record in self.records)
-        compiled = next((c for c in found if c is not None), None)
-        if compiled is not None:
-            self._announce(compiled)
-
-    def _adopt_again(
-        self, program: Program, plan: Plan, problem: Problem, measured: Measured
-    ) -> None:
-        self._adopt(program, plan, problem, measured)
-        self.announce()
+        """Tell what runs now."""
+        assert self._first is not None
+        self._announce(self._first)
 
     @property
     def groups(self) -> list[LiveGroup]:
@@ -230,32 +213,43 @@ class GraphCompiler:
     @property
     def records(self) -> list[Record]:
         """The FSDP roots that this graph belongs to."""
-        ports = (port_of(modules_of(live.fsdp.state)[0]) for live in self.groups)
-        return list(dict.fromkeys(p.record for p in ports if p is not None))
+        return [record_of(root) for root in roots_of(self.groups)]
+
+    @property
+    def uses(self) -> list[str]:
+        """FQNs of the groups, in the order in which the graph uses them."""
+        return [live.fqn for live in self.groups]
+
+    @property
+    def is_eager(self) -> bool:
+        """A group of the graph has gone to FSDP2 since it was traced."""
+        ports = (port for record in self.records for port in record.ports if port.eager)
+        return any(port.live in self.groups for port in ports)
 
     @property
     def ballots(self) -> list[Ballot]:
         """What the ranks of these roots agree on; none with `verify="off"`."""
         if self._options.verify == "off":
             return []
-        return _ballots(self.groups)
+        return ballots_of(self.groups)
 
     def _watching(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        calls, anchors = self._calls, tuple(self.found.anchors)
-        every, off = self._options.verify == "every", self._options.verify == "off"
-        feedback, running = self._feedback, self.running
+        """What Dynamo runs. From here on nothing of this compilation holds on to the model."""
+        calls, shared = self._calls, self._shared
+        assert shared is not None
+        # AOTAutograd keeps this object until it has compiled the backward, and after.
+        self._gm, self.found = None, Found([], {})
+
+        code = _Code(self._generation, shared, compiled)
+        _forget_before(self._generation)
+        _CODE.add(code)
 
         def call(*args: Any) -> Any:
-            if feedback is not None and not feedback.done:
-                feedback.before_forward()
-            elif (observer := OBSERVER.get()) is not None and running is not None:
-                observer.before_forward(running)
-            # Identical blocks share a graph, so the groups of this call are known by its inputs.
-            if not off:
-                groups = [lookup(args[i]) for i in (anchors if every else anchors[:1])]
-                assert self.plan is not None
-                _begin(groups, self.plan, checks=every)
-            outputs = compiled(*args)
+            known, run = code.shared, code.run
+            assert known is not None, "Dynamo calls what it has forgotten"
+            assert run is not None
+            known.begin(args)
+            outputs = run(*args)
             if calls is not None:
                 calls.begin(args, outputs)
             return outputs
@@ -263,18 +257,28 @@ class GraphCompiler:
         return call
 
 
-def _ballots(groups: Sequence[LiveGroup]) -> list[Ballot]:
-    roots = dict.fromkeys(live.root for live in groups if live.root is not None)
-    return [ballot for root in roots for ballot in root.ballots]
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Code:
+    """What Dynamo calls; nothing after it was reset, although something may still hold the call.
+
+    c10d's flight recorder does: it holds the code objects that issued its last 2,000 collectives,
+    and with them what Dynamo put beside each of them. A backward that is still to come has its own
+    way to its code.
+    """
+
+    generation: int
+    shared: Shared | None
+    run: Callable[..., Any] | None
 
 
-def _begin(groups: Sequence[LiveGroup], plan: Plan, *, checks: bool) -> None:
-    """Note what runs now, for ranks that ask; with `checks` ask them all."""
-    ballots = _ballots(groups)
-    for ballot in ballots:
-        ballot.running = plan
-    if checks:
-        check_call(ballots, plan, tuple(dict.fromkeys(live.fqn for live in groups)))
+_CODE: weakref.WeakSet[_Code] = weakref.WeakSet()
+
+
+def _forget_before(generation: int) -> None:
+    """Dynamo was reset before `generation`: it calls nothing that is older."""
+    for code in tuple(_CODE):
+        if code.generation < generation:
+            code.shared = code.run = None
 
 
 def without_groups(

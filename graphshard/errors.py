@@ -7,10 +7,13 @@ GraphshardError
 |-- VerifyError          a pass broke a rule: graphshard's own bug
 |-- CostError            (also ValueError)   a preset, a profile or a calibration cannot be used
 |-- RuntimeStateError    a collective or a buffer was used out of order
+|-- CollectiveFailed     (also RuntimeError) a collective failed, or was not done in time
 |-- OfflineError         (also ValueError)   what is to be planned offline cannot be built
+|   `-- UserCodeError                       the user's own file or function fails
 |-- MeasureError         (also ValueError)   nothing was measured, or it does not fit the plan
 |-- MigrateError         (also ValueError)   an argument of FSDP1 without equivalent in FSDP2
 |-- DoctorError          (also ValueError)   the doctor cannot start the command
+|-- FileError            (also ValueError)   a file cannot be read, or does not hold what it should
 |-- DivergedRanks        the ranks would run, or run, different graphs
 `-- PlanError            (also ValueError)   what is to be planned contradicts itself
     `-- InfeasibleBudget no schedule fits the memory budget
@@ -19,6 +22,9 @@ GraphshardWarning        (UserWarning)       a part runs through eager FSDP2
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class GraphshardError(Exception):
@@ -57,8 +63,17 @@ class RuntimeStateError(GraphshardError):
     """A gather or a reduction was used outside its life time."""
 
 
+class CollectiveFailed(GraphshardError, RuntimeError):
+    """A collective failed, or its process group's time limit passed. What the process group raised
+    is its cause."""
+
+
 class OfflineError(GraphshardError, ValueError):
     """A model that is to be planned offline cannot be found, built or sharded."""
+
+
+class UserCodeError(OfflineError):
+    """The user's own file or function fails; the text says in which line, and how."""
 
 
 class MeasureError(GraphshardError, ValueError):
@@ -71,6 +86,10 @@ class MigrateError(GraphshardError, ValueError):
 
 class DoctorError(GraphshardError, ValueError):
     """The command that `graphshard doctor` is to examine cannot be started."""
+
+
+class FileError(GraphshardError, ValueError):
+    """A file cannot be read or written, or holds something else; the text says where and what."""
 
 
 class DivergedRanks(GraphshardError):
@@ -87,3 +106,14 @@ class InfeasibleBudget(PlanError):
 
 class GraphshardWarning(UserWarning):
     """Part of the model runs through eager FSDP2; the text says what, where and why."""
+
+
+@contextmanager
+def cleaning_up(first: BaseException) -> Iterator[None]:
+    """Inside, what `first` left is put in order. What fails there becomes a note of `first`, which
+    goes on to say what went wrong."""
+    try:
+        yield
+    except Exception as later:
+        text = str(later).split("\n", 1)[0]
+        first.add_note(f"graphshard: cleaning up failed, too: {type(later).__name__}: {text}")

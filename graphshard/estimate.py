@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from graphshard.files.decode import Amount, Count
 from graphshard.schedule import Direction
 
 
@@ -33,7 +34,7 @@ class Moment:
     """During step `step` of the schedule of `direction`."""
 
     direction: Direction
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Owner:
 
     category: Category
     bytes: int
-    group: int | None = None
+    group: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,9 @@ class Figures:
     peak_bytes, largest first; peak_at: the first moment of the peak.
     """
 
-    step_time_us: float
-    exposed_us: float
-    peak_bytes: int
+    step_time_us: Amount
+    exposed_us: Amount
+    peak_bytes: Count
     peak_by_category: tuple[tuple[Category, int], ...] = ()
     peak_owners: tuple[Owner, ...] = ()
     peak_at: Moment | None = None
@@ -70,8 +71,8 @@ class Estimate:
 
     ours: Figures
     fsdp2: Figures
-    budget_bytes: int
-    lower_bound_us: float
+    budget_bytes: Count
+    lower_bound_us: Amount
 
     @property
     def step_time_us(self) -> float:
@@ -108,21 +109,3 @@ def _figures_to_dict(figures: Figures) -> dict[str, Any]:
     found = {**asdict(figures), "peak_by_category": dict(figures.peak_by_category)}
     del found["peak_owners"], found["peak_at"]
     return found
-
-
-def _figures_from_dict(data: dict[str, Any]) -> Figures:
-    sizes = tuple((Category(name), size) for name, size in data["peak_by_category"])
-    owners = tuple(
-        Owner(Category(o["category"]), o["bytes"], o["group"]) for o in data["peak_owners"]
-    )
-    at = data["peak_at"]
-    moment = None if at is None else Moment(Direction(at["direction"]), at["step"])
-    found = {"peak_by_category": sizes, "peak_owners": owners, "peak_at": moment}
-    return Figures(**{**data, **found})
-
-
-def estimate_from_dict(data: dict[str, Any] | None) -> Estimate | None:
-    if data is None:
-        return None
-    both = {key: _figures_from_dict(data[key]) for key in ("ours", "fsdp2")}
-    return Estimate(**{**data, **both})

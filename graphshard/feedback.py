@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from graphshard import measured as times
-from graphshard.ir import Program
+from graphshard.files.information import printable
+from graphshard.ir import Program, copied
 from graphshard.measured import Measured
 from graphshard.pipeline import apply, plan_with_costs
 from graphshard.planner.apart import reductions_apart
 from graphshard.planner.observed import observed
-from graphshard.planner.problem import Problem
-from graphshard.runtime.agree import Ballot, told
-from graphshard.runtime.live import part_reductions
+from graphshard.runtime.agree import told
+from graphshard.runtime.live import LiveGroup, ballots_of, part_reductions
 from graphshard.step_plan import Plan, Reshard
 from graphshard.watch import Running, combined, laps_of, unwatch, watch
 
@@ -32,29 +32,29 @@ logger = logging.getLogger(__name__)
 class Feedback:
     """One graph pair that is watched from its second step on and planned again after `after`.
 
-    placed: the program as it was before its plan was applied; used up when it is planned again.
-    adopt: takes the new program, its plan, and what that was made from.
+    placed: the program as it was before its plan was applied. adopt: takes the plan that ran until
+    then and what it was measured at; `running` has the new one.
     """
 
     running: Running
     placed: Program
     reshard: Reshard
-    ballots: list[Ballot]
     after: int
-    adopt: Callable[[Program, Plan, Problem, Measured], None]
+    adopt: Callable[[Plan, Measured], None]
     done: bool = False
 
-    def before_forward(self) -> None:
-        """Called before every forward of the graph until `done`."""
-        forwards = self.running.groups[0].counters.forwards
+    def before_forward(self, groups: Sequence[LiveGroup]) -> None:
+        """Called before every forward of `groups`, the first that ran the graph, until `done`."""
+        forwards = groups[0].counters.forwards
         if forwards >= self.after:
             self.done = True
-            self._plan_again(forwards)
+            self._plan_again(forwards, groups)
         elif forwards >= 1 and not self.running.stretches and self.running.is_complete:
             watch(self.running)
 
-    def _plan_again(self, forwards: int) -> None:
-        measured, running = self._agreed(forwards), self.running
+    def _plan_again(self, forwards: int, groups: Sequence[LiveGroup]) -> None:
+        running, before = self.running, self.running.plan
+        measured = self._agreed(forwards, groups)
         if measured is not None:
             problem = observed(running.problem, measured)
             plan = replace(
@@ -64,19 +64,20 @@ class Feedback:
             )
             if plan.reduces_apart and not problem.reduces_apart:
                 problem = reductions_apart(problem)
-                part_reductions(running.groups)
-            running.program, running.plan = apply(self.placed, plan), plan
+                part_reductions(groups)
+            # A copy: others who share the graph may still plan it again.
+            running.program, running.plan = apply(copied(self.placed), plan), plan
             running.problem = problem
-            self.adopt(running.program, plan, problem, measured)
+            self.adopt(before, measured)
         unwatch(running)
 
-    def _agreed(self, forwards: int) -> Measured | None:
+    def _agreed(self, forwards: int, groups: Sequence[LiveGroup]) -> Measured | None:
         """The same on all ranks; None if they ran different plans or too few steps."""
         running = self.running
         name = running.plan.name
         plan = hashlib.sha256(running.plan.to_json().encode()).hexdigest()
-        key = f"measured after {forwards} forwards of {running.groups[0].fqn}"
-        said = told(self.ballots, key, f"{plan}\n{times.to_json(laps_of(running))}")
+        key = f"measured after {forwards} forwards of {printable(groups[0].fqn)}"
+        said = told(ballots_of(groups), key, f"{plan}\n{times.to_json(laps_of(running))}")
         plans, texts = zip(*(text.split("\n", 1) for text in said), strict=True)
         if len(set(plans)) > 1:
             logger.warning("%s: not planned again: ranks run different plans", name)

@@ -7,9 +7,9 @@ step i of the schedule. All times count in microseconds from the start of the di
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from graphshard.estimate import Category
+from graphshard.files.decode import Amount, Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class StepTime:
     """A step on the compute lane, reached at `start_us`: first it waits `exposed_us` for its
     collective (only a wait does), then it works for `work_us`."""
 
-    start_us: float
-    work_us: float
-    exposed_us: float = 0.0
+    start_us: Amount
+    work_us: Amount
+    exposed_us: Amount = 0.0
 
     @property
     def end_us(self) -> float:
@@ -34,10 +34,10 @@ class CollectiveTime:
     when compute has done step `issue`, and starts when the lane is free.
     """
 
-    issue: int
-    lane: int
-    start_us: float
-    end_us: float
+    issue: Count
+    lane: Count
+    start_us: Amount
+    end_us: Amount
 
     @property
     def us(self) -> float:
@@ -69,11 +69,3 @@ class Forecast:
         """All categories together, during each step."""
         columns = [sizes for _, sizes in self.memory]
         return tuple(map(sum, zip(*columns, strict=True)))
-
-
-def forecast_from_dict(data: dict[str, Any]) -> Forecast:
-    return Forecast(
-        tuple(StepTime(**step) for step in data["steps"]),
-        tuple(CollectiveTime(**found) for found in data["collectives"]),
-        tuple((Category(name), tuple(sizes)) for name, sizes in data["memory"]),
-    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from graphshard.files.decode import Count, Positive
 from graphshard.schedule import Schedule, Step, StepKind
 
 
@@ -23,10 +24,10 @@ class ParamInfo:
     """One parameter of a group. `shape` is the unsharded shape; `dtype` is what compute sees."""
 
     fqn: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     trainable: bool
-    gathered_bytes: int
+    gathered_bytes: Count
 
     @property
     def numel(self) -> int:
@@ -44,17 +45,17 @@ class GroupInfo:
     reads the shards themselves.
     """
 
-    id: int
+    id: Count
     fqn: str
     params: tuple[ParamInfo, ...]
-    world_size: int
+    world_size: Positive
     reshard_after_forward: bool
-    gathered_bytes: int
+    gathered_bytes: Count
     resharded_by: Reshard = Reshard.FSDP2
     between_micro_steps: bool = False
     gathers_in_place: bool = False
     reduce_dtype: str = ""
-    reduce_bytes: int = 0
+    reduce_bytes: Count = 0
 
     @property
     def trainable(self) -> bool:

@@ -8,6 +8,7 @@ only here.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from graphshard.step_plan import Direction, GroupInfo, StepKind
 
 _GROUP = "graphshard_group"
 _STEP = "graphshard_step"
+_ATTRIBUTE = "graphshard_attribute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,14 @@ def _origin(anchor: Any) -> fx.Node:
     return anchor  # type: ignore[no-any-return]
 
 
+def anchor_places(module: fx.GraphModule) -> tuple[int, ...]:
+    """The places of the anchors that the program opens, in order, among its inputs after the run
+    object."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    opens = (n for n in module.graph.nodes if (step := step_of(n)) and step.part == "open")
+    return tuple(dict.fromkeys(inputs.index(_origin(n.args[1])) - 1 for n in opens))
+
+
 # -- aliases -------------------------------------------------------------------------------
 
 
@@ -286,6 +296,33 @@ def attribute_of(node: fx.Node) -> Any:
     for part in str(node.target).split("."):
         found = getattr(found, part)
     return found
+
+
+def adopt(module: fx.GraphModule, value: Any, wanted: str) -> str:
+    """Make `value` an attribute of `module`; its name, `wanted` or like it. Overwrites nothing."""
+    wanted = wanted.replace(".", "_")
+    name = wanted
+    for number in itertools.count(1):
+        if not hasattr(module, name):
+            setattr(module, name, value)
+        if getattr(module, name) is value:
+            break
+        name = f"{wanted}_{number}"
+    return name
+
+
+def note_attributes(graph: fx.Graph) -> None:
+    """Write down what each `get_attr` node gets, where that is not known yet.
+
+    So the verifier sees when a node gets something else later on (GS312).
+    """
+    for node in graph.find_nodes(op="get_attr"):
+        node.meta.setdefault(_ATTRIBUTE, attribute_of(node))
+
+
+def gets_something_else(node: fx.Node) -> bool:
+    """`node`, a `get_attr`, gets another value than when it was noted."""
+    return _ATTRIBUTE in node.meta and node.meta[_ATTRIBUTE] is not attribute_of(node)
 
 
 def identifier(text: str) -> str:

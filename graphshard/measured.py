@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
 
-from graphshard.schedule import WAITS, Direction, Step, StepKind, step_from_dict
+from graphshard.files.decode import Amount, Positive, decode, parse
+from graphshard.schedule import WAITS, Direction, Step, StepKind
 
 # A collective is noticed to be issued when it may be over already.
 LEAST_US = 1.0
@@ -47,9 +47,9 @@ class Stretch:
     """
 
     step: Step
-    us: float
-    exposed_us: float = 0.0
-    comm_us: float | None = None
+    us: Amount
+    exposed_us: Amount = 0.0
+    comm_us: Amount | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Measured:
     step_time_us, exposed_us: of whole steps; medians of parts do not add up to them.
     """
 
-    num_steps: int
-    step_time_us: float
-    exposed_us: float
+    num_steps: Positive
+    step_time_us: Amount
+    exposed_us: Amount
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
 
@@ -207,26 +207,24 @@ def _shared(trips: Mapping[int, Trip], weights: Mapping[int, float]) -> dict[int
     return {index: max(LEAST_US, factor * weights[index]) for index in known}
 
 
-def measured_from_dict(data: dict[str, Any] | None) -> Measured | None:
-    """What `dataclasses.asdict` made of a `Measured`."""
-    if data is None:
-        return None
-    parts = {
-        key: tuple(Stretch(**{**s, "step": step_from_dict(s["step"])}) for s in data[key])
-        for key in ("forward", "backward")
-    }
-    return Measured(**{**data, **parts})
-
-
 def to_json(laps: Mapping[Direction, Sequence[Lap]]) -> str:
     return json.dumps({direction: [asdict(lap) for lap in own] for direction, own in laps.items()})
 
 
+@dataclass(frozen=True, slots=True)
+class _LapText:
+    """A lap as JSON has it, which knows text as keys only."""
+
+    marks: tuple[float, ...]
+    trips: dict[str, Trip]
+
+
 def from_json(text: str) -> dict[Direction, list[Lap]]:
+    """What `to_json` wrote. Raises ValueError for anything else."""
+    found: dict[str, tuple[_LapText, ...]] = decode(dict[str, tuple[_LapText, ...]], parse(text))
     return {
         Direction(direction): [
-            Lap(tuple(lap["marks"]), {int(k): Trip(**v) for k, v in lap["trips"].items()})
-            for lap in own
+            Lap(lap.marks, {int(k): trip for k, trip in lap.trips.items()}) for lap in own
         ]
-        for direction, own in json.loads(text).items()
+        for direction, own in found.items()
     }

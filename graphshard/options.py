@@ -5,12 +5,16 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from graphshard.errors import OptionsError
+from graphshard.errors import GraphshardError, OptionsError
 
+DISABLE = "GRAPHSHARD_DISABLE"
+
+# More ranks, steps, sequences or tokens than anyone has.
+MOST_COUNT = 2**24
 _CHOICES = {
     "compute": ("aten", "inductor"),
     "fallback": ("warn", "error"),
@@ -57,35 +61,64 @@ class Options:
     report_dir: Path | None = None
     inductor: tuple[tuple[str, object], ...] = ()
 
+    def terms(self) -> dict[str, object]:
+        """By name, what all ranks need alike: it decides what they ask each other and send, or
+        what they do when one of them cannot go on."""
+        names = ("verify", "fallback", "compute", "reshard", "micro_steps")
+        own = {name: getattr(self, name) for name in names}
+        return (
+            {DISABLE: False}
+            | own
+            | self.terms_of_calls()
+            | {"memory_budget": self.memory_budget_bytes}
+        )
 
-def parse_options(options: Mapping[str, object] | None, mode: str | None = None) -> Options:
+    def terms_of_calls(self) -> dict[str, object]:
+        """Those of them that act in each call, also in what was compiled with other options."""
+        return {
+            "verify": self.verify,
+            "replan_after": self.replan_after,
+            "overlap_optimizer": self.overlap_optimizer,
+        }
+
+
+def parse_options(
+    options: Mapping[str, object] | None,
+    mode: str | None = None,
+    machine: Callable[[str], object] = lambda name: None,
+) -> Options:
     """Options over environment (GRAPHSHARD_COMPUTE, GRAPHSHARD_DUMP_DIR) over defaults.
 
+    machine: looks up the option of that name, and raises if there is none.
     mode, and keys that are not graphshard's, are Inductor's. Raises OptionsError (a ValueError) for
     a mode or key that neither knows, with the nearest known key, or for a value that is not among
     the choices.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionsError("GS103", f"options={options!r} is no dict of options")
+    if mode is not None and not isinstance(mode, str):
+        raise OptionsError("GS101", f"mode={mode!r} is no name of a mode")
     given, default = dict(options or {}), Options()
     known = [f.name.removesuffix("_bytes") for f in fields(Options) if f.name != "inductor"]
     foreign = {key: given.pop(key) for key in list(given) if key not in known}
     compute = given.setdefault("compute", os.environ.get("GRAPHSHARD_COMPUTE") or default.compute)
     inductor = _parse_inductor(foreign, mode, known)
     if inductor and compute == "aten":
-        names = ", ".join([*foreign, *([] if mode in (None, "default") else [f"mode={mode!r}"])])
+        names = ", ".join(
+            [*map(str, foreign), *([] if mode in (None, "default") else [f"mode={mode!r}"])]
+        )
         raise OptionsError("GS104", f"compute={compute!r} compiles nothing: leave out {names}")
     for key, choices in _CHOICES.items():
         if key in given and given[key] not in choices:
             raise OptionsError("GS103", f"option {key}={given[key]!r}; choose one of {choices}")
     dump_dir = given.get("dump_dir", os.environ.get("GRAPHSHARD_DUMP_DIR") or None)
-    machine, budget = given.get("machine"), given.get("memory_budget")
-    if machine is not None and not isinstance(machine, str | Path):
-        raise OptionsError("GS103", f"option machine={machine!r} is no preset and no path")
+    budget = given.get("memory_budget")
     return Options(
         memory_budget_bytes=None if budget is None else parse_bytes("memory_budget", budget),
-        machine=None if machine is None else str(machine),
-        micro_steps=_parse_count("micro_steps", given.get("micro_steps"), least=1) or 1,
+        machine=_parse_machine(given.get("machine"), machine),
+        micro_steps=parse_count("micro_steps", given.get("micro_steps"), least=1) or 1,
         overlap_optimizer=_parse_switch("overlap_optimizer", given.get("overlap_optimizer")),
-        replan_after=_parse_count("replan_after", given.get("replan_after"), least=2),
+        replan_after=parse_count("replan_after", given.get("replan_after"), least=2),
         compute=str(compute),
         inductor=tuple(sorted(inductor.items())),
         fallback=str(given.get("fallback", default.fallback)),
@@ -111,12 +144,25 @@ def _parse_inductor(
     possible = _inductor.list_options()
     for key, value in given.items():
         name = str(key).replace("-", "_")
-        if name not in possible:
+        if not isinstance(key, str) or name not in possible:
             near = difflib.get_close_matches(str(key), [*known, *possible], n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
             raise OptionsError("GS102", f"unknown option {key!r}; {hint}")
         settings[name] = value
     return settings
+
+
+def _parse_machine(value: object, look_up: Callable[[str], object]) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | Path) or not str(value):
+        raise OptionsError("GS103", f"option machine={value!r} is no preset and no path")
+    try:
+        look_up(str(value))
+    except (GraphshardError, OSError) as error:
+        why = error.message if isinstance(error, GraphshardError) else error
+        raise OptionsError("GS103", f"option machine={str(value)!r}: {why}") from error
+    return str(value)
 
 
 def _parse_path(key: str, value: object) -> Path | None:
@@ -125,11 +171,14 @@ def _parse_path(key: str, value: object) -> Path | None:
     return Path(value) if value else None
 
 
-def _parse_count(key: str, value: object, least: int) -> int | None:
+def parse_count(key: str, value: object, least: int) -> int | None:
+    """A number from `least` to MOST_COUNT, or None for None. Raises OptionsError (GS103)."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionsError("GS103", f"option {key}={value!r}; give a number from {least} on")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_COUNT:
+        given = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "that many"
+        hint = f"give a number from {least} to {MOST_COUNT:,}"
+        raise OptionsError("GS103", f"option {key}={given}; {hint}")
     return value
 
 
@@ -139,6 +188,7 @@ def _parse_switch(key: str, value: object) -> bool:
     return bool(value)
 
 
+MOST_BYTES = 2**60
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -148,9 +198,12 @@ def parse_bytes(key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str) or found is None:
         hint = "give a number of bytes or text such as '70GiB'"
         raise OptionsError("GS103", f"option {key}={value!r} is no size; {hint}")
-    return round(float(found[1]) * _UNITS[(found[2] or "B").upper()])
+    size = float(found[1]) * _UNITS[(found[2] or "B").upper()]
+    if size >= MOST_BYTES:
+        raise OptionsError("GS103", f"option {key}: more than {MOST_BYTES:,} bytes")
+    return round(size)
 
 
 def is_disabled() -> bool:
     """True when GRAPHSHARD_DISABLE takes graphshard out of the process."""
-    return os.environ.get("GRAPHSHARD_DISABLE", "") not in ("", "0")
+    return os.environ.get(DISABLE, "") not in ("", "0")

@@ -16,7 +16,8 @@ from graphshard.fsdp2.settings import settings_of
 from graphshard.options import Options
 from graphshard.pipeline import Order
 from graphshard.pricing import Freedom
-from graphshard.runtime.agree import Ballot, lead_costs
+from graphshard.runtime.agree import lead_costs
+from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.live import LiveGroup
 from graphshard.step_plan import Reshard
 
@@ -32,6 +33,11 @@ def order_of(groups: Sequence[LiveGroup], options: Options, ballots: Sequence[Ba
     if not ballots:  # all ranks have to make a process group, or none
         settings = tuple(replace(own, may_reduce_apart=False) for own in settings)
     return Order(settings, machine, freedom_of(options), fused)
+
+
+def costs_of(order: Order) -> str:
+    """The costs of an order, as other ranks read them."""
+    return _text(order.machine)
 
 
 def _text(machine: Machine) -> str:

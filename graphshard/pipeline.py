@@ -14,6 +14,7 @@ from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.ir import (
     Program,
+    note_attributes,
 )
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
@@ -57,6 +58,8 @@ def _checked(program: Program, name: str) -> Program:
 
 def run_captured(program: Program) -> Program:
     """The passes on the captured form (joint graph, or forward graph under no_grad)."""
+    for module in program.graphs:
+        note_attributes(module.graph)
     return run_passes(program, CAPTURED)
 
 
@@ -176,8 +179,11 @@ def plan_with_costs(
     )
     if problem.near:  # quicker made than stored
         return _planned(program.name, groups, problem, baseline)
-    key = plan_cache.key_of(problem, baseline, groups, _torch_version())
-    plan = plan_cache.load(key, program.name)
+    version = _torch_version()
+    key = plan_cache.key_of(problem, baseline, groups, version)
+    plan = plan_cache.load(
+        key, program.name, lambda found: plan_cache.check(found, problem, groups, version)
+    )
     if plan is None:
         plan = _planned(program.name, groups, problem, baseline)
         plan_cache.save(key, plan)

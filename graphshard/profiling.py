@@ -114,15 +114,19 @@ class _Session:
 
     def _take(self, running: Running) -> None:
         laps = {d: own[: self.steps] for d, own in laps_of(running).items()}
-        self.taken[running.plan.name] = _Taken(running, dict(running.stretches), laps)
+        # Roots that share a graph share its name; all ranks take them in the same order.
+        name = running.plan.name
+        same = sum(one.running.plan.name == name for one in self.taken.values())
+        key = f"{name} ({same + 1})" if same else name
+        self.taken[key] = _Taken(running, dict(running.stretches), laps)
         unwatch(running)
         self.watched.remove(running)
         self.others.append(running)
 
 
 def _plan_of(records: Sequence[Record], running: Running) -> CompiledPlan | None:
-    found = (record.plans.get(running.plan.name) for record in records)
-    return next((c for c in found if c is not None and c.running is running), None)
+    found = (compiled for record in records for compiled in record.plans.values())
+    return next((c for c in found if c.running is running), None)
 
 
 def _attach(records: Sequence[Record], taken: Mapping[str, _Taken]) -> None:
@@ -139,11 +143,12 @@ def _attach(records: Sequence[Record], taken: Mapping[str, _Taken]) -> None:
         compiled = _plan_of(records, running)
         if compiled is None:
             continue  # went to eager FSDP2 meanwhile
-        running.plan = replace(running.plan, measured=measured)
-        compiled = replace(compiled, plan=running.plan)
+        now = replace(compiled, plan=replace(compiled.plan, measured=measured))
         for record in records:
-            if name in record.plans:
-                record.plans[name] = compiled
+            for graph, known in record.plans.items():
+                if known is compiled:
+                    record.plans[graph] = now
+        compiled = now
         announce(compiled)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from graphshard.capture.ports import CompiledPlan, Record, records_under
+from graphshard.files.information import printable
+from graphshard.fsdp2 import fsdp_groups, states_under
 from graphshard.measured import Measured
 from graphshard.step_plan import Plan
 from graphshard.view.comparison import comparison_text
@@ -55,6 +57,7 @@ class Report:
 
     plans: summaries of the compiled plans (see `Plan.summary`), oldest first.
     captured, present: groups whose forward has run in a graph, and all groups of the model.
+    unseen: groups of which no compiled call has run yet.
     reasons: group FQN -> why it runs through eager FSDP2.
     code: for each plan its name, the emitted forward and the emitted backward.
     regions: name of a plan -> its regions of compute and how many of them are distinct; empty where
@@ -67,6 +70,7 @@ class Report:
     reasons: dict[str, str]
     code: tuple[tuple[str, str, str], ...]
     regions: dict[str, tuple[int, int]]
+    unseen: int = 0
 
     @property
     def graphs(self) -> int:
@@ -74,6 +78,10 @@ class Report:
         return sum(plan["graphs"] for plan in self.plans)
 
     def __str__(self) -> str:
+        if self.present == 0:
+            return "no fully_shard group in this model: graphshard has nothing to plan"
+        if self.unseen == self.present:
+            return _not_run(self.present)
         lines = [
             f"graphs       {self.graphs} (forward and backward counted apart)",
             f"groups       {self.captured} of {self.present} run in a graph",
@@ -88,9 +96,9 @@ class Report:
             for name, (count, distinct) in self.regions.items()
         ]
         lines += [f"eager        {fqn}: because {reason}" for fqn, reason in self.reasons.items()]
-        if self.present == 0:
-            lines.append("the model has no fully_shard group that graphshard has seen run")
-        return "\n".join(lines)
+        if self.unseen:
+            lines.append(f"not run yet  {self.unseen} groups: no compiled call has reached them")
+        return "\n".join(map(printable, lines))
 
 
 def explain(model: nn.Module) -> Report:
@@ -98,13 +106,25 @@ def explain(model: nn.Module) -> Report:
     records = records_under(model)
     compiled = _compiled(records)
     groups = [live for record in records for live in record.groups]
+    seen = {state for record in records for state in record.states}
+    new = [state for state in states_under(model) if state not in seen]
+    unseen = sum(len(fsdp_groups(state)) for state in new)
     return Report(
         plans=tuple(c.plan.summary() for c in compiled),
         captured=sum(live.counters.forwards > 0 for live in groups),
-        present=len(groups),
+        present=len(groups) + unseen,
         reasons={k: v for r in records for k, v in {**r.outside, **r.reasons}.items()},
         code=tuple((c.plan.name, c.forward_code, c.backward_code) for c in compiled),
         regions={c.plan.name: found for c in compiled if (found := _regions(c)) is not None},
+        unseen=unseen,
+    )
+
+
+def _not_run(groups: int) -> str:
+    return (
+        f"not run yet  {groups} groups, and no compiled call of the model so far: call it once\n"
+        '             after `model.compile(backend="graphshard")`. Only `model(...)` is compiled,\n'
+        "             not `model.forward(...)` or other methods"
     )
 
 
@@ -116,6 +136,6 @@ def _regions(compiled: CompiledPlan) -> tuple[int, int] | None:
 
 
 def _compiled(records: list[Record]) -> list[CompiledPlan]:
-    """Each plan once, also if several roots share its graph."""
+    """Each plan once, also if several roots run it together; oldest first."""
     found = {id(c): c for record in records for c in record.plans.values()}
     return list(found.values())

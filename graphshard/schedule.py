@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from graphshard.files.decode import Count
+
 
 class Direction(StrEnum):
     FORWARD = "forward"
@@ -45,12 +47,12 @@ class Step:
     """
 
     kind: StepKind
-    group: int | None = None
-    start: int = 0
-    stop: int = 0
+    group: Count | None = None
+    start: Count = 0
+    stop: Count = 0
     kept: bool = False
-    with_groups: tuple[int, ...] = ()
-    params: tuple[int, ...] = ()
+    with_groups: tuple[Count, ...] = ()
+    params: tuple[Count, ...] = ()
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -126,13 +128,3 @@ def range_name(kind: StepKind, fqns: Sequence[str], params: Sequence[int] = ()) 
 def direction_range_name(direction: Direction) -> str:
     """The name in profiles of everything that one direction runs."""
     return f"graphshard::{direction}"
-
-
-def step_from_dict(data: dict[str, Any]) -> Step:
-    lists: dict[str, Any] = {k: tuple(data[k]) for k in ("with_groups", "params") if k in data}
-    return Step(**{**data, "kind": StepKind(data["kind"]), **lists})
-
-
-def schedule_from_dict(data: dict[str, Any]) -> Schedule:
-    steps = tuple(step_from_dict(s) for s in data["steps"])
-    return Schedule(Direction(data["direction"]), steps)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass
 from itertools import zip_longest
+
+from graphshard.group_signature import ranks_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +62,43 @@ def difference(by_rank: Mapping[int, Skeleton]) -> str | None:
             having: dict[Entry | None, list[int]] = {}
             for rank, entry in zip(ranks, row, strict=True):
                 having.setdefault(entry, []).append(rank)
-            parts = [f"{_ranks(rs)}: {e or 'nothing more'}" for e, rs in having.items()]
+            parts = [f"{ranks_text(rs)}: {e or 'nothing more'}" for e, rs in having.items()]
             return f"collective {place} is " + "; ".join(parts)
     return None
 
 
-def same_way(by_rank: Mapping[int, Skeleton]) -> bool:
-    """FSDP2's own hooks could run these together.
+def same_way(
+    by_rank: Mapping[int, Skeleton], early: Collection[int] = (), *, reduces_unused: bool = False
+) -> bool:
+    """FSDP2's own hooks could run these together, if they would send the same for each group.
 
-    They gather groups in the order of use. So the forward orders must not contradict each other; a
-    rank whose graph ends early (a graph break) goes on where it ended.
+    They gather groups in the order of use, and reduce what has a gradient. early: ranks whose graph
+    ends before the call does (a graph break): they go on where they ended, the others have all of
+    it. reduces_unused: FSDP2 reduces zeros for what has no gradient.
     """
-    orders = [_forward_groups(by_rank[rank]) for rank in sorted(by_rank)]
-    longest = max(orders, key=len, default=[])
-    return all(order == longest[: len(order)] for order in orders)
+    if not same_order({rank: _forward_groups(s) for rank, s in by_rank.items()}, early):
+        return False
+    whole = [rank for rank in by_rank if rank not in early]
+    return reduces_unused or len({_reduced(by_rank[rank]) for rank in whole}) <= 1
 
 
-def _forward_groups(skeleton: Skeleton) -> list[str]:
-    found = (e.group for e in skeleton if (e.direction, e.kind) == ("forward", "all_gather"))
-    return list(dict.fromkeys(found))
+def same_order(orders: Mapping[int, tuple[str, ...]], early: Collection[int] = ()) -> bool:
+    """The ranks use their groups in one order, and only ranks that are `early` fewer of them."""
+    longest = max(orders.values(), key=len, default=())
+    fits = (longest[: len(order)] if rank in early else longest for rank, order in orders.items())
+    return list(fits) == list(orders.values())
 
 
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+def _forward_groups(skeleton: Skeleton) -> tuple[str, ...]:
+    found = [e.group for e in skeleton if (e.direction, e.kind) == ("forward", "all_gather")]
+    return tuple(dict.fromkeys(fqn for group in found for fqn in group.split(" + ")))
+
+
+def _reduced(skeleton: Skeleton) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+    """The groups that are reduced, and the bytes of each dtype, however they travel together."""
+    entries = [e for e in skeleton if e.kind == "reduce_scatter"]
+    bytes_of: dict[str, int] = {}
+    for entry in entries:
+        bytes_of[entry.dtype] = bytes_of.get(entry.dtype, 0) + entry.size_bytes
+    fqns = {fqn for entry in entries for fqn in entry.group.split(" + ")}
+    return tuple(sorted(fqns)), tuple(sorted(bytes_of.items()))

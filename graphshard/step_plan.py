@@ -7,7 +7,6 @@ file opens anywhere in milliseconds.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,19 +14,22 @@ from typing import Any
 
 from graphshard import skeleton
 from graphshard.comparison import Comparison, compare
+from graphshard.contradictions import course_faults, figure_faults, group_faults, step_faults
+from graphshard.errors import FileError
 from graphshard.estimate import Category as Category
 from graphshard.estimate import Estimate as Estimate
 from graphshard.estimate import Figures as Figures
 from graphshard.estimate import Moment as Moment
 from graphshard.estimate import Owner as Owner
-from graphshard.estimate import estimate_from_dict, estimate_summary
-from graphshard.forecast import Forecast, forecast_from_dict
+from graphshard.estimate import estimate_summary
+from graphshard.files.decode import Count, DecodeError, Positive, decode, parse
+from graphshard.forecast import Forecast
 from graphshard.groups import GroupInfo as GroupInfo
 from graphshard.groups import ParamInfo as ParamInfo
 from graphshard.groups import Reshard as Reshard
 from graphshard.groups import size_bytes
-from graphshard.measured import Measured, measured_from_dict
-from graphshard.schedule import ISSUES, schedule_from_dict, to_json
+from graphshard.measured import Measured
+from graphshard.schedule import ISSUES, to_json
 from graphshard.schedule import Direction as Direction
 from graphshard.schedule import Lane as Lane
 from graphshard.schedule import Schedule as Schedule
@@ -53,7 +55,7 @@ class Reason:
     text: str
     gain_us: float = 0.0
     gain_bytes: int = 0
-    group: int | None = None
+    group: Count | None = None
     direction: Direction | None = None
 
 
@@ -65,7 +67,7 @@ class PricedOn:
     """
 
     machine: str
-    ranks_per_node: int
+    ranks_per_node: Positive
     fused: bool = False
 
 
@@ -179,23 +181,53 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what `to_json` wrote. Raises ValueError for another schema or a broken file."""
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA_VERSION:
-            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"not a graphshard plan of schema {SCHEMA_VERSION}: found {found!r}")
+        """Read what `to_json` wrote. Raises FileError (GS1202, a ValueError) that names the place
+        in a broken file; whoever reads a plan may trust it.
+        """
         try:
-            plan = _plan_from_dict(data)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"broken plan file: {error!r}") from error
-        known = {g.id for g in plan.groups}
-        for schedule in plan.schedules:
-            for index, step in enumerate(schedule.steps):
-                for group in step.groups:
-                    if group not in known:
-                        where = f"{schedule.direction} step {index}"
-                        raise ValueError(f"broken plan file: {where} names no group {group!r}")
+            return Plan.from_data(parse(text))
+        except DecodeError as error:
+            raise FileError("GS1202", f"broken plan: {error}") from error
+
+    @staticmethod
+    def from_data(data: object) -> Plan:
+        """As `from_json`, of what the text holds."""
+        try:
+            if not isinstance(data, dict) or data.get("schema") != SCHEMA_VERSION:
+                found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+                raise DecodeError(f"expected a plan of schema {SCHEMA_VERSION}, found {found!r}")
+            plan: Plan = decode(Plan, {k: v for k, v in data.items() if k != "schema"})
+        except DecodeError as error:
+            raise FileError("GS1202", f"broken plan: {error}") from error
+        fault = next(faults_of(plan), None)
+        if fault is not None:
+            raise FileError("GS1202", f"broken plan: {fault}")
         return plan
+
+
+def faults_of(plan: Plan) -> Iterator[str]:
+    """What contradicts itself in a plan, each as "place: what is wrong"."""
+    yield from group_faults(plan.groups)
+    groups = {group.id: group for group in plan.groups}
+    both = ("forward", "backward")
+    yield from course_faults(groups, both, plan.schedules, plan.forecasts)
+    if plan.fsdp2 is not None:
+        places, theirs = [f"schedules[{n}]" for n in range(2)], plan.fsdp2
+        for text in course_faults(groups, places, theirs.schedules, theirs.forecasts):
+            yield f"fsdp2.{text}"
+    if plan.measured is not None:
+        for direction in Direction:
+            steps = [stretch.step for stretch in plan.measured.of(direction)]
+            yield from step_faults(groups, steps, f"measured.{direction}")
+    if plan.estimate is not None:
+        for text in figure_faults(groups, plan.schedules, plan.estimate.ours):
+            yield f"estimate.ours.{text}"
+        theirs_of = plan.schedules if plan.fsdp2 is None else plan.fsdp2.schedules
+        for text in figure_faults(groups, theirs_of, plan.estimate.fsdp2):
+            yield f"estimate.fsdp2.{text}"
+    for index, reason in enumerate(plan.reasons):
+        if reason.group is not None and reason.group not in groups:
+            yield f"reasons[{index}].group: there is no group {reason.group}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,48 +309,3 @@ def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> Entry:
 
 def numel(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
-
-
-def _plan_from_dict(data: dict[str, Any]) -> Plan:
-    groups = tuple(
-        GroupInfo(
-            **{
-                **g,
-                "resharded_by": Reshard(g["resharded_by"]),
-                "params": tuple(
-                    ParamInfo(**{**p, "shape": tuple(p["shape"])}) for p in g["params"]
-                ),
-            }
-        )
-        for g in data["groups"]
-    )
-    backward = data["backward"]
-    return Plan(
-        name=data["name"],
-        torch_version=data["torch_version"],
-        groups=groups,
-        forward=schedule_from_dict(data["forward"]),
-        backward=None if backward is None else schedule_from_dict(backward),
-        estimate=estimate_from_dict(data.get("estimate")),
-        reasons=tuple(map(_reason_from_dict, data.get("reasons", ()))),
-        recompute=tuple(data.get("recompute", ())),
-        forecasts=tuple(map(forecast_from_dict, data.get("forecasts", ()))),
-        priced_on=None if data.get("priced_on") is None else PricedOn(**data["priced_on"]),
-        fsdp2=_course_from_dict(data["fsdp2"]),
-        measured=measured_from_dict(data["measured"]),
-        reduces_apart=bool(data.get("reduces_apart")),
-    )
-
-
-def _course_from_dict(data: dict[str, Any] | None) -> Course | None:
-    if data is None:
-        return None
-    return Course(
-        tuple(map(schedule_from_dict, data["schedules"])),
-        tuple(map(forecast_from_dict, data["forecasts"])),
-    )
-
-
-def _reason_from_dict(data: dict[str, Any]) -> Reason:
-    direction = data["direction"]
-    return Reason(**{**data, "direction": None if direction is None else Direction(direction)})

@@ -19,6 +19,7 @@ from graphshard.ir import (
     awaited_group,
     derived,
     gathered_groups,
+    gets_something_else,
     is_unshard,
     output_node,
     positions,
@@ -242,6 +243,13 @@ def _one_mark_per_parameter(program: Program) -> Iterator[Broken]:
             seen.add(key)
 
 
+def _attributes_stay(program: Program) -> Iterator[Broken]:
+    for module in program.graphs:
+        for node in module.graph.find_nodes(op="get_attr"):
+            if gets_something_else(node):
+                yield Broken(module.graph, node, None, None, f"{node.target} was overwritten")
+
+
 RULES = (
     Rule("GS301", "every mark names a known group and parameter", _marks_name_their_group),
     Rule("GS302", "every gradient's token is used", _gradients_reach_the_output),
@@ -252,4 +260,5 @@ RULES = (
     Rule("GS307", "every gather is released", _every_gather_is_released),
     Rule("GS308", "gradients are packed in registration order", _trainable_groups_reduce_once),
     Rule("GS311", "waits of one gather stand together", _waits_of_a_gather_stand_together),
+    Rule("GS312", "a constant or subgraph is what was captured", _attributes_stay),
 )

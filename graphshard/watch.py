@@ -23,7 +23,6 @@ from graphshard.options import Options
 from graphshard.planner.observed import travelling
 from graphshard.planner.problem import Problem
 from graphshard.regions import Artifacts, compile_missing, linked, sliced
-from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.run import Body
 from graphshard.schedule import ISSUES
 from graphshard.step_plan import Direction, Plan, Step
@@ -34,17 +33,16 @@ Stretches: TypeAlias = dict[Direction, tuple[Step, ...]]
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One graph pair as it runs now.
+    """One graph pair as it runs now, for those FSDP roots that call it together.
 
     artifacts: its compiled regions; None if ops run one by one. stretches: what its marks separate;
-    empty if unwatched. asked: directions of which AOTAutograd has the code.
+    empty if unwatched. asked: directions of which AOTAutograd has the code, of all who share it.
     """
 
     program: Program
     plan: Plan
     problem: Problem
     bodies: dict[Direction, Body]
-    groups: list[LiveGroup]
     options: Options
     artifacts: Artifacts | None = None
     stretches: Stretches = field(default_factory=dict)

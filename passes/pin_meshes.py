@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from graphshard.ir import Program, is_tangent, output_node
+from graphshard.ir import Program, adopt, is_tangent, output_node
 
 
 def pin_meshes(program: Program) -> Program:
@@ -25,8 +25,7 @@ def pin_meshes(program: Program) -> Program:
 
 
 def _constant(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    name = f"mesh_of_{node.name}"
-    setattr(module, name, node.meta["val"].real_obj)
+    name = adopt(module, node.meta["val"].real_obj, f"mesh_of_{node.name}")
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
         constant = module.graph.create_node("get_attr", name)
     constant.meta = dict(node.meta)

@@ -12,7 +12,7 @@ import pytest
 os.environ.setdefault("GRAPHSHARD_COMPUTE", "aten")
 
 HERE = Path(__file__).parent
-for folder in (HERE, HERE / "dist"):
+for folder in (HERE, HERE / "dist", HERE / "faults"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -33,7 +33,12 @@ def split_reductions(plan: Plan, count: int) -> Plan:
 
 def _changed(plan: Plan, steps_of: Callable[[Schedule], Iterable[Step]]) -> Plan:
     forward, *backward = (replace(s, steps=tuple(steps_of(s))) for s in plan.schedules)
-    return replace(plan, forward=forward, backward=backward[0] if backward else None)
+    back = backward[0] if backward else None
+    # Forecasts and the place of the peak were of the steps before.
+    estimate = plan.estimate
+    if estimate is not None:
+        estimate = replace(estimate, ours=replace(estimate.ours, peak_at=None))
+    return replace(plan, forward=forward, backward=back, forecasts=(), estimate=estimate)
 
 
 def _merged(schedule: Schedule, count: int) -> Iterator[Step]:

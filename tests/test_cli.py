@@ -1,16 +1,25 @@
 """The command line: exit statuses, what goes to which stream, and that torch stays out."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planning import layers
 from plans import two_layers
+from test_comparison import as_predicted, planned
 
 from graphshard.cli import main
 from graphshard.cli.common import sizes as sizes_of
+from graphshard.view.comparison import comparison_text
+from graphshard.view.diff import diff
+from graphshard.view.diff_text import diff_text
+from graphshard.view.html import render
+from graphshard.view.log_text import log_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -145,7 +154,7 @@ def test_exit_status_of_the_process(tmp_path):
     command = [sys.executable, "-m", "graphshard.cli", "show", str(tmp_path / "none.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith("graphshard: error: cannot read")
+    assert done.stderr.startswith("graphshard: error: GS1203: cannot read")
 
 
 def test_calibrate_runs_under_torchrun_only(capsys, monkeypatch):
@@ -162,3 +171,148 @@ def test_sizes_that_are_none(sizes, capsys):
 
 def test_sizes_in_bytes():
     assert sizes_of("4096, 64KiB,1mib") == (4096, 65536, 2**20)
+
+
+def shell(command, tmp_path):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "G": f"{sys.executable} -m graphshard.cli"}
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "says"),
+    [
+        ("$G show toy.plan.json | true; exit ${PIPESTATUS[0]}", 141, ""),
+        ("$G show toy.plan.json --json | true; exit ${PIPESTATUS[0]}", 141, ""),
+        ("$G show toy.plan.json >/dev/full", 2, "GS1203: cannot write the result: No space left"),
+        ("$G show toy.plan.json --json >/dev/full", 2, "GS1203: cannot write the result: No space"),
+        ("$G show toy.plan.json >&-", 2, "GS1203: cannot write the result: it is closed"),
+        ("$G view toy.plan.json -o /dev/full", 2, "GS1203: cannot write /dev/full: No space"),
+        ("$G show no.json 2>&-", 2, ""),
+        ("$G show no.json 2>/dev/full", 2, ""),
+        ("LC_ALL=C PYTHONIOENCODING=ascii $G show toy.plan.json", 0, ""),
+    ],
+)
+def test_streams_that_take_nothing(file, tmp_path, command, status, says):
+    plan = json.loads(file.read_text())
+    plan["name"] = "\u5c42 \ud800 \u001b[31m"
+    file.write_text(json.dumps(plan))
+    # The reader of a pipe has to be gone before anything is written.
+    done = shell(command.replace("| true", "| exec 0<&- true"), tmp_path)
+    assert done.returncode == status, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", "x.py:f", "--world", "9" * 20, "--hw", "h100"],
+        ["plan", "x.py:f", "--world", "9" * 5000, "--hw", "h100"],
+        ["plan", "x.py:f", "--world", "8", "--hw", "h100", "--budget", "9" * 400],
+        ["plan", "x.py:f", "--world", "8", "--hw", "h100", "--micro-steps", "9" * 20],
+        ["doctor", "--limit-s", "nan"],
+        ["doctor", "--steps", "9" * 20],
+        ["calibrate", "--repetitions", "0"],
+    ],
+)
+def test_numbers_that_are_none(argv, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(argv)
+    assert "argument --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["plan", "x.py:f", "--world", "8", "--hw", "missing.json"], "GS906"),
+        (
+            ["plan", "{own}:f", "--world", "8", "--hw", "missing.json"],
+            "GS1203: cannot read missing",
+        ),
+        (
+            ["plan", "{own}:f", "--world", "8", "--hw", "a\0.json"],
+            "GS1203: cannot read a\\x00.json",
+        ),
+        (["plan", "n" * 5000 + ".py:f", "--world", "8", "--hw", "h100"], "GS906"),
+        (["show", "n" * 5000], "GS1203: cannot read"),
+        (["show", "a\0b"], "GS1203: cannot read a\\x00b: embedded null byte"),
+        (["show", "/dev/zero"], "GS1203: cannot read /dev/zero: it is no file"),
+        (["show", "{plan}", "--group", "\x1b[31m"], "GS105"),
+        (["view", "{plan}", "-o", "n" * 5000], "GS1203: cannot write"),
+        (["view", "{plan}", "-o", "a\0b"], "GS1203: cannot write a\\x00b"),
+        (
+            ["view", "{plan}", "--perfetto", "p", "--merge", "\x1b[31m"],
+            "GS1203: cannot read \\x1b[31m",
+        ),
+    ],
+)
+def test_odd_arguments(file, tmp_path, monkeypatch, capsys, argv, says):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = tmp_path / "own.py"
+    own.write_text("def f(): pass")
+    words = [word.replace("{own}", str(own)).replace("{plan}", str(file)) for word in argv]
+    assert main(words) in (1, 2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert "\x1b" not in err
+
+
+NAME = "a\x1b[31mb\nc\x9bd\u202e[red]"
+SHOWN = r"a\x1b[31mb\nc\x9bd\u202e[red]"
+
+
+def renamed(plan):
+    groups = tuple(replace(g, fqn=f"{NAME}{g.id}") for g in plan.groups)
+    return replace(plan, name=NAME, groups=groups)
+
+
+@pytest.mark.parametrize("argv", [["show"], ["show", "--why"], ["show", "--group", f"{NAME}0"]])
+def test_what_a_terminal_would_obey_is_shown(tmp_path, capsys, argv):
+    plan = renamed(two_layers())
+    file = tmp_path / "x.json"
+    file.write_text(plan.to_json())
+    assert main([*argv, str(file)]) == 0
+    out = capsys.readouterr().out
+    assert SHOWN in out
+    assert not set(out) & set("\x1b\x9b\u202e")
+    assert len(out.splitlines()) == len(text_of(argv, two_layers(), tmp_path, capsys).splitlines())
+
+
+def text_of(argv, plan, tmp_path, capsys):
+    file = tmp_path / "plain.json"
+    file.write_text(plan.to_json())
+    words = [word.replace(f"{NAME}0", "layers.0") for word in argv]
+    assert main([*words, str(file)]) == 0
+    return capsys.readouterr().out
+
+
+def test_pages_logs_and_comparisons_show_it_too():
+    plan = renamed(planned(layers(3, activations=100)))
+    after = replace(plan, forecasts=plan.fsdp2.forecasts)
+    forward, *backward = plan.fsdp2.schedules
+    after = replace(after, forward=forward, backward=backward[0])
+    texts = [
+        render(plan),
+        log_text(plan),
+        diff_text(diff(plan, after)),
+        comparison_text(plan, plan.compare(as_predicted(plan))),
+    ]
+    for text in texts:
+        assert not set(text) & set("\x1b\x9b\u202e"), text[:200]
+    assert SHOWN in texts[1]
+
+
+def test_a_file_of_no_plans_size(tmp_path, capsys):
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**28 + 1)
+    assert "GS1204: " in fails(capsys, "show", tmp_path / "large")

@@ -52,6 +52,7 @@ def damaged(**changes):
     return json.dumps({**json.loads(PROFILE.to_json()), **changes})
 
 
+ZERO = [{"upto": None, "us_per_unit": 0}]
 FIT = json.loads(PROFILE.to_json())["memory"]
 
 
@@ -61,14 +62,25 @@ FIT = json.loads(PROFILE.to_json())["memory"]
         ("", "not JSON"),
         ("[]", "version 1 expected, found None"),
         (damaged(version=2), "version 1 expected, found 2"),
-        (damaged(origin={}), "broken entry"),
-        (damaged(memory={}), "entry 'classes' is missing"),
-        (damaged(memory=None), "broken entry"),
-        (damaged(memory={**FIT, "base_us": -1}), "-1 is not a cost"),
-        (damaged(memory={**FIT, "classes": []}), "size classes must rise"),
-        (damaged(memory={**FIT, "samples": [[0, 1]]}), "0 where a positive number belongs"),
-        (damaged(comm=[{"kind": "gossip"}]), "'gossip' is not a valid Collective"),
-        (damaged(arithmetic=[]), "broken entry"),
+        (damaged(origin={}), "origin: entry 'device' is missing"),
+        (damaged(memory={}), "memory: entry 'base_us' is missing"),
+        (damaged(memory=None), "memory: expected an object, found None"),
+        (
+            damaged(memory={**FIT, "base_us": -1}),
+            "memory.base_us: expected a number from 0 on, found -1",
+        ),
+        (damaged(memory={**FIT, "classes": []}), "memory: size classes must rise"),
+        (damaged(memory={**FIT, "base_us": 0, "classes": ZERO}), "memory: work that takes no time"),
+        (damaged(comm=[{**FIT, "kind": "all_gather", "group": {}}]), "comm[0].group: entry"),
+        (damaged(memory={**FIT, "base_us": "x"}), "memory.base_us: expected a number, found 'x'"),
+        (
+            damaged(memory={**FIT, "samples": [[0, 1]]}),
+            "memory: samples have amounts and times above 0",
+        ),
+        (damaged(comm=[{"kind": "gossip"}]), "comm[0]"),
+        (damaged(comm=[{**FIT, "kind": "gossip", "group": {}}]), "expected one of all_gather"),
+        (damaged(arithmetic=[]), "arithmetic: expected an object, found a list of 0"),
+        ("[" * 10**5, "nested too deeply"),
     ],
 )
 def test_a_damaged_file(text, says, tmp_path):
@@ -82,7 +94,7 @@ def test_a_damaged_file(text, says, tmp_path):
 def test_a_file_that_is_not_text(tmp_path):
     path = tmp_path / "machine.json"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(CostError, match="not text"):
+    with pytest.raises(CostError, match=r"GS503: .*not JSON: .*utf"):
         read_profile(path)
 
 

@@ -170,6 +170,6 @@ def test_a_wait_before_its_issue():
 def test_a_function_that_fails_says_where(tmp_path, capsys):
     file = tmp_path / "bad.py"
     file.write_text("def build():\n    raise RuntimeError('CUDA is not there')\n")
-    assert main(["plan", f"{file}:build", "--world", "2", "--hw", "h100"]) == 1
+    assert main(["plan", f"{file}:build", "--world", "2", "--hw", "h100"]) == 4
     said = capsys.readouterr().err
     assert f"GS911: build fails at {file}:2: RuntimeError: CUDA is not there; there is no" in said

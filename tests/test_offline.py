@@ -112,11 +112,13 @@ def named(blocks):
     return nn.ModuleDict({f"block_{n}": block for n, block in enumerate(blocks)})
 
 
+@functools.cache
+def the_example():
+    return sys.modules[target_of(f"{EXAMPLES / 'llama.py'}:llama3_8b").function.__module__]
+
+
 def llama(recompute, depth=DEPTH):
-    example = sys.modules.get("llama")
-    if example is None:
-        target_of(f"{EXAMPLES / 'llama.py'}:llama3_8b")
-        example = sys.modules["llama"]
+    example = the_example()
     config = example.Config(16, depth, 4, 32, num_kv_heads=2, vocabulary=64, recompute=recompute)
     return example.sharded(config, 1, 16)
 
@@ -203,6 +205,16 @@ def test_recomputation_without_a_second_partition_is_nearly_the_same():
         assert ours == pytest.approx(theirs, rel=tolerance), name
 
 
+def scaled(by, module, args, result):
+    return result * by
+
+
+def scale_results(model, by):
+    """One hook on all blocks, with another number on the last one unless `by` is 1."""
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(functools.partial(scaled, by if number == 5 else 1.0))
+
+
 def alike(change):
     """Whether 6 blocks are still taken for alike after `change(model)`."""
     with pretended(8):
@@ -225,6 +237,8 @@ def alike(change):
         lambda model: model.blocks[0].up.requires_grad_(False),
         lambda model: model.blocks[3].register_buffer("scale", torch.zeros(2)),
         lambda model: model.blocks[2].register_forward_hook(lambda *call: None),
+        lambda model: model.blocks[2].register_full_backward_hook(lambda *call: None),
+        lambda model: scale_results(model, by=2.0),
         lambda model: setattr(model.blocks[1], "up", nn.Linear(8, 24, bias=False)),
         lambda model: setattr(model.blocks[1], "up", nn.Linear(8, 24, dtype=torch.bfloat16)),
         lambda model: setattr(model.blocks[1], "down", nn.Sequential(nn.Linear(24, 8))),
@@ -233,6 +247,7 @@ def alike(change):
 )
 def test_blocks_that_differ_are_not_alike(change):
     assert alike(lambda model: None)
+    assert alike(lambda model: scale_results(model, by=1.0))
     assert not alike(change)
 
 

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch import _inductor
 
+import graphshard
+from graphshard.cost.profile import look_up
 from graphshard.errors import GraphshardError, OptionsError
 from graphshard.options import Options, is_disabled, parse_options
 
@@ -115,6 +118,47 @@ def test_nothing_is_compiled_with_aten_so_settings_of_inductor_are_refused(monke
     assert parse_options(None, mode="default").compute == "aten"
 
 
+@pytest.mark.parametrize("mode", [["default"], 3, {}.keys()])
+def test_a_mode_that_is_no_name(mode):
+    with pytest.raises(OptionsError, match=r"GS101: mode=.* is no name of a mode"):
+        parse_options(None, mode=mode)
+
+
+@pytest.mark.parametrize("options", [3, "aten", [("compute", "aten")]])
+def test_options_that_are_no_dict(options):
+    with pytest.raises(OptionsError, match=r"GS103: options=.* is no dict"):
+        parse_options(options)
+
+
+@pytest.mark.parametrize("given", [{3: "aten"}, {("a", "b"): 1}, {"compute": ["aten"]}])
+def test_options_of_other_types(given):
+    with pytest.raises(OptionsError, match=r"GS10[23]: "):
+        parse_options(given)
+
+
+def test_a_machine_is_looked_up_at_once(tmp_path):
+    message = (
+        r"GS103: option machine='h100x': no preset 'h100x': did you mean 'h100'\? Else give one"
+    )
+    with pytest.raises(OptionsError, match=message):
+        parse_options({"machine": "h100x"}, machine=look_up)
+    with pytest.raises(OptionsError, match=r"did you mean 'h100-ib400'\?"):
+        parse_options({"machine": "h10-ib40"}, machine=look_up)
+    with pytest.raises(OptionsError, match=r"GS103: option machine=.*gone.json.*No such file"):
+        parse_options({"machine": str(tmp_path / "gone.json")}, machine=look_up)
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(OptionsError, match=r"GS103: option machine=.*broken.json: not JSON"):
+        parse_options({"machine": tmp_path / "broken.json"}, machine=look_up)
+    assert parse_options({"machine": "h100-ib400"}, machine=look_up).machine == "h100-ib400"
+
+
+def test_torch_compile_refuses_a_machine_that_there_is_not():
+    with pytest.raises(OptionsError, match="machine='h100x'"):
+        torch.compile(torch.nn.Linear(2, 2), backend="graphshard", options={"machine": "h100x"})(
+            torch.ones(1, 2)
+        )
+
+
 def test_options_are_read_only_and_the_callers_dict_stays_as_it_is():
     given = {"fallback": "error"}
     with pytest.raises(AttributeError):
@@ -145,3 +189,36 @@ def test_a_memory_budget_is_a_number_of_bytes(given, size):
 def test_a_bad_memory_budget_is_refused(given):
     with pytest.raises(ValueError, match=r"GS103: option memory_budget=.* is no size"):
         parse_options({"memory_budget": given})
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"options": 3}, "GS103: options=3 is no dict"),
+        ({"options": [1]}, "GS103"),
+        ({"options": "aten"}, "GS103"),
+        ({"options": {3: 1}}, "GS102: unknown option 3"),
+        ({"options": {"compute": "aten", 3: 1}}, "GS102"),
+        ({"options": {"compute": []}}, "GS103"),
+        ({"options": {"micro_steps": 10**400}}, "GS103: option micro_steps=that many; give"),
+        ({"options": {"memory_budget": "9" * 400}}, "GS103: option memory_budget: more than"),
+        ({"mode": ["default"]}, r"GS101: mode=\['default'\] is no name of a mode"),
+        ({"mode": 3}, "GS101"),
+    ],
+)
+def test_odd_values_of_torch_compile_say_what_is_wrong(given, code):
+    with pytest.raises(OptionsError, match=code):
+        torch.compile(torch.nn.Linear(2, 2), backend="graphshard", **given)(torch.ones(1, 2))
+
+
+def test_an_empty_list_as_mode():
+    with pytest.raises(OptionsError, match="GS101"):
+        parse_options(None, [])
+
+
+@pytest.mark.parametrize("ranks", [0, -1, None, "8", 10**20, 2.0, True])
+def test_numbers_of_ranks_that_are_none(ranks):
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(OptionsError, match="GS103: option world_size"):
+        graphshard.plan(model, (torch.ones(1, 2),), world_size=ranks, hardware="h100")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from plans import group, plan, two_layers
 
+from graphshard.errors import FileError
 from graphshard.step_plan import Lane, Plan, Residency, StepKind, gathered_bytes_by_step
 
 
@@ -38,12 +39,16 @@ def test_json_is_plain_and_carries_its_schema():
         ("3", "found 'int'"),
         ("{}", "found None"),
         ('{"schema": 99}', "found 99"),
-        ('{"schema": 3}', "broken plan file: KeyError"),
+        ('{"schema": 3}', "entry 'name' is missing"),
     ],
 )
 def test_from_json_names_what_is_wrong(text, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(FileError, match=f"GS1202: .*{message}"):
         Plan.from_json(text)
+
+
+def step(data, place):
+    return data["forward"]["steps"][place]
 
 
 def broken(change):
@@ -55,17 +60,44 @@ def broken(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.pop("groups"), "broken plan file: KeyError"),
-        (lambda d: d.update(forward=None), "broken plan file: TypeError"),
-        (lambda d: d["groups"][0].update(color=1), "broken plan file: TypeError"),
-        (lambda d: d["forward"]["steps"][0].update(kind="guess"), "'guess' is not a valid"),
-        (lambda d: d["forward"].update(direction="sideways"), "'sideways' is not a valid"),
-        (lambda d: d["forward"]["steps"][1].update(group=7), "forward step 1 names no group 7"),
-        (lambda d: d["backward"]["steps"][0].update(group=-1), "backward step 0 names no group -1"),
+        (lambda d: d.pop("groups"), "entry 'groups' is missing"),
+        (lambda d: d.update(forward=None), "forward: expected an object, found None"),
+        (lambda d: d["groups"][0].update(color=1), r"groups\[0\]: unknown entry 'color'"),
+        (lambda d: step(d, 0).update(kind="guess"), r"steps\[0\].kind: expected one of .*'guess'"),
+        (lambda d: d["forward"].update(direction="sideways"), "direction: expected .*'sideways'"),
+        (
+            lambda d: d["forward"].update(direction="backward"),
+            "forward.direction: expected forward",
+        ),
+        (lambda d: step(d, 1).update(group=7), r"forward.steps\[1\].group: there is no group 7"),
+        (
+            lambda d: step(d, 1).update(group=-1),
+            r"steps\[1\].group: expected a whole number from 0",
+        ),
+        (lambda d: step(d, 1).update(group=True), r"steps\[1\].group: expected a whole number, f"),
+        (lambda d: step(d, 1).update(group=None), r"forward.steps\[1\]: gather_wait is of a group"),
+        (lambda d: step(d, 0).update(params=[1]), r"steps\[0\].params: parameter 1 of 1"),
+        (lambda d: step(d, 0).update(with_groups=[0]), r"steps\[0\].with_groups: a group travels"),
+        (lambda d: d["forward"]["steps"].pop(0), r"steps\[0\]: gather_wait .* before its issue"),
+        (lambda d: d["forward"]["steps"].pop(1), r"forward.steps\[0\]: nothing waits for it"),
+        (lambda d: step(d, 3).update(start=1), r"steps\[3\]: expected ops from 0 on, found 1 to 4"),
+        (lambda d: d["groups"][1].update(id=0), r"groups\[1\].id: another group has the number 0"),
+        (
+            lambda d: d["groups"][0].update(world_size=0),
+            r"world_size: expected a whole number from 1",
+        ),
+        (
+            lambda d: d["groups"][0]["params"][0].update(shape=[2**70]),
+            r"params\[0\].shape\[0\]: exp",
+        ),
+        (
+            lambda d: d.update(reasons=[{"what": "", "text": "", "group": 9}]),
+            r"reasons\[0\].group: t",
+        ),
     ],
 )
 def test_from_json_refuses_a_broken_plan(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(FileError, match=f"GS1202: broken plan: .*{message}"):
         Plan.from_json(broken(change))
 
 

@@ -1,14 +1,20 @@
 """The plan cache: hit, miss, damaged files, folders that cannot be used."""
 
-import warnings
+import hashlib
+import json
+import multiprocessing
+import os
 from dataclasses import replace
 
 import pytest
-from plans import two_layers
+from planning import layers
+from plans import group, two_layers
 
 from graphshard import plan_cache
-from graphshard.errors import GraphshardWarning
+from graphshard.errors import FileError, GraphshardWarning, PlanError
+from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Lane, Problem, Region
+from graphshard.step_plan import Plan
 
 PROBLEM = Problem(groups=(), lanes=(Lane("lane 0"),), forward=(Region(5.0),), budget_bytes=100)
 PLAN = two_layers()
@@ -41,38 +47,176 @@ def test_the_key_holds_what_matters():
     assert key() == key()
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: "",
-        lambda text: text[: len(text) // 2],
-        lambda text: "[]",
-        lambda text: '{"key": "x", "plan": "{}"}',
-        lambda text: text.replace("gather_issue", "guess"),
-        lambda text: text.replace('\\"schema\\":', '\\"schema_\\":'),
-    ],
-)
+def resealed(text, change):
+    """The file with another plan and the right checksum of it."""
+    data = json.loads(text)
+    plan = json.loads(data["plan"])
+    change(plan)
+    data["plan"] = json.dumps(plan)
+    data["sha256"] = hashlib.sha256(data["plan"].encode()).hexdigest()
+    return json.dumps(data)
+
+
+def edited(text, change):
+    data = json.loads(text)
+    change(data)
+    return json.dumps(data)
+
+
+DAMAGE = {
+    "empty": lambda text: "",
+    "cut": lambda text: text[: len(text) // 2],
+    "list": lambda text: "[]",
+    "other plan": lambda text: edited(text, lambda d: d.update(key="x")),
+    "no checksum": lambda text: edited(text, lambda d: d.pop("sha256")),
+    "a word": lambda text: text.replace("gather_issue", "guess"),
+    "a name": lambda text: text.replace("layers.0", "layers.9"),
+    "schema": lambda text: text.replace('\\"schema\\":', '\\"schema_\\":'),
+    "nested": lambda text: "[" * 10**5,
+    "deep plan": lambda text: edited(text, lambda d: d.update(plan="[" * 10**5)),
+    "resealed schema": lambda text: resealed(text, lambda p: p.update(schema=99)),
+    "resealed, no steps": lambda text: resealed(text, lambda p: p["forward"].update(steps=[])),
+    "resealed, no wait": lambda text: resealed(text, lambda p: p["backward"]["steps"].pop()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_file_is_ignored_with_a_warning(folder, damage):
     plan_cache.save(key(), PLAN)
     (file,) = folder.iterdir()
     text = file.read_text()
     assert damage(text) != text
     file.write_text(damage(text))
-    with pytest.warns(GraphshardWarning, match="GS706: .*plan.json is ignored"):
-        assert plan_cache.load(key(), "g") is None
+    # What suits the problem is asked last; these files differ from what was planned.
+    with pytest.warns(GraphshardWarning, match="GS706: .*plan.json is ignored") as found:
+        assert plan_cache.load(key(), "g", is_planned) is None
+    assert len(found) == 1
     plan_cache.save(key(), PLAN)
-    assert plan_cache.load(key(), "g") is not None
+    assert plan_cache.load(key(), "g", is_planned) is not None
+
+
+def is_planned(plan):
+    if plan != PLAN:
+        raise PlanError("GS603", "another plan")
+
+
+def planned():
+    """A problem with a plan of it, as the compiler has them."""
+    problem = layers(4, activations=100, root=True)
+    found = plan_step(problem)
+    groups = tuple(group(i, g.fqn) for i, g in enumerate(problem.groups))
+    made = Plan(
+        "toy", "2.13.0", groups, *found.schedules,
+        estimate=found.estimate, reasons=found.reasons, forecasts=found.forecasts,
+        fsdp2=found.fsdp2,
+    )  # fmt: skip
+    return problem, groups, made
+
+
+def without(kinds):
+    def change(data):
+        for direction in ("forward", "backward"):
+            data[direction]["steps"] = [
+                s for s in data[direction]["steps"] if s["kind"] not in kinds
+            ]
+        data["forecasts"], data["estimate"]["ours"]["peak_at"] = [], None
+
+    return change
+
+
+def moved(data):
+    steps = data["backward"]["steps"]
+    place = max(i for i, s in enumerate(steps) if s["kind"] == "gather_issue")
+    steps.insert(0, steps.pop(place))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without(("reduce_issue", "reduce_wait")),
+        without(("release",)),
+        without(("gather_issue", "gather_wait", "release")),
+        moved,
+        lambda d: d["groups"][0].update(fqn="other"),
+        lambda d: d.update(torch_version="2.12.0"),
+        lambda d: d.update(recompute=["layers.0"]),
+        lambda d: d.update(backward=None, forecasts=[]),
+        lambda d: d.update(reduces_apart=True),
+        lambda d: d.update(estimate=None),
+    ],
+)
+def test_a_plan_that_does_not_suit_the_problem(change):
+    problem, groups, made = planned()
+    data = json.loads(made.to_json())
+    change(data)
+    plan_cache.check(made, problem, groups, "2.13.0")
+    with pytest.raises((PlanError, FileError)):
+        plan_cache.check(Plan.from_json(json.dumps(data)), problem, groups, "2.13.0")
+
+
+def _save_twice():
+    plan_cache.save(key(), PLAN)
+    plan_cache.save(key(), PLAN)
 
 
 def test_a_folder_that_cannot_be_written_to(folder):
     folder.write_text("a file, not a folder")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plan_cache.save(key(), PLAN)
+    with pytest.warns(GraphshardWarning, match="GS1201: the plan cache is not written") as found:
+        _save_twice()
+    assert len(found) == 1
     assert folder.read_text() == "a file, not a folder"
+
+
+def test_a_file_that_cannot_be_read(folder):
+    plan_cache.save(key(), PLAN)
+    (file,) = folder.iterdir()
+    file.unlink()
+    file.mkdir()
+    with pytest.warns(GraphshardWarning, match="GS706: .*it is a folder"):
+        assert plan_cache.load(key(), "g") is None
+    plan_cache.save(key(), PLAN)
 
 
 def test_nothing_is_left_behind(folder):
     plan_cache.save(key(), PLAN)
     plan_cache.save(key(), PLAN)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
+    plan_cache.save(key(), PLAN)
+    (file,) = folder.iterdir()
+    keys = [hashlib.sha256(bytes([n])).hexdigest() for n in range(5)]
+    stranger = folder / "notes.txt"
+    stranger.write_text("of the user")
+    os.utime(stranger, (0, 0))
+    for age, name in enumerate(keys[:3]):
+        plan_cache.save(name, PLAN)
+        os.utime(folder / f"{name[:32]}.plan.json", (100 + age, 100 + age))
+    left = folder / ".killed.part"
+    left.write_text("")
+    os.utime(left, (0, 0))
+    assert plan_cache.load(keys[0], "g") is not None, "used now"
+    monkeypatch.setattr(plan_cache, "MOST_BYTES", int(3.5 * file.stat().st_size))
+    plan_cache.save(keys[3], PLAN)
+    stay = {f"{name[:32]}.plan.json" for name in (key(), keys[0], keys[3])}
+    assert {f.name for f in folder.iterdir()} == stay | {"notes.txt"}
+
+
+def _writer(number):
+    for _ in range(20):
+        plan_cache.save(key(), replace(PLAN, name=f"of {number}"))
+
+
+def test_launches_that_share_a_folder(folder):
+    others = [multiprocessing.get_context("fork").Process(target=_writer, args=(n,)) for n in "ab"]
+    for process in others:
+        process.start()
+    seen = 0
+    while any(process.is_alive() for process in others):
+        seen += plan_cache.load(key(), "g") is not None  # never a damaged one: warnings are errors
+    for process in others:
+        process.join(30)
+    assert [process.exitcode for process in others] == [0, 0]
+    assert plan_cache.load(key(), "g") == replace(PLAN, name="g")
     assert len(list(folder.iterdir())) == 1

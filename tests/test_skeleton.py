@@ -82,5 +82,20 @@ def test_the_first_difference_names_entry_and_ranks():
 
 
 def test_what_fsdp2_could_run_together():
-    assert skeleton.same_way({0: (A, B), 1: (A,)})  # a graph break on rank 1
+    assert skeleton.same_way({0: (A, B), 1: (A,)}, early={1})  # a graph break on rank 1
+    assert not skeleton.same_way({0: (A, B), 1: (A,)})  # rank 1 leaves out b
+    assert not skeleton.same_way({0: (A,), 1: (A, B)}, early={1})
     assert not skeleton.same_way({0: (A, B, C), 1: (A, C)})  # a module skipped on rank 1
+    together = replace(A, group="a + b", size_bytes=2048)
+    assert skeleton.same_way({0: (A, B), 1: (together,)})  # merged on rank 1
+
+
+def test_fsdp2_reduces_what_has_a_gradient():
+    grads = [Entry("backward", "reduce_scatter", name, "float32", 512) for name in "ab"]
+    some = replace(grads[1], size_bytes=256)  # a parameter that rank 1 does not use
+    merged = replace(grads[0], group="a + b", size_bytes=1024)
+    assert skeleton.same_way({0: (A, B, *grads), 1: (A, B, merged)})
+    assert not skeleton.same_way({0: (A, B, *grads), 1: (A, B, grads[0], some)})
+    assert not skeleton.same_way({0: (A, B, *grads), 1: (A, B, grads[0])})
+    assert skeleton.same_way({0: (A, B, *grads), 1: (A, B, grads[0])}, early={1})
+    assert skeleton.same_way({0: (A, B, *grads), 1: (A, B, grads[0], some)}, reduces_unused=True)

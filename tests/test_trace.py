@@ -148,7 +148,7 @@ def test_view_writes_a_trace(plan, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"{}", "GS804"), (b"no", "GS804"), (b"\x1f\x8bno", "GS804"), (None, "cannot use")],
+    [(b"{}", "GS804"), (b"no", "GS804"), (b"\x1f\x8bno", "GS804"), (None, "GS1203: cannot read")],
 )
 def test_what_is_no_trace_is_said_so(plan, tmp_path, capsys, content, says):
     file, out, other = (tmp_path / name for name in ("toy.plan.json", "toy.json", "other.json"))

@@ -3,12 +3,13 @@
 import operator
 
 import pytest
+import torch
 from graphs import Sketch, aten, group, layers, program
 from plans import plan
 
 from graphshard import pipeline
 from graphshard.errors import VerifyError
-from graphshard.ir import output_node, reduce_marks, steps
+from graphshard.ir import adopt, note_attributes, output_node, reduce_marks, steps
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.regroup import regroup
 from graphshard.pipeline import run_passes, schedule
@@ -247,3 +248,17 @@ def test_gs311_waits_of_one_gather_stand_together():
     for node in (*wait.users, wait):
         mm.append(node)
     check(broken, "GS311", culprit="gather_layers_0")
+
+
+def test_gs312_a_constant_is_overwritten():
+    made = layers(2)
+    forward = made.forward
+    forward.register_buffer("scale", torch.tensor(2.0))
+    with forward.graph.inserting_before(output_node(forward.graph)):
+        forward.graph.get_attr("scale")
+    note_attributes(forward.graph)
+    verify(made, after="some_pass")
+    assert adopt(forward, torch.tensor(3.0), "scale") == "scale_1"
+    verify(made, after="some_pass")
+    forward.scale = torch.tensor(3.0)
+    check(made, "GS312", culprit="scale", fqn=None)

@@ -9,7 +9,8 @@ from torch.distributed import HashStore
 
 from graphshard.errors import DivergedRanks
 from graphshard.runtime import agree
-from graphshard.runtime.agree import Ballot
+from graphshard.runtime.ballot import Ballot
+from graphshard.runtime.leftovers import OwnStore
 from graphshard.step_plan import Estimate, Figures
 
 PLAN = two_layers()
@@ -20,7 +21,10 @@ SHORT = plan(PLAN.groups, "issue 0, wait 0, compute 7, release 0", name="short")
 
 def ballots(count, limit_s=5.0):
     store = HashStore()
-    return [Ballot(store, rank, tuple(range(count)), FQNS, limit_s) for rank in range(count)]
+    return [
+        Ballot(OwnStore("test", store, count), rank, tuple(range(count)), FQNS, limit_s)
+        for rank in range(count)
+    ]
 
 
 def together(*calls):
@@ -70,7 +74,17 @@ def test_every_rank_raises_the_same():
 
 
 def test_a_graph_that_ends_early_is_fsdp2s():
-    assert [error.code for error in vote(ballots(2), [PLAN, SHORT])] == ["GS701", "GS701"]
+    first, second = ballots(2)
+    errors = together(
+        lambda: agree.settle([first], PLAN),
+        lambda: agree.settle([second], SHORT, ends_early=True),
+    )
+    assert [error.code for error in errors] == ["GS701", "GS701"]
+
+
+def test_a_graph_that_is_all_of_a_shorter_call_is_an_error():
+    """FSDP2 would wait for the rank that leaves a group out."""
+    assert [error.code for error in vote(ballots(2), [PLAN, SHORT])] == ["GS702", "GS702"]
 
 
 def test_the_lowest_ranks_plan_is_everybodys():
@@ -154,7 +168,7 @@ def test_every_call_is_compared():
     first, second = ballots(2)
     for _ in range(4):
         assert together(check(first, PLAN, "a"), check(second, PLAN, "a")) == [None, None]
-    assert first.store.num_keys() <= 4  # old calls are deleted
+    assert first.store._store.num_keys() <= 4  # old calls are deleted
     found = together(check(first, PLAN, "a"), check(second, PLAN, "b"))
     assert str(found[0]) == str(found[1]) == "GS705: at call 4, rank 0 runs a; rank 1 runs b"
 

@@ -8,7 +8,7 @@ blocks have the same entrance, and so has a group whose flags were flipped and f
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from graphshard import fsdp2
 from graphshard.fsdp2 import FsdpGroup, Slot, State
 from graphshard.fsdp2.layouts import layout_number
+from graphshard.fsdp2.ranks import Ranks, ranks_of
 
 CALLED = -1  # the home of what is below the module that is being called
 
@@ -45,9 +46,14 @@ class Place:
     slots: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Entrance:
-    """One group's pre- and post-forward: casts, devices, and which parameters go where."""
+    """One group's pre- and post-forward: casts, devices, and which parameters go where.
+
+    mesh: the ranks that the group is sharded and replicated over. Tracing does not ask for it, but
+    a plan is made for it, and ranks change plans together: only models on the same ranks may share
+    a graph.
+    """
 
     device: torch.device
     moves_inputs: bool
@@ -55,6 +61,7 @@ class Entrance:
     output_dtype: torch.dtype | None
     params: tuple[Full, ...]
     places: tuple[Place, ...]
+    mesh: Ranks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +86,14 @@ class Layout:
     links: tuple[Link, ...]
 
 
-@functools.cache
+# Weak: an entrance lives as long as a group that has it or a graph that is guarded by it.
+_ENTRANCES: weakref.WeakKeyDictionary[Entrance, weakref.ref[Entrance]] = weakref.WeakKeyDictionary()
+
+
 def interned(entrance: Entrance) -> Entrance:
     """The one object that stands for all entrances equal to this one, so that `is` compares."""
-    return entrance
+    known = _ENTRANCES.setdefault(entrance, weakref.ref(entrance))()
+    return entrance if known is None else known
 
 
 def entrance_of(state: State, group: FsdpGroup | None, places: tuple[Place, ...]) -> Entrance:
@@ -94,8 +105,9 @@ def entrance_of(state: State, group: FsdpGroup | None, places: tuple[Place, ...]
         for p in params
     )
     moves_inputs = fsdp2.is_root(state) and device.type != "cpu"
-    entrance = Entrance(device, moves_inputs, policy.input_dtype, policy.output_dtype, full, places)
-    return interned(entrance)
+    mesh = None if group is None else ranks_of(group)
+    casts = policy.input_dtype, policy.output_dtype
+    return interned(Entrance(device, moves_inputs, *casts, full, places, mesh))
 
 
 def lay_out(roots: Sequence[nn.Module], group: FsdpGroup | None) -> Layout:

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from graphshard import fsdp2
 from graphshard.capture.entrance import Entrance, Link, entrance_of, lay_out
+from graphshard.capture.plain import modules_to_leave, run_plainly
 from graphshard.fsdp2 import FsdpGroup, State
 from graphshard.measured import Measured
-from graphshard.runtime.agree import Ballot, mark, open_ballots
+from graphshard.runtime.agree import mark
+from graphshard.runtime.ballot import Ballot
+from graphshard.runtime.calls import when_done
+from graphshard.runtime.issued import follow
 from graphshard.runtime.live import LiveGroup, Root, register
+from graphshard.runtime.roll import members_of, open_ballots
 from graphshard.step_plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -35,7 +42,9 @@ class Record:
 
     reasons: group FQN -> why it always runs through eager FSDP2.
     outside: group FQN -> why it ran outside the graphs when last compiled.
-    traces: grows whenever Dynamo reaches one of the groups.
+    plain: what calls of modules run that Dynamo must not look into.
+    traces: grows whenever Dynamo reaches one of the groups. interruptions: backward runs in which
+    a recomputation ended early, and that have not ended well so far.
     """
 
     states: list[State]
@@ -43,7 +52,9 @@ class Record:
     plans: dict[str, CompiledPlan] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
+    plain: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
     traces: int = 0
+    interruptions: set[int] = field(default_factory=set)
 
     @property
     def groups(self) -> list[LiveGroup]:
@@ -56,6 +67,25 @@ class Record:
 
     def is_unfinished(self) -> bool:
         return any(p.entered["top"] or fsdp2.is_mid_iteration(p.state) for p in self.ports)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """An exception in a recomputation ended the whole backward. Ask when no backward runs."""
+        return bool(self.interruptions)
+
+    def interrupt(self, task: int) -> None:
+        """A recomputation of the engine run `task`, running now, ended by an exception."""
+        if task not in self.interruptions:
+            self.interruptions.add(task)
+            when_done(partial(self.interruptions.discard, task))
+
+    def add(self, name: str, compiled: CompiledPlan) -> None:
+        """The graph `name` runs as `compiled` now. What was compiled before Dynamo was reset is
+        gone, and its names are given anew."""
+        stale = [n for n, old in self.plans.items() if old.generation != compiled.generation]
+        for old_name in stale:
+            del self.plans[old_name]
+        self.plans[name] = compiled
 
     def leave_eager(self, fqn: str, reason: str) -> None:
         """Run the group `fqn` through FSDP2 from now on."""
@@ -71,7 +101,7 @@ class CompiledPlan:
 
     problem: the `graphshard.planner.problem.Problem`, if costs were known. before, measured: the
     plan that ran before this one, and what it was measured at. running: the
-    `graphshard.watch.Running` that runs it.
+    `graphshard.watch.Running` that runs it. generation: how often Dynamo had been reset before.
     """
 
     plan: Plan
@@ -81,6 +111,7 @@ class CompiledPlan:
     before: Plan | None = None
     measured: Measured | None = None
     running: object = None
+    generation: int = 0
 
 
 class Port:
@@ -128,12 +159,24 @@ class Port:
     def fqn(self) -> str:
         return "" if self.live is None else self.live.fqn
 
-    def restore(self) -> None:
-        """Undo an interrupted forward: sharded DTensors registered, nothing gathered."""
+    def leave(self, top: Any) -> None:
+        """Undo what entered the group since `top` was its innermost call; () if there was none."""
+        while self.entered["top"] and self.entered["top"] is not top:
+            _, replaced, self.entered["top"] = self.entered["top"]
+            for registered, name, param in replaced:
+                registered[name] = param
+
+    def restore(self, *, limit_s: float) -> None:
+        """Undo an interrupted forward: sharded DTensors registered, nothing gathered.
+
+        Raises what a prefetch raises that was waited for (`limit_s`), when all that is done.
+        """
         self.entered["top"] = ()
         if self.live is not None:
-            self.live.drop()
-            self.live.fsdp.reshard()
+            try:
+                self.live.drop(limit_s=limit_s)
+            finally:
+                self.live.fsdp.reshard()
 
 
 def prepare(state: State) -> bool:
@@ -170,10 +213,25 @@ def _attach(states: list[State]) -> None:
         record.ports.append(port)
         for module in fsdp2.modules_of(state):
             module.__dict__[PORT] = port
-    ballots = open_ballots((live.fqn, live.fsdp.mesh_ranks) for live in record.groups)
+    _leave_modules(record)
+    ballots = open_ballots(members_of([live.fsdp for live in record.groups]))
     root = Root({p.state: p.live for p in record.ports if p.live is not None}, ballots)
     for live in record.groups:
         live.root = root
+    follow(root)
+
+
+def _leave_modules(record: Record) -> None:
+    """Leave modules that Dynamo cannot capture, and their groups, to eager FSDP2."""
+    root = next(s for s in record.states if fsdp2.is_root(s))
+    home = fsdp2.modules_of(root)[0]
+    for module, reason in modules_to_leave(home).items():
+        record.plain[module] = run_plainly(module)
+        ports = (port_of(m) for m in ([home] if module is home else module.modules()))
+        for port in dict.fromkeys(p for p in ports if p is not None):
+            port.eager = True
+            if port.live is not None:
+                record.reasons.setdefault(port.live.fqn, reason)
 
 
 def port_of(module: nn.Module) -> Port | None:

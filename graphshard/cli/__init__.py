@@ -2,22 +2,28 @@
 
 Only plan, calibrate and doctor import torch, when they run. Results go to stdout, everything else
 to stderr. Exit status: 0 ok, 1 the model cannot be built or captured or doctor found a fault, 2
-wrong usage or a file that cannot be read or written, 3 no schedule fits the budget.
+wrong usage or a file that cannot be read or written, 3 no schedule fits the budget (of a sweep: of
+one row at least), 4 the user's own file or function fails. 141: nobody reads stdout any more; 130:
+interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+from typing import NoReturn
 
 from graphshard import __version__
 from graphshard.cli.calibrate import add_calibrate
 from graphshard.cli.common import (
     EXIT_CAPTURE,
     EXIT_INFEASIBLE,
+    EXIT_INTERRUPT,
     EXIT_OK,
+    EXIT_PIPE,
     EXIT_USAGE,
-    BadFile,
+    EXIT_USER_CODE,
+    ClosedPipe,
+    say,
 )
 from graphshard.cli.diff import add_diff
 from graphshard.cli.doctor import add_doctor
@@ -26,11 +32,14 @@ from graphshard.cli.plan import add_plan
 from graphshard.errors import (
     CostError,
     DoctorError,
+    FileError,
     GraphshardError,
     InfeasibleBudget,
     MeasureError,
     OptionsError,
+    UserCodeError,
 )
+from graphshard.files.information import printable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,10 +47,16 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         status: int | None = args.run(args)
-    except (BadFile, CostError, DoctorError, MeasureError, OptionsError) as error:
+    except ClosedPipe:
+        return EXIT_PIPE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPT
+    except (FileError, CostError, DoctorError, MeasureError, OptionsError) as error:
         return _failed(error, EXIT_USAGE)
+    except UserCodeError as error:
+        return _failed(error, EXIT_USER_CODE)
     except InfeasibleBudget as error:
-        sys.stderr.write(infeasible_text(error))
+        say(infeasible_text(error), keep="\n")
         return EXIT_INFEASIBLE
     except GraphshardError as error:
         return _failed(error, EXIT_CAPTURE)
@@ -58,20 +73,27 @@ def infeasible_text(error: InfeasibleBudget) -> str:
         more, _, rest = rest.partition(": ")
         where = f"{where}: {more}"
     owners, _, helps = rest.partition(". What would help: ")
-    lines = [f"graphshard: error: {error.code}: {what}", f"  {where}"]
+    lines = [f"error: {error.code}: {what}", f"  {where}"]
     lines += [f"    {owner}" for owner in owners.split("; ")]
     lines += ["  what would help"] + [f"    {help}" for help in helps.split("; ")]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _failed(error: Exception, status: int) -> int:
     # A message of several lines would not be one line of a log.
-    print(f"graphshard: error: {' '.join(str(error).split())}", file=sys.stderr)
+    say(f"error: {' '.join(str(error).split())}")
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors repeat what was typed: shown, not obeyed."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="graphshard",
         description="Plan models sharded with fully_shard, look at plans, measure machines, "
         "examine training scripts.",

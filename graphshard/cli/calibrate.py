@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from graphshard.cli.common import print_text, sizes, write_text
+from graphshard.cli.common import count, print_text, sizes, write_text
 
 
 def add_calibrate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,7 +29,7 @@ def add_calibrate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "GPU to 1GiB)",
     )
     calibrate.add_argument(
-        "--repetitions", metavar="N", type=int, default=25, help="of each size (default: 25)"
+        "--repetitions", metavar="N", type=count, default=25, help="of each size (default: 25)"
     )
     calibrate.add_argument("--json", action="store_true", help="print the result as JSON")
     calibrate.set_defaults(run=_calibrate)
@@ -46,6 +46,6 @@ def _calibrate(args: argparse.Namespace) -> None:
     if args.output is not None:
         write_text(args.output, profile.to_json())
     if args.json:
-        sys.stdout.write(profile.to_json())
+        print_text(profile.to_json())
     else:
         print_text(profile_lines(profile))

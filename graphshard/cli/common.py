@@ -3,62 +3,76 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import sys
 from pathlib import Path
 
-from graphshard.errors import OptionsError
+from graphshard.errors import FileError, OptionsError
+from graphshard.files.decode import DecodeError, parse
+from graphshard.files.information import printable
+from graphshard.files.reading import read_bytes, reason, shown
 from graphshard.measured import Measured
-from graphshard.options import parse_bytes
+from graphshard.options import MOST_COUNT, parse_bytes
 from graphshard.step_plan import Plan
 
 EXIT_OK = 0
 EXIT_CAPTURE = 1
 EXIT_USAGE = 2
 EXIT_INFEASIBLE = 3
+EXIT_USER_CODE = 4
+# As a shell says of a process that a signal ended.
+EXIT_INTERRUPT, EXIT_PIPE = 130, 141
 
 
-class BadFile(Exception):
-    """A file given by the user cannot be used; the text says which and why."""
+class ClosedPipe(Exception):
+    """Whoever read stdout has enough."""
 
 
 def read_plan(path: Path) -> Plan:
-    """Raises BadFile."""
+    """Raises FileError that names the file."""
+    raw = read_bytes(path)
     try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadFile(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise BadFile(f"{path} is not a plan: {error}") from error
+        return Plan.from_data(parse(raw))
+    except DecodeError as error:
+        raise FileError("GS1202", f"{shown(path)} is not a plan: {error}") from error
+    except FileError as error:
+        raise FileError(error.code, f"{shown(path)} is not a plan: {error.message}") from error
 
 
 def read_measured(plan: Plan, path: Path) -> Measured:
     """What `plan` was measured at: from a measured plan, or a trace of torch.profiler.
 
-    Raises BadFile if it cannot be read, MeasureError if it is of something else.
+    Raises FileError if it cannot be read, MeasureError if it is of something else.
     """
     from graphshard.view.profiled import measured_of_file
 
-    try:
-        return measured_of_file(plan, path)
-    except OSError as error:
-        raise BadFile(f"cannot read {path}: {error.strerror or error}") from error
+    return measured_of_file(plan, path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Raises BadFile."""
+    """Raises FileError (GS1203)."""
     try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadFile(f"cannot write {path}: {error.strerror or error}") from error
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise FileError("GS1203", f"cannot write {shown(path)}: {reason(error)}") from error
 
 
 def make_folder(path: Path) -> None:
-    """Raises BadFile."""
+    """Raises FileError (GS1203)."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadFile(f"cannot make {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        raise FileError("GS1203", f"cannot make {shown(path)}: {reason(error)}") from error
+
+
+def is_same(one: Path, other: Path) -> bool:
+    """Both are there, and one file."""
+    try:
+        return one.samefile(other)
+    except (OSError, ValueError):
+        return False
 
 
 def beside(plan: Path, suffix: str) -> Path:
@@ -82,9 +96,26 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(size(word) for word in text.split(","))
 
 
+def count(text: str) -> int:
+    """A number from 1 on, for argparse."""
+    if not text.isdecimal() or len(text) > 20 or not 1 <= int(text) <= MOST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST_COUNT:,}")
+    return int(text)
+
+
+def print_json(value: object) -> None:
+    """Raises FileError, ClosedPipe as `print_text`."""
+    _write(json.dumps(value, indent=1) + "\n")
+
+
 def print_text(text: str) -> None:
-    """With coloured numbers on a terminal if rich is there; always the same characters."""
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+    """With coloured numbers on a terminal if rich is there; always the same characters.
+
+    What a terminal would obey is shown instead. Raises FileError (GS1203) if stdout takes nothing,
+    ClosedPipe if whoever reads it has gone.
+    """
+    text = printable(text, keep="\n")
+    if sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         try:
             from rich.console import Console
         except ImportError:
@@ -93,4 +124,33 @@ def print_text(text: str) -> None:
             # FQNs may hold brackets and names may hold emoji codes: neither is markup.
             Console(soft_wrap=True).print(text, markup=False, emoji=False, end="")
             return
-    sys.stdout.write(text)
+    _write(text)
+
+
+def _write(text: str) -> None:
+    try:
+        if sys.stdout is None:
+            raise OSError("it is closed")
+        encoding = sys.stdout.encoding or "utf-8"  # of a terminal, perhaps not all of Unicode
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_stdout()
+        raise ClosedPipe from None
+    except (OSError, ValueError) as error:
+        _drop_stdout()
+        raise FileError("GS1203", f"cannot write the result: {reason(error)}") from error
+
+
+def _drop_stdout() -> None:
+    """What is still in its buffer goes nowhere, so that the end of the process says nothing."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def say(text: str, keep: str = "") -> None:
+    """A line of progress or an error, on stderr; lost if there is none. keep: see `printable`."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"graphshard: {printable(text, keep)}", file=sys.stderr, flush=True)

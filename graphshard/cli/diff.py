@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from graphshard.cli.common import BadFile, print_text, read_measured, read_plan
+from graphshard.cli.common import print_json, print_text, read_measured, read_plan
+from graphshard.errors import OptionsError
 
 
 def add_diff(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,13 +30,13 @@ def _diff(args: argparse.Namespace) -> None:
     from graphshard.view.diff_text import diff_dict, diff_text
 
     if args.other is not None and args.measured is not None:
-        raise BadFile("give B or --measured FILE, not both")
+        raise OptionsError("GS105", "give B or --measured FILE, not both")
     plan = read_plan(args.plan)
     if args.other is not None:
         found = diff(plan, read_plan(args.other))
     else:
         found = diff_measured(plan, read_measured(plan, args.measured or args.plan))
     if args.json:
-        print(json.dumps(diff_dict(found), indent=1))
+        print_json(diff_dict(found))
     else:
         print_text(diff_text(found))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+import math
 
-from graphshard.cli.common import EXIT_CAPTURE, EXIT_OK, print_text
+from graphshard.cli.common import EXIT_CAPTURE, EXIT_OK, print_json, print_text, say
+from graphshard.options import MOST_COUNT
 
 
 def add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,7 +29,7 @@ def add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     doctor.add_argument(
         "--limit-s",
         metavar="S",
-        type=float,
+        type=_seconds,
         default=600.0,
         help="seconds after which a run is stopped (default: 600)",
     )
@@ -39,9 +39,19 @@ def add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _count(word: str) -> int:
-    if not word.isdecimal():
+    if not word.isdecimal() or len(word) > 20 or int(word) > MOST_COUNT:
         raise argparse.ArgumentTypeError(f"{word!r} is not a number of steps")
     return int(word)
+
+
+def _seconds(word: str) -> float:
+    try:
+        found = float(word)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < MOST_COUNT:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds")
+    return found
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -56,7 +66,7 @@ def _check(args: argparse.Namespace) -> int:
 
     probes = probe_environment()
     if args.json:
-        print(json.dumps(environment_dict(probes), indent=1))
+        print_json(environment_dict(probes))
     else:
         print_text(environment_text(probes))
     return EXIT_CAPTURE if any(probe.level is Level.FAULT for probe in probes) else EXIT_OK
@@ -67,15 +77,11 @@ def _examine(args: argparse.Namespace, command: list[str]) -> int:
     from graphshard.doctor.findings import Level
     from graphshard.doctor.text import examination_dict, examination_text
 
-    found = examine(command, args.steps, args.limit_s, _say)
+    found = examine(command, args.steps, args.limit_s, say)
     for line in found.tail:
-        print(f"  | {line}", file=sys.stderr)
+        say(f"  | {line}")
     if args.json:
-        print(json.dumps(examination_dict(found), indent=1))
+        print_json(examination_dict(found))
     else:
         print_text(examination_text(found))
     return EXIT_CAPTURE if found.level is Level.FAULT else EXIT_OK
-
-
-def _say(text: str) -> None:
-    print(f"graphshard: {text}", file=sys.stderr, flush=True)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from graphshard.cli.common import (
-    BadFile,
     beside,
+    is_same,
+    print_json,
     print_text,
     read_measured,
     read_plan,
     write_text,
 )
+from graphshard.errors import FileError, OptionsError
+from graphshard.files.reading import shown
 from graphshard.step_plan import Plan
 
 
@@ -59,14 +61,17 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
 def _view(args: argparse.Namespace) -> None:
     plan = read_plan(args.plan)
     if args.merge is not None and args.perfetto is None:
-        raise BadFile("--merge TRACE needs --perfetto OUT")
+        raise OptionsError("GS105", "--merge TRACE needs --perfetto OUT")
     written = {}
     if args.perfetto is not None:
         _write_trace(plan, args)
         written["perfetto"] = str(args.perfetto)
     if args.perfetto is None or args.output is not None:
         written["path"] = str(_write_page(plan, args))
-    print(json.dumps(written) if args.json else "\n".join(written.values()))
+    if args.json:
+        print_json(written)
+    else:
+        print_text("\n".join(written.values()) + "\n")
 
 
 def _write_page(plan: Plan, args: argparse.Namespace) -> Path:
@@ -74,28 +79,26 @@ def _write_page(plan: Plan, args: argparse.Namespace) -> Path:
     from graphshard.view.html import render
 
     out: Path = args.output or beside(args.plan, ".html")
-    if out.exists() and out.samefile(args.plan):
-        raise BadFile(f"cannot write {out}: it is the plan itself")
+    if is_same(out, args.plan):
+        raise OptionsError("GS105", f"cannot write {shown(out)}: it is the plan itself")
     measured = None if args.measured is None else read_measured(plan, args.measured)
     try:
         page = render(plan, measured)
     except ValueError as error:
-        raise BadFile(f"cannot draw {args.measured or args.plan}: {error}") from error
+        what = shown(args.measured or args.plan)
+        raise FileError("GS1202", f"cannot draw {what}: {error}") from error
     write_text(out, page)
     return out
 
 
 def _write_trace(plan: Plan, args: argparse.Namespace) -> None:
-    from graphshard.view.trace import write_trace
+    from graphshard.view.trace import trace_text
 
     for given in (args.plan, args.merge):
-        if given is not None and args.perfetto.exists() and args.perfetto.samefile(given):
-            raise BadFile(f"cannot write {args.perfetto}: it is {given}")
-    try:
-        write_trace(plan, args.perfetto, args.merge)
-    except OSError as error:
-        where = error.filename or args.perfetto
-        raise BadFile(f"cannot use {where}: {error.strerror or error}") from error
+        if given is not None and is_same(args.perfetto, given):
+            text = f"cannot write {shown(args.perfetto)}: it is {shown(given)}"
+            raise OptionsError("GS105", text)
+    write_text(args.perfetto, trace_text(plan, args.merge))
 
 
 def _show(args: argparse.Namespace) -> None:
@@ -107,12 +110,12 @@ def _show(args: argparse.Namespace) -> None:
         try:
             found = reasons_of(plan, args.group)
         except ValueError as error:
-            raise BadFile(f"{args.plan}: {error}") from error
+            raise OptionsError("GS105", f"{shown(args.plan)}: {error}") from error
         if args.json:
-            print(json.dumps([asdict(reason) for reason in found], indent=1))
+            print_json([asdict(reason) for reason in found])
         else:
             print_text(why_text(plan, args.group))
     elif args.json:
-        print(json.dumps(plan.summary(), indent=1))
+        print_json(plan.summary())
     else:
         print_text(summary_lines(plan))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,17 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphshard.cli.common import make_folder, print_text, size, write_text
+from graphshard.cli.common import (
+    EXIT_INFEASIBLE,
+    EXIT_OK,
+    count,
+    make_folder,
+    print_json,
+    print_text,
+    say,
+    size,
+    write_text,
+)
 from graphshard.view.offline import Effort, Row, plan_text, sweep_text
 
 if TYPE_CHECKING:
@@ -48,10 +57,10 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     plan.add_argument("--batch", metavar="N", type=_counts, help="sequences per rank")
     plan.add_argument("--seq", metavar="N", type=_counts, help="tokens per sequence")
-    plan.add_argument("--per-node", metavar="N", type=_count, help="ranks per node (default: 8)")
+    plan.add_argument("--per-node", metavar="N", type=count, help="ranks per node (default: 8)")
     plan.add_argument("--reshard", choices=("fsdp2", "auto"), default="fsdp2", help="who decides")
     plan.add_argument(
-        "--micro-steps", metavar="N", type=_count, default=1, help="per optimizer step"
+        "--micro-steps", metavar="N", type=count, default=1, help="per optimizer step"
     )
     plan.add_argument(
         "--compute",
@@ -67,33 +76,29 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     plan.set_defaults(run=_plan)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
-
-
 def _counts(text: str) -> list[int]:
-    return [_count(word) for word in text.split(",")]
+    return [count(word) for word in text.split(",")]
 
 
 def _budgets(text: str) -> list[int | None]:
     return [size(word) for word in text.split(",")]
 
 
-def _plan(args: argparse.Namespace) -> None:
+def _plan(args: argparse.Namespace) -> int:
     from graphshard.offline.study import Study
     from graphshard.offline.target import target_of
 
     target = target_of(args.target)
     points = _points(args, target)
-    study = Study(target.name, target.build, points, say=_say)
+    study = Study(target.name, target.build, points, say=say)
     with _no_collection():
         answers = list(_followed(study.answers(), len(points)))
     if len(points) == 1:
         _one(args, study.effort, answers[0], target.name)
     else:
         _many(args, study.effort, answers, target.name)
+    fits = all(answer.plan is not None for answer in answers)
+    return EXIT_OK if fits else EXIT_INFEASIBLE
 
 
 def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
@@ -131,7 +136,7 @@ def _one(args: argparse.Namespace, effort: Effort, answer: Answer, name: str) ->
     write_text(path, answer.plan.to_json())
     if args.json:
         told = {"path": str(path), "effort": asdict(effort), **answer.plan.summary()}
-        print(json.dumps(told, indent=1))
+        print_json(told)
     else:
         print_text(plan_text(answer.plan, _where(answer.point), effort, str(path)))
 
@@ -147,7 +152,7 @@ def _many(args: argparse.Namespace, effort: Effort, answers: list[Answer], name:
                 write_text(path, answer.plan.to_json(indent=None))
     if args.json:
         told = {"effort": asdict(effort), "rows": [asdict(row) for row in rows]}
-        print(json.dumps(told, indent=1))
+        print_json(told)
     else:
         print_text(sweep_text(name, rows, effort))
 
@@ -199,9 +204,5 @@ def _followed(answers: Iterator[Answer], total: int) -> Iterator[Answer]:
             end = "\n" if done == total else ""
             print(f"\rgraphshard: [{bar}] {done} of {total}", file=sys.stderr, end=end, flush=True)
         elif total > 1 and done * 4 // total > (done - 1) * 4 // total:
-            _say(f"planned {done} of {total}")
+            say(f"planned {done} of {total}")
         yield answer
-
-
-def _say(text: str) -> None:
-    print(f"graphshard: {text}", file=sys.stderr, flush=True)

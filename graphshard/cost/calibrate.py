@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ from graphshard.cost.measure import (
 )
 from graphshard.cost.profile import CommFit, Origin, Profile
 from graphshard.cost.sizes import dtype_name
-from graphshard.errors import CostError
+from graphshard.errors import CostError, GraphshardWarning
 
 KIB = 1024
 CPU_SIZES_BYTES = tuple(4 * KIB * 4**i for i in range(8))  # 4 KiB to 64 MiB
@@ -47,7 +48,13 @@ GPU_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 # A product that takes longer than this ends its dtype's sweep.
 LONG_US = 3e5
 REPETITIONS = 25
+# Of a sweep whose times make no sense; half of what is measured may be so far from the curve.
+ATTEMPTS, MOST_ERROR = 3, 0.5
+# What the largest amount costs over the constant, for a rate to be known at all.
+LEAST_SHARE = 1e-3
+MOST_BYTES = 2**36
 
+Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -64,11 +71,16 @@ def calibrate(
 
     Collective over all ranks of the job. Groups of one rank are left out. sizes_bytes: of the
     collectives, of the whole. say: takes a line of progress on rank 0; stderr by default. Raises
-    CostError (GS504) for fewer than two sizes or one that is not positive.
+    CostError (GS504) for fewer than two sizes or one that is not positive, (GS505) if the machine
+    was too busy to measure its memory. What else it was too busy for is left out, with a
+    GraphshardWarning (GS505).
     """
     sizes = tuple(sizes_bytes or _default_sizes(device))
-    if len({*sizes}) < 2 or min(sizes) <= 0:
-        raise CostError("GS504", f"calibration needs two different positive sizes, got {sizes}")
+    if len({*sizes}) < 2 or min(sizes) <= 0 or max(sizes) > MOST_BYTES:
+        raise CostError(
+            "GS504",
+            f"calibration needs two different sizes from 1 to {MOST_BYTES:,} bytes, got {sizes}",
+        )
     tell = (say or _to_stderr) if dist.get_rank() == 0 else _nowhere
     comm = [
         fit
@@ -78,17 +90,61 @@ def calibrate(
     ]
     tell("matrix products")
     arithmetic = _sweep_dtypes(
-        device, lambda n, d: matmul_time_us(n, d, device, repetitions), _matrix_flops(device)
+        "matrix products",
+        device,
+        lambda n, d: matmul_time_us(n, d, device, repetitions),
+        _matrix_flops(device),
     )
     tell("attention")
     attention = _sweep_dtypes(
-        device, lambda n, d: attention_time_us(n, d, device, repetitions), _attention_flops(device)
+        "attention",
+        device,
+        lambda n, d: attention_time_us(n, d, device, repetitions),
+        _attention_flops(device),
     )
     tell("pointwise ops")
     tensors = CPU_TENSORS_BYTES if device.type == "cpu" else GPU_TENSORS_BYTES
-    traffic = _agreed({2.0 * n: pointwise_time_us(n, device, repetitions) for n in tensors})
-    profile = Profile(_origin(device, command), tuple(comm), arithmetic, attention, _fit(traffic))
+    memory = believed(
+        "pointwise ops",
+        lambda: {2.0 * n: pointwise_time_us(n, device, repetitions) for n in tensors},
+    )
+    if memory is None:
+        raise CostError("GS505", "times of pointwise ops make no sense: the machine is too busy")
+    profile = Profile(_origin(device, command), tuple(comm), arithmetic, attention, memory)
     return _from_rank_0(profile)
+
+
+def believed(what: str, measure: Callable[[], Mapping[float, float]]) -> Fit | None:
+    """The curve of what `measure` finds (amount -> microseconds), the same decision on all ranks.
+
+    Times that make no sense are measured again, and of each amount the shortest counts: whatever
+    else runs on the machine only adds to it. None, with a GraphshardWarning (GS505) on rank 0, if
+    they still make none.
+    """
+    times: dict[float, float] = {}
+    fault = None
+    for _ in range(ATTEMPTS):
+        found = _agreed(measure())
+        times = {n: min(us, times.get(n, us)) for n, us in found.items()}
+        fit = _fit(times)
+        # Fits may round differently: one rank decides.
+        fault = _from_rank_0(_fault(fit))
+        if fault is None:
+            return fit
+    if dist.get_rank() == 0:
+        text = f"GS505: {what} left out, costs stay those of the preset: {fault}, {ATTEMPTS} times"
+        warnings.warn(text, GraphshardWarning, stacklevel=2)
+    return None
+
+
+def _fault(fit: Fit) -> str | None:
+    """Why nobody should plan with this curve."""
+    largest_us = float(fit.curve.classes[-1].us_per_unit) * fit.samples[-1].amount
+    if largest_us <= LEAST_SHARE * float(fit.curve.base_us):
+        return "more bytes or operations took no longer, as if the rate was infinite"
+    if fit.median_error > MOST_ERROR:
+        return f"times scatter by {fit.median_error:.0%} about any curve"
+    return None
 
 
 def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
@@ -144,11 +200,18 @@ def _sweep_group(
     fits = []
     for kind in Collective:
         tell(f"{kind} on {name}, {group.size()} ranks")
-        times = {
-            _amount(kind, size, group): collective_time_us(kind, size, group, device, repetitions)
-            for size in sizes
-        }
-        fits.append(CommFit(kind, facts, _fit(_agreed(times))))
+
+        def times(kind: Collective = kind) -> dict[float, float]:
+            return {
+                _amount(kind, size, group): collective_time_us(
+                    kind, size, group, device, repetitions
+                )
+                for size in sizes
+            }
+
+        fit = believed(f"{kind} on {name}", times)
+        if fit is not None:
+            fits.append(CommFit(kind, facts, fit))
     return fits
 
 
@@ -157,18 +220,27 @@ def _amount(kind: Collective, size_bytes: int, group: dist.ProcessGroup) -> floa
 
 
 def _sweep_dtypes(
-    device: torch.device, time_us: Callable[[int, torch.dtype], float], flops: Mapping[int, float]
+    what: str,
+    device: torch.device,
+    time_us: Callable[[int, torch.dtype], float],
+    flops: Mapping[int, float],
 ) -> tuple[tuple[str, Fit], ...]:
     """One fit per dtype; `flops` of each size in rising order."""
     on_cpu = device.type == "cpu"
     fits = []
     for dtype in (torch.float32, torch.bfloat16, *(() if on_cpu else (torch.float16,))):
-        times: dict[float, float] = {}
-        for size, amount in flops.items():
-            times[amount] = time_us(size, dtype)
-            if times[amount] > LONG_US:
-                break
-        fits.append((dtype_name(dtype, device), _fit(_agreed(times))))
+
+        def times(dtype: torch.dtype = dtype) -> dict[float, float]:
+            found: dict[float, float] = {}
+            for size, amount in flops.items():
+                found[amount] = time_us(size, dtype)
+                if found[amount] > LONG_US:
+                    break
+            return found
+
+        fit = believed(f"{what} of {dtype}", times)
+        if fit is not None:
+            fits.append((dtype_name(dtype, device), fit))
     return tuple(fits)
 
 
@@ -198,9 +270,9 @@ def _agreed(times: Mapping[Key, float]) -> dict[Key, float]:
     }
 
 
-def _from_rank_0(profile: Profile) -> Profile:
+def _from_rank_0(value: Value) -> Value:
     """Equal samples do not give equal fits: least squares may round by how memory is aligned."""
-    box = [profile]
+    box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 

@@ -6,6 +6,7 @@ In: a preset's name ("h100", or "h100-ib200" with another network) or a device's
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 import warnings
 from collections.abc import Iterator
@@ -42,10 +43,20 @@ def preset(name: str) -> Machine:
         devices, networks = ", ".join(preset_names()), ", ".join(network_names())
         raise CostError(
             "GS501",
-            f"no preset {name!r}: give one of {devices}, and after a - one of {networks}",
+            f"no preset {name!r}: {_near(device_name, network_name)}give one of {devices}, "
+            f"and after a - one of {networks}",
         )
     library = tables["library"][network["library"]]
     return Machine(name.lower(), _processor(device), _network(device, network, library))
+
+
+def _near(device_name: str, network_name: str) -> str:
+    """The nearest name that there is, as the start of a hint; "" if none is near."""
+    device = difflib.get_close_matches(device_name, preset_names(), n=1)
+    network = difflib.get_close_matches(network_name, network_names(), n=1) if network_name else []
+    if not device or bool(network_name) != bool(network):
+        return ""
+    return f"did you mean {'-'.join((*device, *network))!r}? Else "
 
 
 def preset_for(device_name: str, network: str | None = None) -> Machine:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from graphshard.cost import presets
 from graphshard.cost.comm import Collective, Group, Measured
 from graphshard.cost.curve import Curve, Fit, Sample, SizeClass, Trust
 from graphshard.cost.machine import Machine
 from graphshard.cost.roofline import Arithmetic
 from graphshard.errors import CostError
+from graphshard.files.decode import Amount, DecodeError, Positive, decode, parse
+from graphshard.files.reading import read_bytes, shown
 
 PROFILE_VERSION = 1
 
@@ -74,31 +78,33 @@ class Profile:
         return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
     @staticmethod
-    def from_json(text: str) -> Profile:
-        """Read what `to_json` wrote. Raises CostError (GS503) for anything else."""
+    def from_json(text: str | bytes) -> Profile:
+        """Read what `to_json` wrote. Raises CostError (GS503) that names the place."""
         try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise CostError("GS503", f"not JSON: {error}") from error
-        version = data.get("version") if isinstance(data, dict) else None
-        if version != PROFILE_VERSION:
-            raise CostError("GS503", f"version {PROFILE_VERSION} expected, found {version!r}")
-        try:
-            return _profile_from_dict(data)
-        except KeyError as error:
-            raise CostError("GS503", f"entry {error} is missing") from error
-        except (AttributeError, TypeError, ValueError) as error:
-            raise CostError("GS503", f"broken entry: {error}") from error
+            data = parse(text)
+            version = data.get("version") if isinstance(data, dict) else None
+            if version != PROFILE_VERSION:
+                raise DecodeError(f"version {PROFILE_VERSION} expected, found {version!r}")
+            return _profile_of(decode(_ProfileFile, data))
+        except DecodeError as error:
+            raise CostError("GS503", str(error)) from error
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises OSError, or CostError (GS503) that names the file."""
+    """Raises FileError if it cannot be read, or CostError (GS503) that names the file."""
+    raw = read_bytes(path)
     try:
-        return Profile.from_json(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise CostError("GS503", f"{path}: not text") from error
+        return Profile.from_json(raw)
     except CostError as error:
-        raise CostError(error.code, f"{path}: {error.message}") from error
+        raise CostError(error.code, f"{shown(path)}: {error.message}") from error
+
+
+def look_up(machine: str) -> None:
+    """Raises CostError or FileError if there is no such preset or profile."""
+    if Path(machine).suffix:
+        read_profile(Path(machine))
+    else:
+        presets.preset(machine)
 
 
 def calibrated(preset: Machine, profile: Profile) -> Machine:
@@ -135,44 +141,87 @@ def _fit_to_dict(fit: Fit) -> dict[str, Any]:
     }
 
 
-def _fit_from_dict(data: dict[str, Any]) -> Fit:
-    classes = tuple(
-        SizeClass(math.inf if c["upto"] is None else _positive(c["upto"]), _cost(c["us_per_unit"]))
-        for c in data["classes"]
-    )
-    samples = tuple(Sample(_positive(amount), _positive(us)) for amount, us in data["samples"])
-    return Fit(Curve(_cost(data["base_us"]), classes), samples)
+# -- the file's own form ---------------------------------------------------------------------------
 
 
-def _profile_from_dict(data: dict[str, Any]) -> Profile:
+@dataclass(frozen=True, slots=True)
+class _ClassFile:
+    """upto: None for the last class, which is open."""
+
+    upto: Amount | None
+    us_per_unit: Amount
+
+
+@dataclass(frozen=True, slots=True)
+class _FitFile:
+    base_us: Amount
+    classes: tuple[_ClassFile, ...]
+    samples: tuple[tuple[Amount, Amount], ...]
+    residuals: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupFile:
+    ranks: Positive
+    ranks_per_node: Positive
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _CommFile(_FitFile):
+    # Keyword-only, since the fit's last field has a default.
+    kind: Collective = field(kw_only=True)
+    group: _GroupFile = field(kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _ProfileFile:
+    version: int
+    origin: Origin
+    comm: tuple[_CommFile, ...]
+    arithmetic: dict[str, _FitFile]
+    attention: dict[str, _FitFile]
+    memory: _FitFile
+
+
+def _profile_of(data: _ProfileFile) -> Profile:
+    comm = []
+    for place, c in enumerate(data.comm):
+        group = Group(c.group.ranks, c.group.ranks_per_node, c.group.name)
+        comm.append(CommFit(c.kind, group, _fit_of(c, "comm", place)))
     return Profile(
-        origin=Origin(**data["origin"]),
-        comm=tuple(
-            CommFit(Collective(c["kind"]), _group_from_dict(c["group"]), _fit_from_dict(c))
-            for c in data["comm"]
-        ),
-        arithmetic=_fits_from_dict(data["arithmetic"]),
-        attention=_fits_from_dict(data["attention"]),
-        memory=_fit_from_dict(data["memory"]),
+        origin=data.origin,
+        comm=tuple(comm),
+        arithmetic=tuple((k, _fit_of(fit, "arithmetic", k)) for k, fit in data.arithmetic.items()),
+        attention=tuple((k, _fit_of(fit, "attention", k)) for k, fit in data.attention.items()),
+        memory=_fit_of(data.memory, "memory"),
     )
 
 
-def _fits_from_dict(data: dict[str, Any]) -> tuple[tuple[str, Fit], ...]:
-    return tuple((dtype, _fit_from_dict(fit)) for dtype, fit in data.items())
+def _fit_of(data: _FitFile, *place: str | int) -> Fit:
+    """The fit at `place` of the file. Raises DecodeError if it is none."""
+    classes = tuple(
+        SizeClass(math.inf if c.upto is None else c.upto, c.us_per_unit) for c in data.classes
+    )
+    samples = tuple(Sample(amount, us) for amount, us in data.samples)
+    fault = _fault(data.base_us, classes, samples)
+    if fault is not None:
+        error = DecodeError(fault)
+        error.path[:] = place
+        raise error
+    return Fit(Curve(data.base_us, classes), samples)
 
 
-def _group_from_dict(data: dict[str, Any]) -> Group:
-    ranks, per_node = int(_positive(data["ranks"])), int(_positive(data["ranks_per_node"]))
-    return Group(ranks, per_node, str(data["name"]))
-
-
-def _cost(value: Any) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is not a cost")
-    return float(value)
-
-
-def _positive(value: Any) -> float:
-    if _cost(value) == 0:
-        raise ValueError("0 where a positive number belongs")
-    return float(value)
+def _fault(
+    base_us: float, classes: tuple[SizeClass, ...], samples: tuple[Sample, ...]
+) -> str | None:
+    bounds = [c.upto for c in classes]
+    if not bounds or not math.isinf(bounds[-1]) or any(a >= b for a, b in pairwise([0.0, *bounds])):
+        return f"size classes must rise from 0 and end with an open one (null), found {bounds}"
+    if not samples:
+        return "a fit without samples"
+    if any(s.amount <= 0 or s.us <= 0 for s in samples):
+        return "samples have amounts and times above 0"
+    if base_us + sum(c.us_per_unit for c in classes) <= 0:
+        return "work that takes no time"
+    return None

@@ -19,6 +19,8 @@ from pathlib import Path
 from graphshard.doctor.attach import EAGER, FOLDER, MODE, STEPS, hook_text
 from graphshard.doctor.facts import Facts
 from graphshard.errors import DoctorError
+from graphshard.files.information import printable
+from graphshard.files.reading import reason
 
 # torchrun gives its ranks this long to end after a signal (torch 2.13, elastic/agent/server).
 GRACE_S = 30.0
@@ -113,8 +115,10 @@ def _started(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    except OSError as error:
-        raise DoctorError("GS1141", f"cannot start {command[0]}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a null character in a word
+        raise DoctorError(
+            "GS1141", f"cannot start {printable(command[0])}: {reason(error)}"
+        ) from error
     try:
         yield process
     finally:

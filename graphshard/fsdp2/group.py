@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2.param import FsdpParam
+from graphshard.fsdp2.threads import ranks_are_threads
 from graphshard.step_plan import Direction
 
 # torch >= 2.15
@@ -56,7 +57,7 @@ class FsdpGroup:
     takes many tensors from where they are, until it says that it cannot.
     """
 
-    __slots__ = ("has_dtensors", "params", "raw", "sends_in_place", "state")
+    __slots__ = ("__weakref__", "has_dtensors", "params", "raw", "sends_in_place", "state")
 
     def __init__(self, raw: Any, state: FSDPState) -> None:
         self.raw = raw
@@ -379,6 +380,8 @@ def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str |
 def _unsupported(group: FsdpGroup) -> Iterator[str]:
     raw = group.raw
     mesh = raw.mesh_info
+    if ranks_are_threads(group.gather_process_group, group.replicate_process_group):
+        yield "its ranks are threads of one process, where one compiles while the others wait"
     if len(fsdp_groups(group.state)) > 1:
         yield "its parameters use several meshes (ShardPlacementResult)"
     if isinstance(raw.offload_policy, CPUOffloadPolicy) and raw.device.type != "cpu":

@@ -7,16 +7,35 @@ placements, global shape) by its number, so that identical blocks share one grap
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+import itertools
+import weakref
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 PLAIN = -1  # the number of a plain tensor's layout
 
-# Layouts by number, for the time of the process: a number may stand in any compiled graph.
-_LAYOUTS: list[Any] = []
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A DTensorSpec apart from its mesh, which it would keep alive."""
+
+    mesh: weakref.ref[DeviceMesh]
+    bare: Any
+
+    def whole(self) -> Any:
+        """The spec; None if its mesh is gone."""
+        mesh = self.mesh()
+        return None if mesh is None else _on_mesh(self.bare, mesh)
+
+
+# Layouts by number, as long as their meshes live: a number may stand in any compiled graph.
+_LAYOUTS: dict[int, _Layout] = {}
+_NUMBERS = itertools.count()
 
 
 def layout_number(spec: Any) -> int:
@@ -26,16 +45,24 @@ def layout_number(spec: Any) -> int:
     """
     if spec is None:
         return PLAIN
-    for number, known in enumerate(_LAYOUTS):
-        if known.mesh is spec.mesh and known == spec:
+    for number, known in tuple(_LAYOUTS.items()):
+        if known.mesh() is spec.mesh and known.whole() == spec:
             return number
-    _LAYOUTS.append(spec)
-    return len(_LAYOUTS) - 1
+    number = next(_NUMBERS)
+    mesh = weakref.ref(spec.mesh, lambda _: _LAYOUTS.pop(number, None))
+    _LAYOUTS[number] = _Layout(mesh, _on_mesh(spec, None))
+    return number
+
+
+def _on_mesh(spec: Any, mesh: DeviceMesh | None) -> Any:
+    other = copy.copy(spec)
+    other.mesh = mesh
+    return other
 
 
 def as_dtensor(local: Tensor, layout: int) -> DTensor:
     """`local` in this layout, in its own dtype. No gradient flows through this."""
-    spec = _LAYOUTS[layout]
+    spec = _LAYOUTS[layout].whole()
     meta = spec.tensor_meta
     if meta.dtype != local.dtype:
         spec = replace(spec, tensor_meta=meta._replace(dtype=local.dtype))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from graphshard.fsdp2.apart import may_reduce_apart
 from graphshard.fsdp2.group import FsdpGroup
@@ -140,3 +142,18 @@ def _is_packed(param: FsdpParam) -> bool:
 def _shard_bytes(group: FsdpGroup, *, trainable: bool) -> int:
     params = (p for p in group.params if not trainable or p.sharded.requires_grad)
     return sum(math.prod(p.padded_shard_size) * p.sharded.dtype.itemsize for p in params)
+
+
+def before_unshard(group: FsdpGroup, then: Callable[[], None]) -> None:
+    """Call `then` whenever FSDP2 itself is about to issue an all-gather of the group."""
+    raw = group.raw
+    unshard = raw.unshard
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        in_backward = raw._training_state == _fsdp_common.TrainingState.PRE_BACKWARD
+        skips = in_backward and not raw.unshard_in_backward
+        if group.is_sharded and not skips and group.world_size > 1:
+            then()
+        unshard(*args, **kwargs)
+
+    raw.unshard = call

@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -94,11 +99,27 @@ def is_idle(state: FSDPState) -> bool:
     return bool(state._training_state is TrainingState.IDLE)
 
 
-def reset_iteration(states: Sequence[FSDPState]) -> None:
+def reset_iteration(states: Sequence[FSDPState], *, waits: bool = True) -> None:
     """Drop what an exception left in FSDP2's eager state machine; all groups are SHARDED after.
 
-    torch 2.11 and 2.12 have no `reset_iter_state`, so its parts are done here for them.
+    torch 2.11 and 2.12 have no `reset_iter_state`, so its parts are done here for them. waits: for
+    what FSDP2 has issued; False where other ranks will never take part in it. Raises what waiting
+    raises, when everything is reset.
     """
+    if waits:
+        try:
+            _reset_waiting(states)
+            return
+        except Exception:
+            reset_iteration(states, waits=False)
+            raise
+    for state in states:
+        for group in fsdp_groups(state):
+            group.raw._all_gather_result = None
+    _reset_waiting(states)
+
+
+def _reset_waiting(states: Sequence[FSDPState]) -> None:
     for state in states:
         if hasattr(state, "_reset_iter_state"):
             if is_root(state):
@@ -130,13 +151,33 @@ def forward_hooks(state: FSDPState) -> Iterator[tuple[Callable[..., Any], bool]]
 
     Yields (hook, is_pre): ordinary functions with `__wrapped__`, one pair per module.
     """
-    if len(state._modules) == 1:
-        return
+    if len(state._modules) > 1:
+        for module in state._modules:
+            yield from _hooks_of(module)
+
+
+def grouped_hook(module: nn.Module, *, is_pre: bool) -> Callable[..., Any]:
+    """The one of `forward_hooks` that FSDP2 registered on `module`."""
+    return next(hook for hook, pre in _hooks_of(module) if pre is is_pre)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[tuple[Callable[..., Any], bool]]:
     names = {"_pre_forward": True, "_post_forward": False}
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    for hook in hooks:
+        inner = getattr(hook, "__wrapped__", None)
+        is_pre = names.get(getattr(inner, "__name__", ""))
+        if is_pre is not None and not isinstance(hook, functools.partial):
+            yield hook, is_pre
+
+
+def forward_methods(state: FSDPState) -> Iterator[FunctionType]:
+    """The functions that `register_fsdp_forward_method` put on the state's modules."""
+    home = register_fsdp_forward_method.__code__.co_filename
     for module in state._modules:
-        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        for hook in hooks:
-            inner = getattr(hook, "__wrapped__", None)
-            is_pre = names.get(getattr(inner, "__name__", ""))
-            if is_pre is not None and not isinstance(hook, functools.partial):
-                yield hook, is_pre
+        for value in vars(module).values():
+            method = getattr(value, "__func__", None)
+            if isinstance(method, FunctionType) and method.__name__ in vars(module):
+                code = method.__code__
+                if code.co_name == "wrapped_method" and code.co_filename == home:
+                    yield method

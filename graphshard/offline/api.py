@@ -17,7 +17,7 @@ from graphshard.errors import OfflineError, OptionsError
 from graphshard.offline.study import Point, Study
 from graphshard.offline.target import Sizes, made_of
 from graphshard.offline.world import Made
-from graphshard.options import parse_options
+from graphshard.options import parse_count, parse_options
 from graphshard.order import freedom_of
 from graphshard.step_plan import Plan
 
@@ -51,10 +51,14 @@ def plan(
     between two points of communication, about as the backend runs them by default. shard: calls
     `fully_shard` on the model's parts and on the model.
 
-    Raises OptionsError (GS103) for another `compute`, OfflineError if the model cannot be built or
-    sharded, CaptureError if its step is not one graph, InfeasibleBudget if nothing fits,
-    CostError for an unknown machine.
+    Raises OptionsError (GS103) for another `compute` or a number of ranks that is none,
+    OfflineError if the model cannot be built or sharded, CaptureError if its step is not one graph,
+    InfeasibleBudget if nothing fits, CostError for an unknown machine, FileError for a profile
+    that cannot be read.
     """
+    for key, count in (("world_size", world_size), ("ranks_per_node", ranks_per_node)):
+        if parse_count(key, count, least=1) is None:
+            raise OptionsError("GS103", f"option {key}=None; give a number of ranks")
     options = {"memory_budget": memory_budget, "reshard": reshard, "micro_steps": micro_steps}
     given = {key: value for key, value in options.items() if value is not None}
     freedom = freedom_of(parse_options(given))

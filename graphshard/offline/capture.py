@@ -23,7 +23,7 @@ from graphshard.lowering import lowering_of
 from graphshard.offline.world import Fake, Place
 from graphshard.options import Options
 from graphshard.pieces.expand import expanded
-from graphshard.pieces.trace import tracing_pieces, with_pieces
+from graphshard.pieces.trace import Piece, traced_by_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +66,20 @@ def capture(
         found, symbols = find_groups(gm), _symbols(gm, leaves)
         # Fused compute is priced from whole ops, too: the prices were compared with real runs so.
         lowering = lowering_of(Options(compute="aten"), trains=True)
-        gm, pieces = with_pieces(gm, lowering) if by_pieces else (gm, ())
 
-        def stop(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
-            joint = expanded(joint, pieces)
-            count = len(joint.graph.nodes)
-            draft = drafted(name, joint, inputs, num_fwd_outputs, found, more)
-            raise _Done(Captured(draft, count, symbols))
+        def trace(gm: fx.GraphModule, pieces: Sequence[Piece]) -> Any:
+            def stop(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kw: Any) -> Any:
+                joint = expanded(joint, pieces)
+                count = len(joint.graph.nodes)
+                draft = drafted(name, joint, inputs, num_fwd_outputs, found, kw)
+                raise _Done(Captured(draft, count, symbols))
 
-        compiler = aot_autograd(
-            fw_compiler=_never,
-            bw_compiler=_never,
-            partition_fn=stop,
-        )
-        config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
-        with config, tracing_pieces(pieces):
+            compiler = aot_autograd(fw_compiler=_never, bw_compiler=_never, partition_fn=stop)
             return compiler(gm, example_inputs)
+
+        config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
+        with config:
+            return traced_by_pieces(gm, lowering, trace) if by_pieces else trace(gm, ())
 
     only_capture.is_graphshard_backend = True  # type: ignore[attr-defined]
     backend.install()

@@ -60,7 +60,10 @@ def shorten(model: nn.Module, repeats: list[Repeat]) -> None:
 def signature(module: nn.Module) -> tuple[Any, ...]:
     """Equal for modules that are alike."""
     own = sorted((k, _value(v)) for k, v in vars(module).items() if _is_own(k))
-    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    hooks = (
+        *(module._forward_pre_hooks, module._forward_hooks),
+        *(module._backward_pre_hooks, module._backward_hooks),
+    )
     policy: tuple[Any, ...] = ()
     if isinstance(module, fsdp2.ShardedModule):
         policy = (fsdp2.mixed_precision(fsdp2.state_of(module)),)
@@ -68,7 +71,7 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
         type(module),
         module.training,
         tuple(own),
-        tuple(tuple(_function(hook) for hook in found.values()) for found in hooks),
+        tuple(tuple(_hook(hook, module) for hook in found.values()) for found in hooks),
         policy,
         tuple((k, *_tensor(p)) for k, p in module._parameters.items()),
         tuple((k, *_tensor(b)) for k, b in module._buffers.items()),
@@ -101,7 +104,12 @@ def _value(value: Any) -> tuple[Any, ...]:
     return type(value).__name__, str(id(value))
 
 
-def _function(hook: Any) -> int:
-    """A method without the object that it is bound to; FSDP2's hooks are bound to its states."""
+def _hook(hook: Any, module: nn.Module) -> tuple[Any, ...]:
+    """torch's hooks (FSDP2's are bound to its states, of which `signature` knows what matters) and
+    the module's own methods by their function, everything else by what it is."""
     inner = hook.func if isinstance(hook, functools.partial) else hook
-    return id(inner.__func__ if isinstance(inner, MethodType) else inner)
+    function = inner.__func__ if isinstance(inner, MethodType) else inner
+    is_own = isinstance(hook, MethodType) and hook.__self__ is module
+    if is_own or str(getattr(function, "__module__", "")).startswith("torch."):
+        return "function", id(function)
+    return _value(hook)

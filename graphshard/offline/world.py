@@ -23,6 +23,7 @@ from graphshard import fsdp2
 from graphshard.errors import OfflineError
 from graphshard.fsdp2.describe import describe, name_of
 from graphshard.fsdp2.settings import GroupSettings, settings_of
+from graphshard.offline.unfilled import Unfilled
 from graphshard.step_plan import GroupInfo
 
 
@@ -110,7 +111,7 @@ def called_with(fake: Fake, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fa
 
 def built(build: Build) -> Made:
     """What `build` returns, made on the meta device wherever it names no device."""
-    with torch.device("meta"):
+    with torch.device("meta"), Unfilled():
         return build()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
+from graphshard.ir import adopt, attribute_of, note_attributes
 from graphshard.pieces.trace import PIECE, PIECE_GRAD, Piece
 
 _CHECKPOINT = "ac_graph_id"  # of one call of torch.utils.checkpoint; they rise in call order
@@ -22,6 +23,7 @@ def expanded(joint: fx.GraphModule, pieces: Sequence[Piece]) -> fx.GraphModule:
     What a piece ran in forward stands in the place of its forward call, and its backward reads
     these results: it is the graph that AOTAutograd would have traced of the whole.
     """
+    note_attributes(joint.graph)
     envs: dict[int, Env] = {}
     forwards = [_forward(piece) for piece in pieces]
     for node in list(joint.graph.nodes):
@@ -69,19 +71,12 @@ def _copy(call: fx.Node, nodes: Iterable[fx.Node], env: Env, instance: int) -> N
         for node in nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            if node.op == "get_attr":
-                _adopt(node, graph)
             env[node] = copy = graph.node_copy(node, env.__getitem__)
+            if node.op == "get_attr":
+                assert graph.owning_module is not None
+                copy.target = adopt(graph.owning_module, attribute_of(node), str(node.target))
             if _CHECKPOINT in copy.meta:
                 copy.meta[_CHECKPOINT] += (instance + 1) * _MANY
-
-
-def _adopt(node: fx.Node, graph: fx.Graph) -> None:
-    """Give the module of `graph` the attribute that `node` gets."""
-    own, other = node.graph.owning_module, graph.owning_module
-    assert own is not None
-    assert other is not None
-    setattr(other, str(node.target), getattr(own, str(node.target)))
 
 
 def _replace(call: fx.Node, results: Sequence[fx.Node]) -> None:

@@ -7,28 +7,34 @@ layout, wired in the same way. A deep model is mostly one block over and over.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphshard.ir import attribute_of, is_unshard
+from graphshard.pieces.content import example, layout, modes, told
 
+# What these make of a view depends on where in its storage it begins, which no layout says.
+_ON_STORAGE = ("as_strided", "storage_offset", "untyped_storage", torch.as_strided)
 # Fewer are traced as quickly one by one.
 FEWEST = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """`nodes` in order, what they read from outside and what is read of them outside."""
+    """`nodes` in order, what they read from outside and what is read of them outside.
+
+    modes: before the first node and after the last (see `graphshard.pieces.content.modes`).
+    """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    modes: tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def alike_stretches(graph: fx.Graph) -> Iterator[tuple[Stretch, ...]]:
@@ -36,29 +42,21 @@ def alike_stretches(graph: fx.Graph) -> Iterator[tuple[Stretch, ...]]:
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     codes = _codes(nodes)
     crossing = _crossing(nodes)
+    around = modes(nodes)
     taken: set[int] = set()
     for start, stop, period in sorted(_runs(nodes, codes), key=lambda r: (r[0] - r[1], r[2])):
         if not taken.isdisjoint(range(start, stop)):
             continue
-        # Where the fewest values cross, one block hands over to the next.
+        # Where no mode is on and the fewest values cross, one block hands over to the next.
         phases = range(start, min(start + period, stop - FEWEST * period + 1))
-        begin = min(phases, key=lambda place: (crossing[place + period], place))
-        parts = [nodes[i : i + period] for i in range(begin, stop - period + 1, period)]
-        alike = _longest_alike([_stretch(part) for part in parts])
+        begin = min(phases, key=lambda i: (len(around[i + period]), crossing[i + period], i))
+        starts = range(begin, stop - period + 1, period)
+        ends = ((around[i], around[i + period]) for i in starts)
+        parts = zip((nodes[i : i + period] for i in starts), ends, strict=True)
+        alike = _longest_alike([_stretch(part, its_modes) for part, its_modes in parts])
         if len(alike) >= FEWEST:
             taken.update(range(start, stop))
             yield alike
-
-
-def layout(value: Any) -> str:
-    """What of a value a trace depends on."""
-    if not isinstance(value, Tensor):
-        return f"{type(value).__name__} {value}"
-    strides = value.stride() if value.layout == torch.strided else ""
-    return (
-        f"{type(value).__name__} {value.dtype} {value.device} {tuple(value.shape)} {strides} "
-        f"{value.requires_grad}"
-    )
 
 
 def _runs(nodes: Sequence[fx.Node], codes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -81,7 +79,7 @@ def _runs(nodes: Sequence[fx.Node], codes: Sequence[int]) -> Iterator[tuple[int,
 def _codes(nodes: Sequence[fx.Node]) -> list[int]:
     """Equal for nodes that do the same on inputs of the same layout."""
     known: dict[str, int] = {}
-    texts = (_text(node, lambda source: layout(_value(source))) for node in nodes)
+    texts = (told(node, lambda source: layout(example(source))) for node in nodes)
     return [known.setdefault(text, len(known)) for text in texts]
 
 
@@ -96,11 +94,13 @@ def _crossing(nodes: Sequence[fx.Node]) -> list[int]:
     return list(accumulate(changes))
 
 
-def _stretch(part: Sequence[fx.Node]) -> Stretch:
+def _stretch(
+    part: Sequence[fx.Node], its_modes: tuple[tuple[str, ...], tuple[str, ...]]
+) -> Stretch:
     own = dict.fromkeys(part)
     inputs = dict.fromkeys(n for node in part for n in node.all_input_nodes if n not in own)
     outputs = (n for n in part if any(user not in own for user in n.users))
-    return Stretch(tuple(part), tuple(inputs), tuple(outputs))
+    return Stretch(tuple(part), tuple(inputs), tuple(outputs), its_modes)
 
 
 def _longest_alike(found: Sequence[Stretch]) -> tuple[Stretch, ...]:
@@ -110,54 +110,38 @@ def _longest_alike(found: Sequence[Stretch]) -> tuple[Stretch, ...]:
 
 
 def _wiring(stretch: Stretch) -> str:
-    names = {node: f"in_{i} {layout(_value(node))}" for i, node in enumerate(stretch.inputs)}
+    names = {node: f"in_{i} {layout(example(node))}" for i, node in enumerate(stretch.inputs)}
     rows = []
     for index, node in enumerate(stretch.nodes):
-        rows.append(_text(node, names.__getitem__))
+        rows.append(told(node, names.__getitem__))
         names[node] = f"op_{index}"
-    return "\n".join((*rows, *(names[node] for node in stretch.outputs)))
+    return "\n".join((*rows, *(names[node] for node in stretch.outputs), str(stretch.modes)))
+
+
+def _ops(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """With those of the bodies of higher-order ops."""
+    for node in nodes:
+        yield node
+        if node.op == "get_attr" and isinstance(body := attribute_of(node), fx.GraphModule):
+            yield from _ops(body.graph.nodes)
 
 
 def _is_eligible(stretch: Stretch) -> bool:
-    """Tensors and sizes in, tensors out; and each gradient is handed over by one op.
+    """Tensors and sizes in, tensors out, modes as around the graph; and each gradient is handed
+    over by one op.
 
     If several ops of a stretch read an input, their gradients would be summed before those of
     other stretches are added, and the last bit of the sum would depend on it. (An anchor is a
     scalar, and its gradient means nothing.)
     """
     own = set(stretch.nodes)
+    if any(stretch.modes) or any(node.target in _ON_STORAGE for node in _ops(stretch.nodes)):
+        return False
     for node in stretch.inputs:
-        value = _value(node)
-        if not isinstance(value, Tensor | torch.SymInt):
+        value = example(node)
+        if not isinstance(value, Tensor | torch.SymInt) or is_traceable_wrapper_subclass(value):
             return False
         several = sum(user in own for user in node.users) > 1
         if several and isinstance(value, Tensor) and value.requires_grad and value.dim() > 0:
             return False
-    return all(isinstance(_value(node), Tensor) for node in stretch.outputs)
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _text(node: fx.Node, show: Callable[[fx.Node], str]) -> str:
-    """What a node does; `show` says what its inputs are."""
-    if node.op == "get_attr":
-        return f"get {_body_text(node)}"
-    shown = map_arg((node.args, node.kwargs), lambda source: f"%{show(source)}")
-    target = node.target if node.op == "call_method" else id(node.target)
-    return f"{node.op} {target} {shown}"
-
-
-def _body_text(node: fx.Node) -> str:
-    """What the body of a higher-order op does; any other attribute is only like itself."""
-    found = attribute_of(node)
-    if not isinstance(found, fx.GraphModule):
-        return str(id(found))
-    names: dict[fx.Node, str] = {}
-    rows = []
-    for index, inner in enumerate(found.graph.nodes):
-        is_input = inner.op == "placeholder"
-        rows.append(layout(_value(inner)) if is_input else _text(inner, names.__getitem__))
-        names[inner] = f"op_{index}"
-    return "\n".join(rows)
+    return all(isinstance(example(node), Tensor) for node in stretch.outputs)

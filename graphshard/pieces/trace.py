@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +27,8 @@ from graphshard.cost.live import owner
 from graphshard.ir import output_node
 from graphshard.lowering import Lowering
 from graphshard.pieces.find import Stretch, alike_stretches
+
+Traced = TypeVar("Traced")
 
 logger = logging.getLogger(__name__)
 
@@ -67,42 +70,77 @@ class Piece:
 
 
 class PieceError(Exception):
-    """A stretch cannot be traced by itself, or a graph not with pieces: it is traced whole."""
+    """A stretch cannot be traced by itself, or a graph not with the calls of piece `number`."""
+
+    def __init__(self, why: str, number: int = -1) -> None:
+        super().__init__(why)
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """Stretches that are alike, and the trace of the first one."""
+
+    stretches: tuple[Stretch, ...]
+    piece: Piece
 
 
 # Whose pieces are being traced: the ops know theirs by number alone.
 _TRACED: ContextVar[Sequence[Piece]] = ContextVar("graphshard pieces")
 
 
+def traced_by_pieces(
+    gm: fx.GraphModule,
+    lowering: Lowering,
+    trace: Callable[[fx.GraphModule, tuple[Piece, ...]], Traced],
+) -> Traced:
+    """What `trace` makes of `gm`, with a call in place of each stretch that repeats.
+
+    trace: is given the graph and what its calls stand for. Families of stretches whose calls turn
+    out not to mean what the ops mean are left out, one after the other, and it is called again.
+    """
+    families = list(_families(gm, lowering))
+    while families:
+        module, pieces = _with_calls(gm, families), tuple(f.piece for f in families)
+        try:
+            with _tracing(pieces):
+                return trace(module, pieces)
+        except PieceError as error:
+            left_out = families.pop(error.number)
+            logger.debug("%d blocks are no pieces: %s", len(left_out.stretches), error)
+    return trace(gm, ())
+
+
 @contextmanager
-def tracing_pieces(pieces: Sequence[Piece]) -> Iterator[None]:
+def _tracing(pieces: Sequence[Piece]) -> Iterator[None]:
     """Inside, graphs with calls of these pieces can be traced."""
     token = _TRACED.set(pieces)
     try:
-        yield
+        with warnings.catch_warnings():
+            # AOTAutograd's anomaly mode tells of a PieceError, which is nothing to the user.
+            warnings.filterwarnings("ignore", message="Error detected in _CallBackward")
+            yield
     finally:
         _TRACED.reset(token)
 
 
-def with_pieces(gm: fx.GraphModule, lowering: Lowering) -> tuple[fx.GraphModule, tuple[Piece, ...]]:
-    """`gm` with a call in place of each stretch that repeats, and what the calls stand for.
-
-    What cannot be traced by itself (a stretch that writes to its inputs, say) stays as it is.
-    """
-    pieces: list[Piece] = []
-    called: dict[fx.Node, tuple[Stretch, int]] = {}
+def _families(gm: fx.GraphModule, lowering: Lowering) -> Iterator[Family]:
+    """What cannot be traced by itself (a stretch that writes to its inputs, say) is in none."""
     for alike in alike_stretches(gm.graph):
         try:
             piece = _traced(gm, alike[0], lowering)
         except Exception as error:  # whatever it is, AOTAutograd meets it again in the whole graph
             logger.debug("%d nodes are no piece: %s", len(alike[0].nodes), error)
-            continue
-        called.update({stretch.nodes[0]: (stretch, len(pieces)) for stretch in alike})
-        pieces.append(piece)
-    return (_with_calls(gm, called), tuple(pieces)) if pieces else (gm, ())
+        else:
+            yield Family(alike, piece)
 
 
-def _with_calls(gm: fx.GraphModule, called: dict[fx.Node, tuple[Stretch, int]]) -> fx.GraphModule:
+def _with_calls(gm: fx.GraphModule, families: Sequence[Family]) -> fx.GraphModule:
+    called = {
+        stretch.nodes[0]: (stretch, number)
+        for number, family in enumerate(families)
+        for stretch in family.stretches
+    }
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     inside = {node for stretch, _ in called.values() for node in stretch.nodes}
@@ -213,22 +251,52 @@ class _Call(torch.autograd.Function):
         ctx.number, ctx.instance = number, instance
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        outputs = PIECE(tensors, ctx.sizes, number, instance)
+        with _blaming(number):
+            outputs = PIECE(tensors, ctx.sizes, number, instance)
         has_grad = _TRACED.get()[number].differentiable
         ctx.mark_non_differentiable(*(o for o, h in zip(outputs, has_grad, strict=True) if not h))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Raises PieceError if the loss does not hang on all results: eager then has no gradient
-        where zeros would make one."""
-        piece = _TRACED.get()[ctx.number]
+        """Raises PieceError if the trace is not what AOTAutograd would make of the whole here."""
+        number = ctx.number
+        piece = _TRACED.get()[number]
         tangents = [g for g, h in zip(grads, piece.differentiable, strict=True) if h]
-        if any(g is None for g in tangents):
-            raise PieceError("a result of a block has no gradient")
-        found = iter(PIECE_GRAD(ctx.saved_tensors, ctx.sizes, tangents, ctx.number, ctx.instance))
+        _check_tangents(piece, tangents, number)
+        with _blaming(number):  # an input that was written to meanwhile, say
+            made = PIECE_GRAD(ctx.saved_tensors, ctx.sizes, tangents, number, ctx.instance)
+        found = iter(made)
         own = (next(found) if n is not None else None for n in piece.gradients)
         return None, None, None, *own
+
+
+@contextmanager
+def _blaming(number: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise PieceError(str(error), number) from error
+
+
+def _check_tangents(piece: Piece, tangents: Sequence[Tensor | None], number: int) -> None:
+    """Raises PieceError unless gradients of results come as they did when the piece was traced.
+
+    If the loss does not hang on all results, eager has no gradient where zeros would make one. And
+    of a gradient of another layout, views fail, or are other ops.
+    """
+    traced = [n.meta["val"] for n in piece.placeholders[-len(tangents) :]] if tangents else []
+    for tangent, expected in zip(tangents, traced, strict=True):
+        if tangent is None:
+            raise PieceError("a result of a block has no gradient", number)
+        if _memory(tangent) != _memory(expected):
+            raise PieceError("a gradient comes in another layout than in the first block", number)
+
+
+def _memory(value: Tensor) -> tuple[Any, ...]:
+    """How the elements lie; a dimension of one element has no stride."""
+    strides = [s for n, s in zip(value.shape, value.stride(), strict=True) if n != 1]
+    return value.dtype, tuple(value.shape), strides, value.is_conj(), value.is_neg()
 
 
 def _piece_fake(tensors: Any, sizes: Any, number: int, instance: int) -> list[Tensor]:

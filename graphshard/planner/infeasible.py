@@ -17,6 +17,7 @@ from graphshard.step_plan import Direction, Step
 
 HALVINGS = 10  # 0.1 % of the distance between the first bounds
 OWNERS = 4
+LEAST_PLAUSIBLE_BYTES = 1024  # less was meant in another unit
 
 
 def why_infeasible(problem: Problem, budget_bytes: int, own_bytes: int) -> str:
@@ -25,13 +26,22 @@ def why_infeasible(problem: Problem, budget_bytes: int, own_bytes: int) -> str:
     least = least_peak(kit)
     peak = simulated(kit, least).peak
     owners = "; ".join(owner_text(problem, claim) for claim in peak.owners[:OWNERS])
-    helps = [f"a budget of {least.peak_bytes:,} bytes", *_changes(problem, least.peak_bytes)]
+    helps = [
+        *_unit(budget_bytes),
+        f"a budget of {least.peak_bytes:,} bytes",
+        *_changes(problem, least.peak_bytes),
+    ]
     return (
         f"no schedule fits a memory budget of {budget_bytes:,} bytes; the least feasible peak is "
         f"{least.peak_bytes:,} bytes (FSDP2's own schedule: {own_bytes:,} bytes), "
         f"{moment_text(problem, peak.direction, peak.step)}: {owners}. "
         f"What would help: {'; '.join(helps)}"
     )
+
+
+def _unit(budget_bytes: int) -> Iterator[str]:
+    if budget_bytes < LEAST_PLAUSIBLE_BYTES:
+        yield f"memory_budget='{budget_bytes}GiB', since a number without a unit means bytes"
 
 
 def least_peak(kit: Kit) -> Candidate:

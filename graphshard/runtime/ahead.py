@@ -4,7 +4,8 @@ For `options={"overlap_optimizer": True}`. In: what a forward issues before it w
 (its opening), and the moments in which some optimizer's step ends. Afterwards the opening of the
 next forward is on its way, while the program zeroes gradients, logs and loads data, or, with an
 optimizer in backward, while the rest of backward runs. A forward that finds its shards changed
-again since gathers them again, so that this is right whatever the program does in between.
+again since, on any rank, gathers them again, so that this is right whatever the program does in
+between (`graphshard.runtime.doubt`).
 
 All ranks issue the same, as long as they step the same optimizers in the same order.
 """
@@ -18,6 +19,7 @@ from itertools import takewhile
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphshard.runtime.gather import Gather, issue
@@ -89,7 +91,15 @@ def send_ahead(opening: Opening) -> None:
         for entry in lot:
             if entry.live.prefetched is None:
                 entry.live.prefetched = Gather(entry.live, entry.dtypes)
+            entry.live.prefetched.sent_bytes |= _copies(entry)
         issue([(entry.live.prefetched, entry.places) for entry in lot])
+
+
+def _copies(entry: Entry) -> dict[int, Tensor]:
+    """Of what is sent. A shard's bytes for each group of an opening, between two steps, where no
+    activation takes memory."""
+    shards = entry.live.shards()
+    return {i: shards[i].clone() for i in entry.places}
 
 
 def _is_due(lot: Lot) -> bool:

@@ -9,13 +9,16 @@ FSDP2 reduces once.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.variable import Variable
+from torch.utils._pytree import tree_leaves
 
 from graphshard.runtime.live import LiveGroup, lookup
 
@@ -23,17 +26,26 @@ ALL_DEFINED = -1  # every bit set: no tangent is missing
 
 
 class PendingCall:
-    """One forward call, by its autograd node. `task` is the engine run that reached it last."""
+    """One forward call, by its autograd node. `task` is the engine run that reached it last.
 
-    __slots__ = ("_node", "task")
+    It holds the groups that it used: backward needs them, also after the model itself is dropped.
+    """
 
-    def __init__(self, node: Any) -> None:
+    __slots__ = ("_groups", "_node", "task")
+
+    def __init__(self, node: Any, groups: Sequence[LiveGroup]) -> None:
         self._node = weakref.ref(node)
+        self._groups = groups
         self.task = -1
 
     @property
     def is_alive(self) -> bool:
         return self._node() is not None
+
+    @property
+    def is_pending(self) -> bool:
+        """No backward has reached it so far."""
+        return self.task < 0 and self.is_alive
 
     def is_ahead(self, task: int) -> bool:
         """The engine run `task`, running now, has this call's backward still before it."""
@@ -51,7 +63,9 @@ class Calls:
     def __init__(self, positions: Sequence[int], anchors: Sequence[int]) -> None:
         self._positions = tuple(positions)
         self._anchors = tuple(anchors)
-        self._mask = ALL_DEFINED
+        # Per thread: models in several threads may share the graph, and the engine calls the hook
+        # and the backward on one thread, one right after the other.
+        self._now = threading.local()
 
     def begin(self, inputs: Sequence[Any], outputs: Any) -> None:
         """Remember a forward call until its backward."""
@@ -59,24 +73,65 @@ class Calls:
         if node is None:
             return
         _allow_retain_graph(node)
-        call = PendingCall(node)
-        for anchor in self._anchors:
-            add_call(lookup(inputs[anchor]), call)
+        groups = tuple([lookup(inputs[anchor]) for anchor in self._anchors])
+        call = PendingCall(node, groups)
+        for live in groups:
+            add_call(live, call)
         node.register_prehook(partial(self._arrive, call))
 
     def take_mask(self) -> int:
         """Bit k is set if tangent k arrived; valid once, for the backward that runs now."""
-        mask, self._mask = self._mask, ALL_DEFINED
+        mask = getattr(self._now, "mask", ALL_DEFINED)
+        self._now.mask = ALL_DEFINED
         return mask
 
     def _arrive(self, call: PendingCall, gradients: tuple[Tensor | None, ...]) -> None:
         call.task = current_task()
         if len(self._positions) > 1:
-            self._mask = sum(
+            self._now.mask = sum(
                 1 << bit
                 for bit, position in enumerate(self._positions)
                 if gradients[position] is not None
             )
+
+
+class _Mark:
+    """Lives as long as the autograd node that holds it. done: the node will not run again."""
+
+    __slots__ = ("__weakref__", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def reached(self, gradients: Any) -> None:
+        self.done = not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+class PendingGraph:
+    """The autograd graph that ends in one node, until its backward or until it is dropped."""
+
+    __slots__ = ("_mark",)
+
+    def __init__(self, node: Any) -> None:
+        mark = _Mark()
+        node.register_prehook(mark.reached)
+        self._mark = weakref.ref(mark)
+
+    @property
+    def is_pending(self) -> bool:
+        mark = self._mark()
+        return mark is not None and not mark.done
+
+
+def pending_graphs(result: Any) -> list[PendingGraph]:
+    """Of what a forward returned; FSDP2 itself looks for tensors in the same way."""
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return [PendingGraph(t.grad_fn) for t in tensors if t.grad_fn is not None]
+
+
+def when_done(then: Callable[[], None]) -> None:
+    """Call `then` at the end of the engine run that is running now, unless it fails."""
+    Variable._execution_engine.queue_callback(then)
 
 
 def add_call(live: LiveGroup, call: PendingCall) -> None:

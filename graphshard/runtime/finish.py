@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch.autograd.variable import Variable
-
-from graphshard.runtime.calls import current_task
+from graphshard.runtime.calls import current_task, when_done
 from graphshard.runtime.live import LiveGroup, Root
 from graphshard.runtime.reduce import Reduction, merge_unreduced
 
@@ -21,7 +19,7 @@ def finish_later(live: LiveGroup) -> None:
     root = live.root
     if root is not None and root.finishing != task and task >= 0:
         root.finishing = task
-        Variable._execution_engine.queue_callback(partial(_finish, root, task))
+        when_done(partial(_finish, root, task))
 
 
 def _finish(root: Root, task: int) -> None:

@@ -33,6 +33,8 @@ class Gather:
 
     Parameters that are here stand in `_rooms` (None after the release). What is in `_under_way` is
     waited for. missing: how many parameters are neither. was_held: it began with what was kept.
+    sent_bytes: of a gather that an optimizer step issued, copies of what it sent, by parameter; the
+    forward that finds it compares them (`graphshard.runtime.doubt`).
     """
 
     __slots__ = (
@@ -43,6 +45,7 @@ class Gather:
         "_under_way",
         "_versions",
         "missing",
+        "sent_bytes",
         "was_held",
     )
 
@@ -55,6 +58,7 @@ class Gather:
         self._rooms: list[Room] | None = []
         self._spread: Held | None = None
         self.missing = len(dtypes)
+        self.sent_bytes: dict[int, Tensor] = {}
         held, live.held = live.fresh(dtypes), None
         self.was_held = held is not None
         if not fsdp.is_sharded:
@@ -134,11 +138,14 @@ class Gather:
             return parameters(self._live, rooms[0])
         return {i: t for room in rooms for i, t in parameters(self._live, room).items()}
 
-    def release(self, *, keep: bool) -> None:
-        """Give the memory back, or keep it for a later gather of the same shards."""
+    def release(self, *, keep: bool, by_plan: bool = False) -> None:
+        """Give the memory back, or keep it for a later gather of the same shards.
+
+        by_plan: FSDP2 would not keep it.
+        """
         rooms, live = self._taken(), self._live
         if keep:
-            live.held = Held(self._dtypes, self._versions, tuple(rooms))
+            live.held = Held(self._dtypes, self._versions, tuple(rooms), by_plan=by_plan)
             return
         live.held = None
         for room in rooms:
@@ -158,10 +165,10 @@ class Gather:
         """Still what a gather of these dtypes would fetch now."""
         return dtypes == self._dtypes and self._versions == self._live.fsdp.versions()
 
-    def drain(self) -> None:
+    def drain(self, *, limit_s: float | None = None) -> None:
         """Wait for what is under way and throw it away."""
         for _, carrier in self._under_way:
-            carrier.drop()
+            carrier.drop(limit_s=limit_s)
 
     def _here(self) -> list[Room]:
         if self._rooms is None:

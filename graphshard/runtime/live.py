@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import FsdpGroup, State
 from graphshard.fsdp2.apart import reduce_apart
-from graphshard.runtime.agree import Ballot
+from graphshard.runtime.ballot import Ballot
 
 Versions: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -31,7 +31,9 @@ class Held:
 
     rooms: where they stand (`graphshard.runtime.rooms.Room`), if they are whole. versions: of the
     shards that they were gathered from. parts, part_of: this rank's part of each, and the smaller
-    group over which they are spread (an int `reshard_after_forward`).
+    group over which they are spread (an int `reshard_after_forward`). by_plan: FSDP2 would have
+    resharded them, so a forward that finds them asks whether they still hold
+    (`graphshard.runtime.doubt`).
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -39,6 +41,10 @@ class Held:
     rooms: tuple[Any, ...] = ()
     parts: tuple[Tensor, ...] = ()
     part_of: dist.ProcessGroup | None = None
+    by_plan: bool = False
+
+    def certain(self) -> Held:
+        return replace(self, by_plan=False)
 
 
 @dataclass(slots=True)
@@ -60,7 +66,8 @@ class Root:
 
     ballots: what its ranks agree on, one per mesh. opening: what optimizers issue ahead
     (`graphshard.runtime.ahead.Opening`), if the user asked for it. reduce_groups: process groups
-    that plans gave to reductions, by rank.
+    that plans gave to reductions, by rank. waiter: a thread (`graphshard.runtime.waiting.Waiter`)
+    for waits that take no limit.
     """
 
     groups: dict[State, LiveGroup]
@@ -68,6 +75,7 @@ class Root:
     finishing: int = -1
     opening: Any = None
     reduce_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    waiter: Any = None
 
 
 @dataclass(eq=False)
@@ -75,13 +83,15 @@ class LiveGroup:
     """One group at run time. Everything a user can change is read from `fsdp` when it is used.
 
     places: of all its parameters. held: gathered parameters that outlive forward or backward.
-    arrived: gradients of this backward, while another call of the group is still ahead of it.
+    arrived: gradients of the engine run `arrived_in`, while another call of the group is still
+    ahead of it; what a run left that failed is no other run's.
     layouts, rooms, packings: what gathers and reductions of this group make once (`runtime.rooms`,
     `runtime.reduce`); sharding fixes it. A room is here while nobody uses it. own_rooms: of
     shards that compute reads where they are.
     dtypes: what was gathered last. prefetched: a gather (`graphshard.runtime.gather.Gather`) that
     `set_modules_to_*_prefetch` asked for and nobody has used yet. reduced_in: the last
     engine run (autograd graph task) in which this group's gradients came.
+    trail: what its mesh issues (`graphshard.runtime.issued.Trail`), if ranks compare it.
     calls: forward calls whose backward has not run (`graphshard.runtime.calls.PendingCall`).
     """
 
@@ -95,6 +105,7 @@ class LiveGroup:
     places: tuple[int, ...]
     held: Held | None = None
     arrived: dict[int, Tensor] = field(default_factory=dict)
+    arrived_in: int = -1
     calls: list[Any] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     layouts: dict[Any, Any] = field(default_factory=dict)
@@ -104,6 +115,7 @@ class LiveGroup:
     dtypes: tuple[torch.dtype, ...] = ()
     prefetched: Any = None
     root: Root | None = None
+    trail: Any = None
     reduced_in: int = -1
 
     @property
@@ -139,14 +151,17 @@ class LiveGroup:
         """Give back what is kept for a later forward or backward."""
         self.held = None
 
-    def drop(self) -> None:
-        """Forget what an interrupted step left."""
+    def drop(self, *, limit_s: float | None = None) -> None:
+        """Forget what an interrupted step left. Waits `limit_s` for a prefetch, 0: not at all.
+
+        Raises what the prefetch raises, when everything is forgotten.
+        """
+        prefetched, self.prefetched = self.prefetched, None
         self.held = None
         self.rooms.clear()
-        if self.prefetched is not None:
-            self.prefetched.drain()
-            self.prefetched = None
         self.arrived = {}
+        if prefetched is not None and limit_s != 0:
+            prefetched.drain(limit_s=limit_s)
 
 
 _NUMBERS = itertools.count(1)
@@ -197,6 +212,15 @@ def find(value: object) -> LiveGroup | None:
     return (
         live if live is not None and (value is live.anchor or value is live.frozen_anchor) else None
     )
+
+
+def roots_of(groups: Sequence[LiveGroup]) -> list[Root]:
+    """The FSDP roots of `groups`, each once."""
+    return list(dict.fromkeys(live.root for live in groups if live.root is not None))
+
+
+def ballots_of(groups: Sequence[LiveGroup]) -> list[Ballot]:
+    return [ballot for root in roots_of(groups) for ballot in root.ballots]
 
 
 def part_reductions(lives: Sequence[LiveGroup]) -> None:

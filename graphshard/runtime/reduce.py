@@ -20,9 +20,10 @@ from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
 from graphshard.fsdp2.layouts import copy_of
 from graphshard.fsdp2.param import add_sharded_grads, grad_dtypes
 from graphshard.fsdp2.settings import sums_may_move
+from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
-from graphshard.runtime.waiting import finish, trying_in_place
+from graphshard.runtime.waiting import Trip, finish, trying_in_place
 from graphshard.schedule import StepKind
 
 
@@ -94,6 +95,7 @@ class Reduction:
         self._policy = policy = fsdp.reduce_policy(packing.params, grads)
         if world > 1:
             self._live.counters.reduce_scatters += 1
+            note(self._live, (packing, policy.reduce_dtype), self._described)
         if self._may_stay(grads):
             with trying_in_place([self._live]):
                 self._issue_in_place(grads)
@@ -106,6 +108,12 @@ class Reduction:
         self._output = comm.allocate((packing.numel,), dtype=packed.dtype, device=packed.device)
         self._input = (packed,)
         self.work = reduce_scatter(self._output, packed, policy, fsdp.reduce_process_group, comm)
+
+    def _described(self) -> str:
+        """This reduce-scatter as the ranks compare it."""
+        packing, dtype = self._packing, self._policy.reduce_dtype
+        fqns = [param.fqn for param in packing.params]
+        return f"reduce-scatter of {self._live.fqn} {fqns} ({dtype}, {packing.numel} a rank)"
 
     def _may_stay(self, grads: list[Tensor]) -> bool:
         """The reduction may take each gradient from where it is."""
@@ -154,7 +162,10 @@ class Reduction:
         if not live.fsdp.all_reduces:
             gradients.leave_partial(live.fsdp, output)
             return False
-        dist.all_reduce(output, group=group, op=self._policy.all_reduce_op)
+        note(live, (self._packing, group), lambda: f"all-reduce of {live.fqn}")
+        work = dist.all_reduce(output, group=group, op=self._policy.all_reduce_op, async_op=True)
+        if work is not None:
+            finish(work, Trip("all-reduce", live, self._names, group))
         live.counters.all_reduces += 1
         return True
 
@@ -174,10 +185,12 @@ class Reduction:
     def holds_input(self) -> bool:
         return bool(self._input)
 
-    def drain(self) -> None:
+    def drain(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective, if any, and free its input; the result may be thrown away."""
         if self.work is not None:
-            finish(self.work, self._live)
+            group = self._live.fsdp.reduce_process_group
+            trip = Trip("reduce-scatter", self._live, self._names, group)
+            finish(self.work, trip, limit_s=limit_s)
             self.work = None
         self._input = ()
 

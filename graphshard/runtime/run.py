@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,18 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard.errors import DivergedRanks
-from graphshard.fsdp2 import gradients, is_root
+from graphshard.errors import CollectiveFailed, DivergedRanks, cleaning_up
+from graphshard.fsdp2 import gradients, is_root, reset_iteration, siblings
 from graphshard.fsdp2.layouts import as_dtensor
 from graphshard.runtime.ahead import Entry, Lot, remember
-from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
+from graphshard.runtime.calls import (
+    ALL_DEFINED,
+    Calls,
+    current_task,
+    more_calls_ahead,
+    will_execute,
+)
+from graphshard.runtime.doubt import drop_stale, is_doubtful
 from graphshard.runtime.finish import finish_later
 from graphshard.runtime.gather import Gather, issue, prefetch, take_prefetched
+from graphshard.runtime.issued import ended
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.ranges import direction_range
 from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_unreduced
 from graphshard.runtime.stopwatch import Stopwatch, stopwatch
 from graphshard.runtime.travel import Carrier
+from graphshard.runtime.waiting import CLEAN_UP_S
 from graphshard.step_plan import Direction
 
 
@@ -29,14 +39,16 @@ class Run:
     """Opens groups and remembers what is in flight, so that an exception leaves nothing behind.
 
     defined: bit k is set when tangent k of this backward is not missing. exact_sums: of gradients,
-    FSDP2's to the last bit. stopwatch: takes the times of this run, if the emitted code has marks.
+    FSDP2's to the last bit. anchors: of all groups that it opens. stopwatch: takes the times of
+    this run, if the emitted code has marks.
     """
 
     direction: Direction
     defined: int = ALL_DEFINED
     exact_sums: bool = True
+    anchors: tuple[Tensor, ...] = ()
     stopwatch: Stopwatch | None = None
-    _groups: list[LiveGroup] = field(default_factory=list)
+    groups: list[LiveGroup] = field(default_factory=list)
     _gathered: set[LiveGroup] = field(default_factory=set)
     _last: LiveGroup | None = None
     _in_flight: list[Gather | Reduction] = field(default_factory=list)
@@ -48,7 +60,7 @@ class Run:
         dtypes of its gathered parameters: one for all, or one for each.
         """
         live = lookup(anchor)
-        self._groups.append(live)
+        self.groups.append(live)
         if self.direction is Direction.FORWARD:
             live.counters.forwards += 1
         return OpenGroup(self, live, dtypes)
@@ -77,6 +89,11 @@ class Run:
         return self.direction is Direction.FORWARD and any(
             g.live.root is not None and g.live.root.opening is not None for g in groups
         )
+
+    def make_certain(self, live: LiveGroup) -> None:
+        """Before a forward takes what was gathered before it began: of all its groups at once."""
+        if self.direction is Direction.FORWARD and is_doubtful(live):
+            drop_stale(list(dict.fromkeys(map(lookup, self.anchors))))
 
     def gathered(self, live: LiveGroup) -> None:
         self._gathered.add(live)
@@ -121,19 +138,34 @@ class Run:
     def track(self, work: Gather | Reduction) -> None:
         self._in_flight.append(work)
 
-    def abort(self, *, waits: bool) -> None:
+    def abort(self, error: BaseException) -> None:
         """Drain what was issued and drop what was gathered; gradients of this run are lost.
 
-        waits: False where other ranks will never take part in what was issued.
+        Nothing is waited for where other ranks will never take part in what was issued, and not
+        much longer than CLEAN_UP_S anywhere: the backend keeps the memory of what goes on.
         """
+        is_final = isinstance(error, (DivergedRanks, CollectiveFailed))
+        ends = time.monotonic() + (0 if is_final else CLEAN_UP_S)
         for work in self._in_flight:
-            if waits:
-                work.drain()
-        for live in self._groups:
-            if not waits:
-                live.prefetched = None
-            live.drop()
+            left_s = ends - time.monotonic()
+            if left_s > 0:
+                with cleaning_up(error):
+                    work.drain(limit_s=left_s)
+        for live in self.groups:
+            with cleaning_up(error):
+                live.drop(limit_s=max(ends - time.monotonic(), 0))
             gradients.forget(live.fsdp)
+        if is_final:
+            self._reset_roots(error)
+
+    def _reset_roots(self, error: BaseException) -> None:
+        """No step of these models can go on: all their groups are SHARDED."""
+        for root in dict.fromkeys(live.root for live in self.groups if live.root is not None):
+            with cleaning_up(error):
+                reset_iteration(siblings(next(iter(root.groups))), waits=False)
+            for live in root.groups.values():
+                live.drop(limit_s=0)
+                live.fsdp.reshard()
 
 
 class OpenGroup:
@@ -150,6 +182,7 @@ class OpenGroup:
     def gather(self) -> Gather:
         """This run's gather of the group, or the one that was prefetched for it."""
         if self._gather is None:
+            self._run.make_certain(self.live)
             self._gather = take_prefetched(self.live, self._dtypes)
             self._run.gathered(self.live)
             self._run.track(self._gather)
@@ -175,9 +208,10 @@ class OpenGroup:
         if self._run.direction is Direction.FORWARD:
             gather.release(keep=False)
             return
-        stays = not fsdp.reshard_after_backward or (between_micro_steps and not fsdp.reduces)
+        stays = not fsdp.reshard_after_backward
         goes_on = gather.was_held and is_root(fsdp.state) and more_calls_ahead(self.live)
-        gather.release(keep=stays or goes_on)
+        planned = between_micro_steps and not fsdp.reduces
+        gather.release(keep=stays or goes_on or planned, by_plan=planned and not stays)
 
     def release_for_backward(self, *, keep: bool | None = None, final: bool = False) -> None:
         """Last use in forward is over; backward needs the group again.
@@ -189,7 +223,7 @@ class OpenGroup:
         if (group := fsdp.post_forward_process_group) is not None:
             self.gather().release_to(group)
         elif keep is not None and (final or fsdp.reshard_is_automatic):
-            self.gather().release(keep=keep)
+            self.gather().release(keep=keep, by_plan=keep and fsdp.reshard_after_forward)
         else:
             self.gather().release(keep=not fsdp.reshard_after_forward)
 
@@ -236,10 +270,13 @@ def collect(
     part: the parameters that this is about; empty: all of the group.
     """
     about = part or live.places
+    if live.arrived and live.arrived_in != current_task():
+        live.arrived = {}
     before = {i: live.arrived.pop(i) for i in about if i in live.arrived}
     grads = merge(before, live.fsdp.as_autograd_gives(grads))
     if more_calls_ahead(live):
         live.arrived.update(grads)
+        live.arrived_in = current_task()
         return {}
     if live.fsdp.reduces:
         return merge_unreduced(live.fsdp, grads, about)
@@ -278,24 +315,34 @@ class Body:
 
 
 def guarded(
-    body: Body, direction: Direction, device: torch.device, calls: Calls | None = None
+    pick: Callable[[LiveGroup | None], Body],
+    direction: Direction,
+    device: torch.device,
+    anchors: tuple[int, ...],
+    calls: Calls | None = None,
 ) -> Callable[[list[Any]], Any]:
-    """A boxed callable that runs `body` with a fresh `Run` as its first argument.
+    """A boxed callable that runs a body with a fresh `Run` as its first argument.
+
+    pick: gives the body for a call to which a group belongs, that of the first anchor. anchors:
+    their places among the inputs, those of all groups that the body opens.
 
     After an exception nothing is in flight and nothing stays gathered.
     """
 
     def call(args: list[Any]) -> Any:
+        own = tuple([args[place] for place in anchors])
+        body = pick(lookup(own[0]) if own else None)
         defined = ALL_DEFINED if calls is None else calls.take_mask()
-        run = Run(direction, defined, body.exact_sums)
+        run = Run(direction, defined, body.exact_sums, own)
         if body.watched:
             run.stopwatch = stopwatch(device)
         args.insert(0, run)
         try:
             with direction_range(direction):
                 outputs = body.call(args)
+            ended(run.groups, is_backward=direction is Direction.BACKWARD)
         except BaseException as error:
-            run.abort(waits=not isinstance(error, DivergedRanks))
+            run.abort(error)
             raise
         if run.stopwatch is not None:
             body.watches.append(run.stopwatch)

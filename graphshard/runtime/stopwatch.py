@@ -77,15 +77,15 @@ class TimedWork:
     """A collective that calls `note` if somebody had to wait for it."""
 
     def __init__(self, work: Work, note: Callable[[], None]) -> None:
-        self._work = work
+        self.inner = work
         self._note = note
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return bool(self.inner.is_completed())
 
     def wait(self, *timeout: timedelta) -> None:
         start = time.perf_counter_ns()
-        self._work.wait(*timeout)
+        self.inner.wait(*timeout)
         if time.perf_counter_ns() - start >= NOT_YET_DONE_NS:
             self._note()
 

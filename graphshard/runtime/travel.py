@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -19,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
 from graphshard.runtime.rooms import Layout, Room, give_back, room_for
-from graphshard.runtime.waiting import finish, trying_in_place
+from graphshard.runtime.waiting import Trip, finish, trying_in_place
 from graphshard.schedule import StepKind
 
 
@@ -38,9 +40,10 @@ class Load:
 class _Collective:
     """One all-gather over several ranks. work: None when it is done."""
 
-    __slots__ = ("_places", "_rooms", "work")
+    __slots__ = ("_group", "_places", "_rooms", "work")
 
-    def __init__(self, loads: Sequence[Load]) -> None:
+    def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
+        self._group = group
         # Not the parts: what they are views of may be freed while the collective runs.
         self._places = [(load.live, load.layout) for load in loads]
         self._rooms: dict[LiveGroup, Room] = {}
@@ -55,10 +58,11 @@ class _Collective:
             for live, layout in self._places
         ]
 
-    def drain(self) -> None:
+    def drain(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective, if it is not done."""
         if self.work is not None:
-            finish(self.work, self._places[0][0])
+            trip = Trip("all-gather", self._places[0][0], self._names, self._group)
+            finish(self.work, trip, limit_s=limit_s)
             self.work = None
 
 
@@ -68,7 +72,7 @@ class InPlace(_Collective):
     __slots__ = ()
 
     def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
-        super().__init__(loads)
+        super().__init__(loads, group)
         with step_range(StepKind.GATHER_ISSUE, self._names):
             outputs: list[Tensor] = []
             inputs: list[Tensor] = []
@@ -88,9 +92,9 @@ class InPlace(_Collective):
                 self.drain()
         return self._rooms.pop(live)
 
-    def drop(self) -> None:
+    def drop(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective and throw its result away."""
-        self.drain()
+        self.drain(limit_s=limit_s)
         for live, room in self._rooms.items():
             give_back(live, room)
         self._rooms.clear()
@@ -102,7 +106,7 @@ class Bucket(_Collective):
     __slots__ = ("_buffer",)
 
     def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
-        super().__init__(loads)
+        super().__init__(loads, group)
         comm = loads[0].live.fsdp.gather_comm
         with step_range(StepKind.GATHER_ISSUE, self._names):
             buffer, own = _bucket(loads, group, comm)
@@ -121,9 +125,9 @@ class Bucket(_Collective):
             self._free()
         return self._rooms.pop(live)
 
-    def drop(self) -> None:
+    def drop(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective and throw its result away."""
-        self.drain()
+        self.drain(limit_s=limit_s)
         self._free()
 
     def _free(self) -> None:
@@ -139,6 +143,7 @@ Carrier: TypeAlias = InPlace | Bucket
 def send(loads: Sequence[Load], group: dist.ProcessGroup) -> Carrier:
     """Issue one all-gather of `loads`."""
     carrier: Carrier | None = None
+    note(loads[0].live, tuple([load.layout for load in loads]), partial(_described, loads))
     if all(load.live.fsdp.gathers_in_place for load in loads):
         with trying_in_place([load.live for load in loads]):
             carrier = InPlace(loads, group)
@@ -146,6 +151,14 @@ def send(loads: Sequence[Load], group: dist.ProcessGroup) -> Carrier:
         carrier = Bucket(loads, group)
     loads[0].live.counters.all_gathers += 1
     return carrier
+
+
+def _described(loads: Sequence[Load]) -> str:
+    """An all-gather as the ranks compare it: what travels, in which dtypes, how many bytes."""
+    places = [
+        f"{load.live.fqn} {list(load.layout.indices)} as {load.layout.dtypes}" for load in loads
+    ]
+    return f"all-gather of {' + '.join(places)}"
 
 
 def _sent(load: Load, room: Room, rank: int) -> Sequence[Tensor]:

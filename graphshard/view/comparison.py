@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from graphshard.comparison import Comparison, Pair, Row
 from graphshard.step_plan import Plan, Step, StepKind
+from graphshard.view.names import shown
 from graphshard.view.text import count_text, group_name
 
 WIDTH = 92
@@ -15,6 +16,7 @@ COLLECTIVES = {StepKind.GATHER_ISSUE: "all-gather", StepKind.REDUCE_ISSUE: "redu
 
 def comparison_text(plan: Plan, found: Comparison) -> str:
     """Step and exposed time, then each region and each collective in the order of `plan`."""
+    plan = shown(plan)
     names = {g.id: group_name(g) for g in plan.groups}
     lines = [f"{plan.name}  (medians over {count_text(found.num_steps, 'step')})", ""]
     lines += [_line("", COLUMNS), _pair("step", found.step_time), _pair("exposed", found.exposed)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from graphshard.cost.comm import Group
@@ -47,10 +46,15 @@ def _row(name: str, fit: Fit, unit: str) -> str:
 
 
 def _rates(curve: Curve) -> str:
-    """A unit a nanosecond is a giga-unit a second."""
-    costs = (c.us_per_unit for c in curve.classes)
-    rates = (math.inf if cost == 0 else 1 / cost / 1e3 for cost in costs)
-    return ", ".join(f"{rate:,.3g}" if rate < 100 else f"{rate:,.0f}" for rate in rates)
+    """A unit a nanosecond is a giga-unit a second. "-": in this class only the base costs."""
+    return ", ".join(_rate(float(c.us_per_unit)) for c in curve.classes)
+
+
+def _rate(us_per_unit: float) -> str:
+    if us_per_unit == 0:
+        return "-"
+    rate = 1 / us_per_unit / 1e3
+    return f"{rate:,.3g}" if rate < 100 else f"{rate:,.0f}"
 
 
 def _group_text(group: Group) -> str:

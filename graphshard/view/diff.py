@@ -16,6 +16,7 @@ from graphshard.measured import Measured
 from graphshard.schedule import StepKind
 from graphshard.step_plan import Plan
 from graphshard.view.moves import Move, moves
+from graphshard.view.names import shown
 from graphshard.view.scenario import Scenario, measured, predicted
 
 COMPUTE, COPIES, WAITS, REST = "compute", "copies", "exposed", "not of one part"
@@ -69,6 +70,7 @@ def diff(before: Plan, after: Plan) -> Diff:
 
     Raises MeasureError: GS805 for plans of different models, GS803 for a plan without times.
     """
+    before, after = shown(before), shown(after)
     check_same_model(before, after)
     sides = _predicted(before), _predicted(after)
     estimates = [plan.estimate for plan in (before, after)]
@@ -94,6 +96,7 @@ def diff_measured(plan: Plan, found: Measured) -> Diff:
 
     Raises MeasureError (GS803) for a plan without times, (GS805) if the regions are not the plan's.
     """
+    plan = shown(plan)
     own = _predicted(plan)
     try:
         plan.compare(found)

@@ -25,6 +25,7 @@ from graphshard.view.headline import headline
 from graphshard.view.lanes import lane_rows
 from graphshard.view.marks import Row, Words, packed
 from graphshard.view.memory import Memory, memory_of
+from graphshard.view.names import shown
 from graphshard.view.residency import residency_rows
 from graphshard.view.sheet import Sheet, sheet_of
 from graphshard.view.strips import strip_rows
@@ -42,6 +43,7 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
     measured: drawn beside what was predicted, instead of `plan.measured`. Raises ValueError if it
     was measured of another graph.
     """
+    plan = shown(plan)
     sheet = sheet_of(plan, measured or plan.measured)
     views = _views(sheet)
     memory = memory_of(sheet)

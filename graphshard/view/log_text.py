@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from graphshard.measured import Measured
 from graphshard.schedule import ISSUES, range_name
 from graphshard.step_plan import Course, Plan
+from graphshard.view.names import shown
 from graphshard.view.scenario import Carried, Scenario, predicted
 from graphshard.view.text import bytes_text, count_text
 from graphshard.view.units import change_text, reason_text, time_text
@@ -19,6 +20,7 @@ MOST_WAITS = 5
 
 def log_text(plan: Plan, measured: Measured | None = None) -> str:
     """measured: of this plan, or of the one that ran before it."""
+    plan = shown(plan)
     s = plan.summary()
     lines = [
         f"{plan.name}: {count_text(s['groups'], 'group')}, {s['all_gathers']:,} all-gathers and "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from graphshard.groups import received_bytes
 from graphshard.step_plan import Estimate, Plan
+from graphshard.view.names import shown
 from graphshard.view.text import WIDTH, bytes_text, count_text
 
 COLUMN = 15
@@ -53,6 +54,7 @@ class Row:
 
 def plan_text(plan: Plan, where: str, effort: Effort, path: str) -> str:
     """The screen of one plan. where: machine and ranks, in words. Needs a plan with costs."""
+    plan = shown(plan)
     assert plan.estimate is not None
     lines = [f"{plan.name}  {where}, no weights, no GPU used", ""]
     lines += _effort(effort)

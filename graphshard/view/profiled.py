@@ -9,7 +9,6 @@ collectives are not read.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +19,32 @@ from graphshard.errors import MeasureError
 from graphshard.measured import Measured, Stretch
 from graphshard.schedule import WAITS, direction_range_name, range_name
 from graphshard.step_plan import Direction, Plan, Schedule, Step, StepKind
-from graphshard.view.trace import OUR_RANGES, Event, events_of, read_json
+from graphshard.view.trace import OUR_RANGES, Event, events_of, is_time, read_any
 
 # (work, waiting) of each step of a direction, in microseconds.
 Times = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
+class _Slice:
+    """One of our ranges. thread: process and thread, as text."""
+
+    name: str
+    thread: str
+    ts: float
+    dur: float
+
+    @property
+    def end_us(self) -> float:
+        return self.ts + self.dur
+
+
+@dataclass(frozen=True, slots=True)
 class _Host:
     """The slices of the threads of the host: our ranges, and when ops start, by thread."""
 
-    ranges: tuple[Event, ...]
-    op_starts_us: Mapping[object, Sequence[float]]
+    ranges: tuple[_Slice, ...]
+    op_starts_us: Mapping[str, Sequence[float]]
 
 
 def measured_of_trace(plan: Plan, trace: object) -> Measured:
@@ -60,36 +73,41 @@ def measured_of_trace(plan: Plan, trace: object) -> Measured:
 def measured_of_file(plan: Plan, path: Path) -> Measured:
     """From a plan file with `measured`, or a trace of torch.profiler.
 
-    Raises OSError, ValueError for a broken plan file, MeasureError (GS801) for a plan that was not
-    measured, (GS804) as `measured_of_trace`.
+    Raises FileError if it cannot be read or is a broken plan, MeasureError (GS801) for a plan that
+    was not measured, (GS804) as `measured_of_trace`.
     """
-    found = read_json(path)
+    found = read_any(path)
     if not (isinstance(found, Mapping) and "schema" in found):
         return measured_of_trace(plan, found)
-    measured = Plan.from_json(json.dumps(found)).measured
+    measured = Plan.from_data(found).measured
     if measured is None:
         raise MeasureError("GS801", f"{path} is a plan that was not measured")
     return measured
 
 
 def _host(events: Iterable[Event]) -> _Host:
-    slices = [e for e in events if e.get("ph") == "X" and isinstance(e.get("ts"), int | float)]
+    slices = [e for e in events if e.get("ph") == "X" and is_time(e.get("ts"))]
     if any(e.get("cat") == "kernel" for e in slices):
         text = "a trace of a GPU: its host does not wait; measure with graphshard.profile instead"
         raise MeasureError("GS804", text)
     slices.sort(key=lambda e: e["ts"])
-    ranges = [e for e in slices if str(e.get("name", "")).startswith(OUR_RANGES)]
-    starts: dict[object, list[float]] = {}
+    starts: dict[str, list[float]] = {}
     for event in slices:
         if event.get("cat") == "cpu_op":
             starts.setdefault(_thread(event), []).append(event["ts"])
     # A predicted process of ours in the same file has the same names, in other categories.
-    ranges = [e for e in ranges if e.get("cat") == "user_annotation"]
+    ranges = [
+        _Slice(str(e["name"]), _thread(e), e["ts"], e["dur"])
+        for e in slices
+        if e.get("cat") == "user_annotation"
+        and str(e.get("name", "")).startswith(OUR_RANGES)
+        and is_time(e.get("dur"))
+    ]
     return _Host(tuple(ranges), starts)
 
 
-def _thread(event: Event) -> object:
-    return event.get("pid"), event.get("tid")
+def _thread(event: Event) -> str:
+    return f"{event.get('pid')} {event.get('tid')}"
 
 
 def _runs(plan: Plan, schedule: Schedule, host: _Host) -> list[Times]:
@@ -100,10 +118,10 @@ def _runs(plan: Plan, schedule: Schedule, host: _Host) -> list[Times]:
     weights = _weights(plan, schedule)
     found = []
     for whole in host.ranges:
-        if whole["name"] != direction_range_name(schedule.direction):
+        if whole.name != direction_range_name(schedule.direction):
             continue
         inside = [e for e in host.ranges if _is_inside(e, whole)]
-        if [e["name"] for e in inside] == [name for name in names if name]:
+        if [e.name for e in inside] == [name for name in names if name]:
             found.append(_times(schedule, names, weights, whole, inside, host))
     return found
 
@@ -118,10 +136,10 @@ def _name(step: Step, fqns: Mapping[int, str], kept: Collection[tuple[object, ..
     return range_name(step.kind, [fqns[group] for group in step.groups], step.params)
 
 
-def _is_inside(event: Event, whole: Event) -> bool:
-    if event is whole or _thread(event) != _thread(whole):
+def _is_inside(event: _Slice, whole: _Slice) -> bool:
+    if event is whole or event.thread != whole.thread:
         return False
-    return bool(whole["ts"] <= event["ts"] < whole["ts"] + whole["dur"])
+    return whole.ts <= event.ts < whole.end_us
 
 
 def _weights(plan: Plan, schedule: Schedule) -> list[float]:
@@ -137,25 +155,25 @@ def _times(
     schedule: Schedule,
     names: Sequence[str],
     weights: Sequence[float],
-    whole: Event,
-    inside: Sequence[Event],
+    whole: _Slice,
+    inside: Sequence[_Slice],
     host: _Host,
 ) -> Times:
     times: Times = [(0.0, 0.0)] * len(schedule.steps)
     ranges = iter(inside)
     between: list[int] = []
-    clock: float = whole["ts"]
+    clock = whole.ts
     for index, (step, name) in enumerate(zip(schedule.steps, names, strict=True)):
         if not name:
             between.append(index)
             continue
         event = next(ranges)
-        _share(times, between, weights, schedule, event["ts"] - clock)
+        _share(times, between, weights, schedule, event.ts - clock)
         waiting_us = _waiting_us(event, host) if step.kind in WAITS else 0.0
-        times[index] = (event["dur"] - waiting_us, waiting_us)
-        clock = event["ts"] + event["dur"]
+        times[index] = (event.dur - waiting_us, waiting_us)
+        clock = event.end_us
         between = [index]  # the host's time up to the next range, if no compute lies there
-    _share(times, between, weights, schedule, whole["ts"] + whole["dur"] - clock)
+    _share(times, between, weights, schedule, whole.end_us - clock)
     return times
 
 
@@ -173,12 +191,12 @@ def _share(
         times[places[-1]] = (work_us + us, waiting_us)
 
 
-def _waiting_us(event: Event, host: _Host) -> float:
+def _waiting_us(event: _Slice, host: _Host) -> float:
     """Until the first op in the range of a wait."""
-    starts = host.op_starts_us.get(_thread(event), [])
-    place = bisect_left(starts, event["ts"])
-    end: float = event["ts"] + event["dur"]
-    return min(starts[place] if place < len(starts) else end, end) - float(event["ts"])
+    starts = host.op_starts_us.get(event.thread, [])
+    place = bisect_left(starts, event.ts)
+    end = event.end_us
+    return min(starts[place] if place < len(starts) else end, end) - event.ts
 
 
 def _stretches(schedule: Schedule, laps: Sequence[Times]) -> tuple[Stretch, ...]:

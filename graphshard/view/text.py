@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby, zip_longest
 
 from graphshard.step_plan import Direction, GroupInfo, Lane, Plan, Schedule, Step, StepKind, numel
+from graphshard.view.names import shown
 from graphshard.view.timeline import Timeline, timeline
 
 WIDTH = 92
@@ -105,6 +106,7 @@ def ranks_text(plan: Plan) -> str:
 
 def summary_lines(plan: Plan) -> str:
     """Plan, collectives of each direction, gathered peak, groups; neighbours alike share a row."""
+    plan = shown(plan)
     rows = timeline(plan)
     lines = [f"{plan.name}  (torch {plan.torch_version}, {ranks_text(plan)})", ""]
     lines += _directions(plan)

@@ -8,14 +8,15 @@ slices of category "exposed" add up to the exposed time.
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from graphshard.errors import MeasureError
+from graphshard.errors import FileError, MeasureError
+from graphshard.files.decode import MOST
+from graphshard.files.reading import read_packed_json
 from graphshard.step_plan import Lane, Plan, StepKind
 from graphshard.view.scenario import Carried, Scenario, Work, scenarios
 from graphshard.view.text import lane_names
@@ -50,27 +51,33 @@ def merged(plan: Plan, other: Mapping[str, Any]) -> dict[str, Any]:
     return {**other, "traceEvents": [*events, *trace_events(plan, _free_place(events))]}
 
 
-def write_trace(plan: Plan, out: Path, merge: Path | None = None) -> None:
-    """`plan` alone, or merged into a copy of the trace `merge`. Raises OSError, MeasureError."""
+def trace_text(plan: Plan, merge: Path | None = None) -> str:
+    """The trace file of `plan`, alone or merged into a copy of the trace `merge`.
+
+    Raises MeasureError (GS803, GS804), and FileError if `merge` cannot be read.
+    """
     found = trace(plan) if merge is None else merged(plan, read_trace(merge))
-    out.write_text(json.dumps(found), encoding="utf-8")
+    try:
+        return json.dumps(found)
+    except RecursionError:
+        raise MeasureError("GS804", f"{merge} is no trace: it is nested too deeply") from None
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace file, gzipped or not. Raises OSError, or MeasureError (GS804) if it is none."""
-    found = read_json(path)
-    events_of(found)
-    return found if isinstance(found, dict) else {"traceEvents": found}
+    """A trace file, gzipped or not. Raises FileError, or MeasureError (GS804) if it is no trace."""
+    found = read_any(path)
+    events = events_of(found)
+    return found if isinstance(found, dict) else {"traceEvents": events}
 
 
-def read_json(path: Path) -> object:
-    """A file, gzipped or not. Raises OSError, or MeasureError (GS804) if it is no JSON."""
-    raw = path.read_bytes()
+def read_any(path: Path) -> object:
+    """What a trace file holds, or any other JSON. Raises FileError, MeasureError (GS804)."""
     try:
-        found: object = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise MeasureError("GS804", f"{path} is no trace: {error}") from error
-    return found
+        return read_packed_json(path)
+    except FileError as error:
+        if error.code == "GS1204":
+            raise MeasureError("GS804", f"no trace: {error.message}") from error
+        raise
 
 
 def events_of(found: object) -> list[Event]:
@@ -79,6 +86,11 @@ def events_of(found: object) -> list[Event]:
     if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
         raise MeasureError("GS804", "no trace: it has no list of traceEvents")
     return events
+
+
+def is_time(value: object) -> bool:
+    """A number of microseconds: what others wrote may hold anything in its place."""
+    return isinstance(value, int | float) and -MOST < value < MOST
 
 
 def trace_events(plan: Plan, place: Place | None = None) -> Iterator[Event]:
@@ -104,8 +116,9 @@ def _free_place(events: Iterable[Event]) -> Place:
     events = list(events)
     pids = [e["pid"] for e in events if isinstance(e.get("pid"), int)]
     flows = [e["id"] for e in events if isinstance(e.get("id"), int)]
-    starts = [e["ts"] for e in events if isinstance(e.get("ts"), int | float)]
-    own = [e["ts"] for e in events if str(e.get("name", "")).startswith(OUR_RANGES)]
+    timed = [e for e in events if is_time(e.get("ts"))]
+    starts = [e["ts"] for e in timed]
+    own = [e["ts"] for e in timed if str(e.get("name", "")).startswith(OUR_RANGES)]
     return Place(
         pid=max(pids, default=0) + 1,
         flow=max(flows, default=0) + 1,

@@ -6,8 +6,10 @@ import difflib
 import textwrap
 from collections.abc import Iterator
 
+from graphshard.files.information import printable
 from graphshard.schedule import ISSUES
 from graphshard.step_plan import GroupInfo, Plan, Reason
+from graphshard.view.names import shown
 from graphshard.view.text import STEP_WORDS, WIDTH, bytes_text, group_name
 
 LABEL_WIDTH = 32
@@ -24,6 +26,7 @@ def reasons_of(plan: Plan, fqn: str | None = None) -> list[Reason]:
 
 def why_text(plan: Plan, fqn: str | None = None) -> str:
     """What `reasons_of` finds, for people; with a group, when each of its collectives runs, too."""
+    plan, fqn = shown(plan), None if fqn is None else printable(fqn)
     group = None if fqn is None else _group_of(plan, fqn)
     if group is not None:
         lines = [f"{group_name(group)}  ({bytes_text(group.gathered_bytes)} gathered)", ""]

@@ -48,16 +48,30 @@ def test_a_budget_is_kept_and_changes_no_bit(pool: Pool, name: str) -> None:
     assert tight["peak_bytes"] <= tight["fsdp2"]["peak_bytes"]
 
 
-def infeasible(ctx: Ctx) -> None:
+def infeasible(ctx: Ctx, budget: object) -> str:
     case = CASES["llama"]
     model = build(case, ctx)
-    model.compile(backend="graphshard", options={"memory_budget": "1KiB"})
-    with pytest.raises(Exception, match="GS601: no schedule fits a memory budget of 1,024 bytes"):
-        case.loss(model, case.batch(0, ctx.rank, ctx.device))
+    model.compile(backend="graphshard", options={"memory_budget": budget})
+    for _ in range(2):
+        with pytest.raises(graphshard.InfeasibleBudget) as error:
+            case.loss(model, case.batch(0, ctx.rank, ctx.device))
+    return str(error.value)
 
 
 def test_a_budget_that_nothing_fits_is_an_error(pool: Pool) -> None:
-    pool.run(2, infeasible)
+    """Raised as it is, on every rank, in units that people read."""
+    first, second = pool.run(2, infeasible, "1KiB")
+    assert first == second
+    assert first.startswith("GS601: no schedule fits a memory budget of 1.0 KiB; ")
+    assert "GiB', since" not in first
+
+
+def test_a_budget_without_a_unit_is_bytes_and_the_error_says_so(pool: Pool) -> None:
+    first, second = pool.run(2, infeasible, 70)
+    assert first == second
+    assert "a memory budget of 70 B; " in first
+    hint = "memory_budget='70GiB', since a number without a unit means bytes; a budget of "
+    assert f"What would help: {hint}" in first
 
 
 def explicit(ctx: Ctx) -> list[bool]:

@@ -109,6 +109,39 @@ def test_exception_in_forward(pool: Pool, how: str) -> None:
     pool.run(2, forward_exception, how)
 
 
+def forward_exceptions(ctx: Ctx, how: str, fails_at: list[int]) -> None:
+    """Exceptions that every rank catches, also while Dynamo traces the first call."""
+    oracle, model = failing_heads(ctx), failing_heads(ctx)
+    run: Any = model
+    if how == "in place":
+        model.compile(backend="graphshard", options={"fallback": "error"})
+    elif how == "wrapped":
+        run = torch.compile(model, backend="graphshard", options={"fallback": "error"})
+    else:
+        run = torch.compile(lambda x: model(x), backend="graphshard", options={"fallback": "error"})
+    call, forwards = _call_with(model, run), 0
+    for index in range(4):
+        model.trunk[1].fails = index in fails_at
+        if model.trunk[1].fails:
+            with pytest.raises(Boom):
+                run(inputs(ctx))
+        else:
+            assert_same(step(oracle, ctx, index), step(call, ctx, index))
+            forwards += 1
+        assert_clean(model)
+        (record,) = records_under(model)
+        assert {live.counters.forwards for live in record.groups} == {forwards}  # in the graph
+        assert record.reasons == record.outside == {}
+
+
+@pytest.mark.parametrize("fails_at", [[0, 2], [1, 2]])
+@pytest.mark.parametrize("how", ["in place", "wrapped", "function"])
+def test_a_model_goes_on_compiled_after_an_exception(
+    pool: Pool, how: str, fails_at: list[int]
+) -> None:
+    pool.run(2, forward_exceptions, how, fails_at)
+
+
 def backward_exception(ctx: Ctx, where: str) -> None:
     oracle, model = two_heads(ctx), two_heads(ctx)
     model.compile(backend="graphshard", **STRICT)

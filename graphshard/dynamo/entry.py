@@ -1,0 +1,160 @@
+"""Where `torch.compile` hands a function to this backend, and the frames Dynamo makes for it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._dynamo import eval_frame, external_utils
+from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+from graphshard.cost.profile import look_up
+from graphshard.dynamo.hooks import is_ours, substitute_hooks, wrappers
+from graphshard.options import Options, is_disabled, parse_options
+
+_LOOK_AGAIN = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
+
+
+@functools.cache
+def install(
+    enter: Callable[..., Callable[..., Any]], unplugged: Callable[..., Callable[..., Any]]
+) -> None:
+    """Register the substitutes and patch the entry point, once per process.
+
+    enter: gets each function that `torch.compile` made for this backend, the options, and what is
+    to be told after a call whether it failed; returns the function that users call instead.
+    unplugged: for GRAPHSHARD_DISABLE.
+    """
+    substitute_hooks()
+    _patch_entry(enter, unplugged)
+
+
+def _patch_entry(
+    enter: Callable[..., Callable[..., Any]], unplugged: Callable[..., Callable[..., Any]]
+) -> None:
+    """Act on what `torch.compile` makes for this backend, and on nothing else."""
+    context = eval_frame._TorchDynamoContext
+    original = context.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, fn: Any) -> Any:
+        if not is_ours(self.callback):
+            return original(self, fn)
+        if is_disabled():
+            return unplugged(fn)  # as torch.compile(fn, disable=True) does
+        settings = _settings(self.callback)
+        self.callback = _Unsplit(self.callback._torchdynamo_orig_backend, self.callback.hooks)
+        is_module = isinstance(fn, nn.Module) or isinstance(
+            getattr(fn, "__self__", None), nn.Module
+        )
+        with _hooks_inside() if is_module else contextlib.nullcontext():
+            compiled = original(self, fn)
+        is_done = isinstance(fn, nn.Module)  # by this function, when torch called it for the module
+        return compiled if is_done else enter(compiled, settings, self.callback.try_again)
+
+    context.__call__ = call  # type: ignore[method-assign]
+
+
+class _Unsplit(CatchErrorsWrapper):
+    """Compiles a frame whole inside DistributedDataParallel too.
+
+    By default Dynamo splits such a graph by DDP's buckets, and each part would be a graph of its
+    own that knows nothing of the others' groups.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._skipped: dict[CodeType, None] = {}
+
+    def __call__(self, frame: Any, *args: Any) -> Any:
+        splits = torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
+        whole = torch._dynamo.config.patch(optimize_ddp=False)
+        with _no_collections(), whole if splits else contextlib.nullcontext():
+            result = super().__call__(frame, *args)
+        if result.guarded_code is None and result.apply_to_code:
+            self._skipped[frame.f_code] = None
+        return result
+
+    def try_again(self, failed: bool) -> None:
+        """After each call: what was skipped in one that `failed` is looked at again in the next.
+
+        An exception of the user's that Dynamo meets while it traces makes it skip a frame for good.
+        """
+        for code in self._skipped if failed else ():
+            set_code_exec_strategy(code, _LOOK_AGAIN)
+        self._skipped.clear()
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Nearly all objects of a compilation live until its end: to look for garbage again and again
+    meanwhile took a third of the time of a deep model."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch._dynamo.config.patch(run_gc_after_compile=False):
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _hooks_inside() -> Iterator[None]:
+    """While a module is wrapped: the frame that Dynamo compiles includes the module's own hooks.
+
+    Dynamo does so only with the process-wide setting `wrap_top_frame`, and with one frame for
+    all modules of the process: what it decides for one (its recompile limit, a skipped frame)
+    then holds for all. Here each class of modules has a frame of its own, so that identical
+    blocks still share their graphs.
+    """
+    with _WRAPPING:
+        yield from _with_hooks()
+
+
+_WRAPPING = threading.RLock()  # two threads would put each other's function back
+
+
+def _with_hooks() -> Iterator[None]:
+    wrap = external_utils.wrap_inline
+
+    def wrap_inline(fn: Any) -> Any:
+        inner = wrap(fn)
+        owner = getattr(fn, "__self__", fn)
+        inner.__code__ = _frame_of_class(inner.__code__, type(owner))
+        return inner
+
+    external_utils.wrap_inline = wrap_inline
+    try:
+        with torch._dynamo.config.patch(wrap_top_frame=True):
+            yield
+    finally:
+        external_utils.wrap_inline = wrap
+
+
+# Weak: a frame lives as long as its class. There is one `code` per version of torch.
+_FRAMES: weakref.WeakKeyDictionary[type, dict[CodeType, CodeType]] = weakref.WeakKeyDictionary()
+
+
+def _frame_of_class(code: CodeType, owner: type) -> CodeType:
+    own = _FRAMES.setdefault(owner, {})
+    return own.setdefault(code, code.replace(co_name=f"call_{owner.__name__}"))
+
+
+def _settings(callback: Any) -> Options:
+    """The options given to `torch.compile`. Raises OptionsError before anything is traced."""
+    for wrapper in wrappers(callback):
+        given = getattr(wrapper, "kwargs", None)
+        if isinstance(given, dict):
+            return parse_options(given.get("options"), given.get("mode"), look_up)
+    return Options()

@@ -1,0 +1,166 @@
+"""What FSDP2's hooks are traced as in graphs of this backend, and in no others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.guards import install_guard
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import (
+    _disable_side_effect_safety_checks_for_current_subtracer as allow_side_effects,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from graphshard import fsdp2
+from graphshard.capture.entrance import Entrance
+from graphshard.capture.hooks import enter_group, leave_group
+from graphshard.capture.ports import is_entered_as, port_of, prepare
+
+_WRAPPERS = (
+    "_torchdynamo_orig_backend",
+    "_torchdynamo_orig_callable",
+    "_compiler_fn",
+    "compiler_fn",
+    "func",
+)
+
+
+def wrappers(callback: Any) -> Iterator[Any]:
+    """Dynamo's wrappers around a backend function, from the outside, the function last."""
+    for _ in range(16):
+        yield callback
+        inner = next((getattr(callback, n) for n in _WRAPPERS if hasattr(callback, n)), None)
+        if inner is None:
+            return
+        callback = inner
+
+
+def is_ours(callback: Any) -> bool:
+    return any(getattr(w, "is_graphshard_backend", False) for w in wrappers(callback))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _compiling_for_graphshard() -> bool:
+    transaction = InstructionTranslator.current_tx()
+    return is_ours(transaction.output.compiler_fn)
+
+
+_PRE_FORWARD: Any = FSDPState._pre_forward
+_POST_FORWARD: Any = FSDPState._post_forward
+# What FSDP2 itself does under Dynamo: break the graph and run the hook in eager mode.
+_eager_pre_forward = torch._dynamo.disable(
+    _PRE_FORWARD.__wrapped__, recursive=True, reason="skipping FSDP hooks"
+)
+_eager_post_forward = torch._dynamo.disable(
+    _POST_FORWARD.__wrapped__, recursive=True, reason="skipping FSDP hooks"
+)
+
+
+def _pre_forward(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    entrance = module._graphshard_entrance()
+    if entrance is None:
+        return _eager_pre_forward(self, module, args, kwargs)
+    return allow_side_effects(enter_group, module, entrance, args, kwargs)
+
+
+def _post_forward(self: Any, module: Any, args: Any, output: Any) -> Any:
+    if not _compiling_for_graphshard() or not module._graphshard_port.entered["top"]:
+        return _eager_post_forward(self, module, args, output)
+    return allow_side_effects(leave_group, module, output)
+
+
+def _graphshard_entrance(self: nn.Module) -> Entrance | None:
+    """What entering the module's group is traced as; None leaves it to FSDP2's own hook.
+
+    Runs at trace time, on the real module: Dynamo calls a method with the constant mark on the
+    real object and takes its result as a constant. The method has to be found on the class under
+    the function's own name. What the result depends on becomes one guard.
+    """
+    transaction = InstructionTranslator.current_tx()
+    state, is_new = fsdp2.state_of(self), port_of(self) is None
+    if not is_ours(transaction.output.compiler_fn) or not prepare(state):
+        return None
+    if is_new:
+        substitute_grouped_hooks(fsdp2.siblings(state))
+    port = port_of(self)
+    assert port is not None
+    entrance = port.entrance()
+    source = transaction.output.side_effects[self].source
+    _guard(source, functools.partial(is_entered_as, entrance), f"group {port.fqn} as it was traced")
+    return entrance
+
+
+def _guard(source: Any, holds: Callable[[Any], bool], text: str) -> None:
+    """The graph that is being traced is valid while `holds` of the object at `source`.
+
+    text: what TORCH_LOGS="recompiles" shows when it holds no more.
+    """
+
+    def create(builder: Any, guard: Any) -> None:
+        builder.get_guard_manager(guard).add_lambda_guard(holds, [text], guard.user_stack)
+
+    install_guard(source.make_guard(create))
+
+
+def substitute_grouped_hooks(states: Iterable[fsdp2.State]) -> None:
+    """Make the closures that `fully_shard([a, b])` registered traceable.
+
+    By an attribute of the closure, of which Dynamo inlines the value: a substitute in Dynamo's
+    tables would keep the closure, and with it the model, for the time of the process.
+    """
+    for state in states:
+        for hook, is_pre in fsdp2.forward_hooks(state):
+            hook._torchdynamo_inline = _grouped_pre if is_pre else _grouped_post  # type: ignore[attr-defined]
+        for method in fsdp2.forward_methods(state):
+            method._torchdynamo_inline = _registered(method)  # type: ignore[attr-defined]
+
+
+def _registered(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What `method`, made by `register_fsdp_forward_method`, is traced as."""
+    inner = method.__wrapped__  # type: ignore[attr-defined]
+    eager = torch._dynamo.disable(method, recursive=True, reason="skipping FSDP hooks")
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        entrance = module._graphshard_entrance()
+        if entrance is None:
+            return eager(module, *args, **kwargs)
+        args, kwargs = allow_side_effects(enter_group, module, entrance, args, kwargs)
+        return allow_side_effects(leave_group, module, inner(*args, **kwargs))
+
+    return call
+
+
+def _grouped_pre(module: Any, args: Any, kwargs: Any) -> Any:
+    entrance = module._graphshard_entrance()
+    if entrance is None:
+        return _eager_grouped_pre(module, args, kwargs)
+    return allow_side_effects(enter_group, module, entrance, args, kwargs)
+
+
+def _grouped_post(module: Any, args: Any, output: Any) -> Any:
+    if not _compiling_for_graphshard() or not module._graphshard_port.entered["top"]:
+        return _eager_grouped_post(module, args, output)
+    return allow_side_effects(leave_group, module, output)
+
+
+@functools.partial(torch._dynamo.disable, recursive=True, reason="skipping FSDP hooks")
+def _eager_grouped_pre(module: Any, args: Any, kwargs: Any) -> Any:
+    return fsdp2.grouped_hook(module, is_pre=True)(module, args, kwargs)
+
+
+@functools.partial(torch._dynamo.disable, recursive=True, reason="skipping FSDP hooks")
+def _eager_grouped_post(module: Any, args: Any, output: Any) -> Any:
+    return fsdp2.grouped_hook(module, is_pre=False)(module, args, output)
+
+
+def substitute_hooks() -> None:
+    """Register the substitutes, once per process."""
+    constant = torch.compiler.assume_constant_result(_graphshard_entrance)
+    setattr(fsdp2.ShardedModule, _graphshard_entrance.__name__, constant)
+    torch.compiler.substitute_in_graph(_PRE_FORWARD, skip_signature_check=True)(_pre_forward)
+    torch.compiler.substitute_in_graph(_POST_FORWARD, skip_signature_check=True)(_post_forward)

@@ -1,0 +1,131 @@
+"""What Dynamo says of what it traces and has traced, and what steers it."""
+
+from __future__ import annotations
+
+import contextlib
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo
+from torch import fx, nn
+from torch._dynamo import convert_frame, eval_frame
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
+
+from graphshard.dynamo import hooks
+
+_T = TypeVar("_T")
+
+# What a backend raises to steer Dynamo: no failure.
+CONTROL_FLOW = (RestartAnalysis, SkipFrame)
+
+
+def skip_frame(why: str) -> SkipFrame:
+    """What a backend raises to have Dynamo run the frame in eager mode."""
+    return SkipFrame(why)
+
+
+def invisible(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, whose own frame Dynamo leaves alone when it runs; what it calls is its business."""
+    eval_frame.skip_code(fn.__code__)
+    return fn
+
+
+def hidden(fn: Callable[..., _T]) -> Callable[..., _T]:
+    """`fn`, into which Dynamo does not look, nor into anything that it calls."""
+    disabled = torch._dynamo.disable(fn, recursive=True, reason="graphshard's own bookkeeping")
+    return disabled  # type: ignore[no-any-return]
+
+
+def input_example(placeholder: fx.Node) -> Any:
+    """The real object behind a graph input of the graph that Dynamo hands to a backend."""
+    argument = placeholder.meta.get("grapharg")
+    return None if argument is None else argument.example
+
+
+def tracing_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Makes contexts in which torch's compiler finds what is being traced now, later on."""
+    now = torch._guards.TracingContext.try_get()
+    return lambda: torch._guards.tracing(now)
+
+
+def ends_early(gm: fx.GraphModule) -> bool:
+    """A graph break ended `gm`, as Dynamo hands it to a backend: the call goes on after it."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
+def compile_variant() -> tuple[int, int]:
+    """How often the frame being compiled was compiled before, and Dynamo's limit for it."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    done = 0 if compile_id is None else (compile_id.frame_compile_id or 0)
+    return done, int(torch._dynamo.config.recompile_limit)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """Why Dynamo ended a graph early, and where in the user's code.
+
+    at_eager_group: it was at a group that runs through FSDP2's own hooks.
+    """
+
+    reason: str
+    where: str
+    at_eager_group: bool
+
+
+def resets() -> int:
+    """How often `torch._dynamo.reset()` took away what was compiled, as far as anyone asked."""
+    known = convert_frame.input_codes
+    if _Resets.token not in known:  # a reset forgets all code that Dynamo has seen
+        known.add(_Resets.token)
+        _Resets.count += 1
+    return _Resets.count
+
+
+class _Resets:
+    """A code object that only `resets` shows to Dynamo, and how often it was forgotten."""
+
+    token = compile("", "<graphshard>", "exec")
+    count = 0
+
+
+def frames_seen() -> int:
+    """How many frames Dynamo has looked at; changes when something is compiled."""
+    return int(torch._dynamo.utils.counters["frames"]["total"])
+
+
+def graph_breaks() -> list[GraphBreak]:
+    """All graph breaks of this process so far, oldest first."""
+    return [_graph_break(b) for b in torch._dynamo.utils.graph_break_reasons if b.graph_break]
+
+
+def _graph_break(found: Any) -> GraphBreak:
+    libraries = (torch.__file__, str(Path(__file__).parent), sysconfig.__file__)
+    skipped = tuple(str(Path(file).parent) for file in libraries)
+    frames = [f for f in found.user_stack or () if not f.filename.startswith(skipped)]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+    own_hook = bool(found.user_stack) and found.user_stack[-1].filename == hooks.__file__
+    return GraphBreak(str(found.reason).split("\n", 1)[0], where, own_hook)
+
+
+def wrapped_module(fn: Any) -> nn.Module | None:
+    """The module whose call `fn` (made by torch.compile) runs, if any."""
+    for candidate in _callables_of(fn):
+        owner = getattr(candidate, "__self__", None)
+        if isinstance(candidate, nn.Module):
+            return candidate
+        if isinstance(owner, nn.Module):
+            return owner
+    return None
+
+
+def _callables_of(fn: Any) -> Iterator[Any]:
+    for _ in range(8):
+        if fn is None:
+            return
+        yield fn
+        fn = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "__wrapped__", None)

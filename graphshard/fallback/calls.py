@@ -1,0 +1,209 @@
+"""What is done around each call of a compiled function."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from graphshard import dynamo, fsdp2
+from graphshard.capture.ports import (
+    Port,
+    Record,
+    all_records,
+    port_of,
+    prepare,
+    records_under,
+    unfinished_records,
+)
+from graphshard.errors import CollectiveFailed, DivergedRanks, UnsupportedModel, cleaning_up
+from graphshard.fallback.causes import named_groups, warn_once
+from graphshard.fallback.together import open_roots
+from graphshard.fallback.watch import Watch
+from graphshard.options import Options
+from graphshard.runtime.agree import IDLE, mark
+from graphshard.runtime.calls import PendingGraph, current_task, pending_graphs
+from graphshard.runtime.waiting import CLEAN_UP_S
+
+logger = logging.getLogger(__name__)
+
+
+def protected(
+    compiled: Callable[..., Any], options: Options, try_again: Callable[[bool], None]
+) -> Callable[..., Any]:
+    """What users call instead of the function that torch.compile made.
+
+    Validates the model as FSDP2 would before anything is traced, looks after the groups that ran
+    outside the graphs, and after an exception puts every group that was in the middle of its
+    forward back into the SHARDED state. try_again: see `dynamo.install`.
+
+    Within a backward a call recomputes activations, and its end by an exception is no failure:
+    PyTorch's checkpoint ends each recomputation so. FSDP2's state belongs to the backward then,
+    and only what this call itself left half done is undone.
+    """
+    keeper = Keeper(dynamo.wrapped_module(compiled), options, try_again)
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watch = keeper.before()
+        run = keeper.plain or compiled
+        try:
+            result = run(*args, **kwargs)
+        except BaseException as error:
+            keeper.failed(watch, error)
+            raise
+        if watch is not None:
+            keeper.after(watch, result)
+        return result
+
+    return dynamo.invisible(call)
+
+
+class Keeper:
+    """What is done around the calls of one compiled function. Dynamo looks into none of it.
+
+    A forward and the recomputation in its backward have to run the same code. So what was found
+    out in one call (`_later`) changes the next one that comes when no graph of earlier calls
+    (`_graphs`) waits for its backward.
+
+    plain: runs instead of the compiled function, if the module has to be eager as a whole.
+    """
+
+    def __init__(
+        self, module: nn.Module | None, options: Options, try_again: Callable[[bool], None]
+    ) -> None:
+        self._module = module
+        self._options = options
+        self._try_again = try_again
+        self._frames = -1
+        self.plain: Callable[..., Any] | None = None
+        self._gone = False
+        self._later: list[Port] = []
+        self._graphs: list[PendingGraph] = []
+
+    @dynamo.hidden
+    def before(self) -> Watch | None:
+        """Validate before the first call; watch a call that may compile something, one that
+        recomputes, and all until `_later` is done."""
+        if self._frames < 0:
+            _prepare(self._module, self._options)
+            self.plain = _plain_call(self._module)
+        recomputes = current_task() >= 0
+        if not recomputes:
+            self._after_backward()
+        changed = self._frames != dynamo.frames_seen() and not self._gone
+        if changed or recomputes or self._later:
+            plain = self.plain is not None
+            return Watch(self._module, self._options, plain=plain, compiles=changed)
+        return None
+
+    def _after_backward(self) -> None:
+        """See to what had to wait until no backward runs."""
+        port = None if self._module is None else port_of(self._module)
+        if port is not None and port.record.is_interrupted and fsdp2.is_root(port.state):
+            lost = RuntimeError("a backward was interrupted")
+            recover(self._module, lost)
+            for note in getattr(lost, "__notes__", ()):
+                logger.warning("after %s: %s", lost, note)
+        if self._later and not self._is_pending():
+            for later in self._later:
+                self._apart(later)
+            self._later = []
+
+    def _apart(self, port: Port) -> None:
+        """Compile the port's modules on their own; one that was before goes back to eager."""
+        for module in fsdp2.modules_of(port.state):
+            if port.apart and module is self._module:
+                module._compiled_call_impl = None
+                self.plain, self._gone = module._call_impl, True  # for the call that begins now
+            elif module._compiled_call_impl is None and module is not self._module:
+                port.apart = True
+                module.compile(backend="graphshard", options=_options_apart(self._options))
+
+    def _is_pending(self) -> bool:
+        self._graphs = [graph for graph in self._graphs if graph.is_pending]
+        lives = [port.live for port in self._later]
+        return bool(self._graphs) or any(c.is_pending for g in lives if g for c in g.calls)
+
+    @dynamo.hidden
+    def after(self, watch: Watch, result: Any) -> None:
+        self._try_again(False)
+        if watch.compiles:
+            self._later += [port for port in watch.report() if port not in self._later]
+        if self._later and not watch.recomputes:
+            self._graphs += pending_graphs(result)
+        _mark_idle(self._module)
+        self._frames = dynamo.frames_seen()
+
+    @dynamo.hidden
+    def failed(self, watch: Watch | None, error: BaseException) -> None:
+        recomputes = watch is not None and watch.recomputes
+        self._try_again(not recomputes)
+        if watch is not None and recomputes:
+            watch.unwind()
+        else:
+            recover(self._module, error)
+        with cleaning_up(error):
+            _mark_idle(self._module)
+
+
+def _mark_idle(module: nn.Module | None) -> None:
+    """The call is over: a rank that waits for this one goes on waiting."""
+    for record in all_records() if module is None else records_under(module):
+        mark(record.ballots, IDLE)
+
+
+def _plain_call(module: nn.Module | None) -> Callable[..., Any] | None:
+    """What a call of `module` runs if Dynamo must not look into it, else None."""
+    if module is None:
+        return None
+    return next((r.plain[module] for r in records_under(module) if module in r.plain), None)
+
+
+def _prepare(module: nn.Module | None, options: Options) -> None:
+    if module is None:
+        return
+    dynamo.substitute_grouped_hooks(fsdp2.states_under(module))
+    if not isinstance(module, fsdp2.ShardedModule):
+        return
+    state = fsdp2.state_of(module)
+    fsdp2.lazy_init(state)  # raises what FSDP2 raises
+    prepare(state)
+    open_roots(records_under(module), options)
+    for record in records_under(module):
+        for reason in dict.fromkeys(record.reasons.values()):
+            fqns = [fqn for fqn, why in record.reasons.items() if why == reason]
+            runs = "runs" if len(fqns) == 1 else "run"
+            message = f"{named_groups(fqns)} {runs} through eager FSDP2 because {reason}"
+            if options.fallback == "error":
+                raise UnsupportedModel("GS210", message)
+            warn_once(message)
+
+
+def _options_apart(options: Options) -> dict[str, object]:
+    """Of modules that are compiled on their own, within a model compiled with `options`."""
+    given: dict[str, object] = {"fallback": "warn", "compute": options.compute}
+    given |= options.terms_of_calls()
+    return given | {"dump_dir": options.dump_dir, **dict(options.inductor)}
+
+
+def recover(module: nn.Module | None, error: BaseException) -> None:
+    """All groups SHARDED, nothing gathered, nothing in flight, after `error` in a forward.
+
+    What fails here is noted on `error`.
+    """
+    known = records_under(module) if module is not None else []
+    for record in dict.fromkeys([*known, *unfinished_records()]):
+        _reset(record, error)
+
+
+def _reset(record: Record, error: BaseException) -> None:
+    waits = not isinstance(error, (CollectiveFailed, DivergedRanks))
+    with cleaning_up(error):
+        fsdp2.reset_iteration(record.states, waits=waits)
+    for port in record.ports:
+        with cleaning_up(error):
+            port.restore(limit_s=CLEAN_UP_S if waits else 0)

@@ -1,0 +1,44 @@
+"""All ranks begin to run a root together, or leave it to FSDP2 together."""
+
+from __future__ import annotations
+
+from graphshard.capture.ports import Record
+from graphshard.errors import DivergedRanks
+from graphshard.fallback.causes import describe, warn_once
+from graphshard.options import Options
+from graphshard.runtime.agree import leave
+from graphshard.runtime.aside import stand_aside
+from graphshard.runtime.roll import call_roll
+from graphshard.runtime.votes import FSDP2_RUNS
+
+
+def open_roots(records: list[Record], options: Options) -> None:
+    """All ranks begin to run these roots together.
+
+    Raises DivergedRanks on all of them if they differ in what eager FSDP2 does not bear either.
+    """
+    ballots = [ballot for record in records for ballot in record.ballots]
+    if options.verify == "off":
+        stand_aside(ballots, options.terms(), wait_s=0.0)
+        return
+    try:
+        call_roll(ballots, options.terms())
+    except DivergedRanks as error:
+        part_ways(records, error, options)
+
+
+def part_ways(records: list[Record], error: DivergedRanks, options: Options) -> None:
+    """All groups of these roots go to FSDP2, on every rank.
+
+    Raises `error` where FSDP2 would fail as well.
+    """
+    if options.fallback == "error" or error.code not in FSDP2_RUNS:
+        raise error
+    why = describe(error)
+    for record in records:
+        for live in record.groups:
+            record.leave_eager(live.fqn, why)
+        leave(record.ballots, why)
+        for ballot in record.ballots:
+            ballot.is_open = True
+    warn_once(f"the whole model runs through eager FSDP2: {why}")

@@ -1,0 +1,109 @@
+"""What one call ran outside the graphs, and why."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from graphshard import dynamo
+from graphshard.capture.ports import Port, Record, all_records, port_of, records_under
+from graphshard.errors import CaptureError
+from graphshard.fallback.causes import named_groups, warn_once
+from graphshard.options import Options
+from graphshard.runtime.calls import current_task
+
+
+class Watch:
+    """Finds the groups that one call ran outside the graphs, says why, and helps the rest.
+
+    A graph break inside a loop over blocks leaves all of them outside. In a later call each of
+    their modules is compiled on its own, so that only those that cannot be captured stay with
+    eager FSDP2.
+
+    recomputes: the call is a part of a backward. plain: it runs without Dynamo. compiles: perhaps,
+    so that there is something to report.
+    """
+
+    def __init__(
+        self, module: nn.Module | None, options: Options, *, plain: bool, compiles: bool
+    ) -> None:
+        self._module = module
+        self._options = options
+        self._breaks = len(dynamo.graph_breaks())
+        self._plain = plain
+        self.compiles = compiles
+        self.recomputes = current_task() >= 0
+        self._known = all_records() if module is None else records_under(module)
+        ports = [port for record in self._known for port in record.ports]
+        self._entered = {port: top for port in ports if (top := port.entered["top"])}
+        self._traces: dict[Record, int] = {}
+        self._forwards: dict[int, int] = {}
+        if compiles:  # only then is there a report; a backward may call hundreds of modules again
+            self._traces = {record: record.traces for record in self._known}
+            lives = [port.live for port in ports if port.live is not None]
+            self._forwards = {live.number: live.counters.forwards for live in lives}
+
+    def report(self) -> list[Port]:
+        """Note a reason for each group that stayed outside, and warn once per reason.
+
+        Returns those of which the modules may run in graphs of their own. Raises CaptureError
+        instead with `fallback="error"`.
+        """
+        apart: list[Port] = []
+        for record in self._records():
+            inside = [p for p in self._ports(record) if self._ran_inside(p)]
+            outside = [p for p in self._ports(record) if p not in inside]
+            for port in inside:
+                record.outside.pop(port.fqn, None)
+            reason = self._reason(bool(inside))
+            if reason is None or not outside:
+                continue
+            names = named_groups([p.fqn for p in outside])
+            message = f"{names} did not run inside a graph because {reason}"
+            if self._options.fallback == "error":
+                raise CaptureError("GS211", message)
+            warn_once(message)
+            for port in outside:
+                record.outside[port.fqn] = reason
+            if self._plain or self._new_breaks():
+                apart += outside
+        return apart
+
+    def unwind(self) -> None:
+        """Undo what this call left half done in a backward that may go on.
+
+        If the backward fails too, the next forward of the root begins with a clean state.
+        """
+        for record in self._known:
+            for port in record.ports:
+                port.leave(self._entered.get(port, ()))
+            record.interrupt(current_task())
+
+    def _records(self) -> list[Record]:
+        """The roots that this call was about: those of the module, or those that it traced."""
+        if self._module is not None:
+            return records_under(self._module)
+        return [r for r in all_records() if r.traces > self._traces.get(r, 0)]
+
+    def _ports(self, record: Record) -> list[Port]:
+        """Ports with a group that could be captured and that this call was about."""
+        ports = [p for p in record.ports if p.live is not None and not p.eager]
+        if self._module is None:
+            return ports
+        under = {port_of(m) for m in self._module.modules()}
+        return [p for p in ports if p in under]
+
+    def _ran_inside(self, port: Port) -> bool:
+        live = port.live
+        return live is not None and live.counters.forwards > self._forwards.get(live.number, 0)
+
+    def _reason(self, inside: bool) -> str | None:
+        if self._plain:
+            return "the module around it runs as it is"
+        breaks = self._new_breaks()
+        if not breaks:
+            return None if inside else "Dynamo did not compile the call (its recompile limit?)"
+        reason = f"the graph breaks at {breaks[0].where}"
+        return reason if breaks[0].at_eager_group else f"{reason}: {breaks[0].reason}"
+
+    def _new_breaks(self) -> list[dynamo.GraphBreak]:
+        return dynamo.graph_breaks()[self._breaks :]

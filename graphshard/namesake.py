@@ -1,0 +1,44 @@
+"""A plan under the names and settings of another model that runs the same graph.
+
+In: a plan, the groups that it was made for, and those of an identical model, both as described
+before planning. Out: the plan of the second. Steps, costs and figures are the same: equal graphs on
+equal ranks are planned alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+
+from graphshard.groups import GroupInfo
+from graphshard.step_plan import Plan, Reason
+
+
+def plan_for(plan: Plan, first: Sequence[GroupInfo], own: Sequence[GroupInfo]) -> Plan:
+    """first, own: the groups by their number in `plan`; the plan was made for `first`."""
+    if tuple(first) == tuple(own):
+        return plan
+    pairs = {was.id: (was, now) for was, now in zip(first, own, strict=True)}
+    names = {was.fqn: now.fqn for was, now in pairs.values()}
+    return replace(
+        plan,
+        groups=tuple(_group(group, *pairs[group.id]) for group in plan.groups),
+        recompute=tuple(names.get(fqn, fqn) for fqn in plan.recompute),
+        reasons=tuple(_reason(reason, names) for reason in plan.reasons),
+    )
+
+
+def _group(planned: GroupInfo, was: GroupInfo, now: GroupInfo) -> GroupInfo:
+    """What the planner decided about `was` stays; what is another fact of `now` takes its place."""
+    facts = [f.name for f in fields(GroupInfo) if f.name not in ("id", "params")]
+    changed = {n: getattr(now, n) for n in facts if getattr(now, n) != getattr(was, n)}
+    rows = zip(planned.params, now.params, strict=True)
+    return replace(planned, params=tuple(replace(p, fqn=o.fqn) for p, o in rows), **changed)
+
+
+def _reason(reason: Reason, names: Mapping[str, str]) -> Reason:
+    """A reason's sentence names groups where it speaks of another one."""
+    known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    text = re.sub(rf"(?<![\w.])(?:{known})(?![\w.]*\w)", lambda m: names[m.group()], reason.text)
+    return replace(reason, text=text)

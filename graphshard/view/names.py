@@ -1,0 +1,34 @@
+"""Names in a plan as text that can be printed: what a terminal would obey is shown instead.
+
+Plan files come from others, and a module may be called anything, two lines long for example.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphshard.files.information import printable
+from graphshard.groups import GroupInfo
+from graphshard.step_plan import Plan
+
+
+def shown(plan: Plan) -> Plan:
+    """`plan` with printable texts."""
+    priced = plan.priced_on
+    return replace(
+        plan,
+        name=printable(plan.name),
+        torch_version=printable(plan.torch_version),
+        groups=tuple(map(_group, plan.groups)),
+        recompute=tuple(map(printable, plan.recompute)),
+        reasons=tuple(
+            replace(r, what=printable(r.what), text=printable(r.text)) for r in plan.reasons
+        ),
+        priced_on=priced and replace(priced, machine=printable(priced.machine)),
+    )
+
+
+def _group(group: GroupInfo) -> GroupInfo:
+    params = tuple(replace(p, fqn=printable(p.fqn), dtype=printable(p.dtype)) for p in group.params)
+    fqn, dtype = printable(group.fqn), printable(group.reduce_dtype)
+    return replace(group, fqn=fqn, reduce_dtype=dtype, params=params)

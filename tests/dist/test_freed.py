@@ -1,0 +1,154 @@
+"""A model that is dropped is freed, and identical models that share a graph have a plan each."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pool import Ctx, Pool
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import graphshard
+from graphshard.capture.ports import all_records
+from graphshard.runtime.live import _LIVE
+
+pytestmark = pytest.mark.dist
+
+WIDTH = 8
+
+
+class Blocks(nn.Module):
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(depth)
+        )
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Outer(nn.Module):
+    """Holds the other model under a name of its own; only that one is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Blocks()
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(x))
+
+
+def sharded(ctx: Ctx, model: nn.Module | None = None, *, pairs: bool = False) -> nn.Module:
+    """Each block is a group; pairs: two blocks together (`fully_shard([a, b])`)."""
+    model = Blocks() if model is None else model
+    inner = model.inner if isinstance(model, Outer) else model
+    if pairs:
+        fully_shard(list(inner.blocks), mesh=ctx.mesh)
+    else:
+        for block in inner.blocks:
+            fully_shard(block, mesh=ctx.mesh)
+    if inner is not model:
+        fully_shard(inner, mesh=ctx.mesh)
+    fully_shard(model, mesh=ctx.mesh)
+    return model
+
+
+def in_place(model: nn.Module, **options: Any) -> nn.Module:
+    model.compile(backend="graphshard", options={"fallback": "error", **options})
+    return model
+
+
+def wrapped(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="graphshard", options={"fallback": "error", **options})
+
+
+def by_block(model: Any, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        in_place(block, **options)
+    return model
+
+
+def steps_of(call: Any, model: nn.Module, ctx: Ctx, steps: int, *, trains: bool = True) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(ctx.rank)
+    for _ in range(steps):
+        x = torch.randn(4, WIDTH)
+        with torch.set_grad_enabled(trains):
+            out = call(x)
+        if trains:
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+Way = Callable[..., Any]
+WAYS: dict[str, tuple[Way, dict[str, Any], dict[str, Any]]] = {
+    "in place": (in_place, {}, {}),
+    "unverified": (in_place, {"verify": "off"}, {}),
+    "every": (in_place, {"verify": "every"}, {}),
+    "wrapped": (wrapped, {}, {}),
+    "by block": (by_block, {}, {}),
+    "pairs": (in_place, {}, {"pairs": True}),
+    "replanned": (in_place, {"replan_after": 2}, {}),
+    "overlapped": (in_place, {"overlap_optimizer": True}, {}),
+    "budget": (in_place, {"memory_budget": "1GiB"}, {}),
+}
+
+
+def dropped(ctx: Ctx, name: str) -> list[tuple[bool, int, int]]:
+    """After each of three models: was it freed, and how many records and groups are left."""
+    way, options, how = WAYS[name]
+    left = []
+    for trains in (False, True, True):
+        model = sharded(ctx, **how)
+        steps_of(way(model, **options), model, ctx, 4, trains=trains)
+        assert graphshard.explain(model).captured >= 2
+        freed = weakref.ref(model)
+        del model
+        gc.collect()
+        left.append((freed() is None, len(all_records()), len(_LIVE)))
+    return left
+
+
+def dropped_in_every_way(ctx: Ctx) -> dict[str, list[tuple[bool, int, int]]]:
+    found = {}
+    for name in WAYS:
+        torch._dynamo.reset()
+        found[name] = dropped(ctx, name)
+    return found
+
+
+def test_a_dropped_model_is_freed_without_a_reset(pool: Pool) -> None:
+    for found in pool.run(2, dropped_in_every_way, timeout_s=240):
+        assert found == {name: [(True, 0, 0)] * 3 for name in WAYS}
+
+
+def backward_without_the_model(ctx: Ctx) -> list[Tensor]:
+    """The gradients of a loss whose model was dropped between forward and backward."""
+    grads = []
+    for prepare in (in_place, lambda model: model):
+        torch.manual_seed(0)
+        model = sharded(ctx)
+        params = list(model.parameters())
+        loss = prepare(model)(torch.ones(4, WIDTH)).square().mean()
+        del model
+        gc.collect()
+        loss.backward()
+        grads.append(torch.cat([p.grad.to_local().flatten() for p in params]))  # type: ignore[union-attr]
+    del loss, params
+    gc.collect()
+    assert not len(_LIVE)
+    return grads
+
+
+def test_a_loss_outlives_its_model(pool: Pool) -> None:
+    for ours, eager in pool.run(2, backward_without_the_model):
+        assert torch.equal(ours, eager)

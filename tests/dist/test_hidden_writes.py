@@ -1,0 +1,154 @@
+"""Shards written to in ways that no version counts, where a gather may be of the values before.
+
+Two things are gathered early: the opening of a forward by the optimizer's step
+(`overlap_optimizer`), and what a plan keeps between micro-steps. Drawn are the way of writing, the
+moment, and whether all ranks' values change or one's only. Eager FSDP2 is the oracle, bit by bit.
+`GRAPHSHARD_WRITES=200 GRAPHSHARD_WRITES_SEED=1` draws more than CI's 12.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, seed, settings
+from hypothesis import strategies as st
+from models import CASES
+from parity import sgd, twin
+from pool import Ctx, Pool
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.dist
+CASE = CASES["llama"]
+COUNT = int(os.environ.get("GRAPHSHARD_WRITES", "12"))
+SEED = os.environ.get("GRAPHSHARD_WRITES_SEED")
+STEPS = 3
+
+
+def locals_of(model: nn.Module) -> list[Tensor]:
+    return [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+
+
+def counted(model: nn.Module, factor: float) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(factor)
+
+
+def through_data(model: nn.Module, factor: float) -> None:
+    for param in model.parameters():
+        param.data.mul_(factor)
+
+
+def through_local_data(model: nn.Module, factor: float) -> None:
+    for local in locals_of(model):
+        local.data.mul_(factor)
+
+
+def through_foreach(model: nn.Module, factor: float) -> None:
+    torch._foreach_mul_([local.data for local in locals_of(model)], factor)
+
+
+def through_numpy(model: nn.Module, factor: float) -> None:
+    for local in locals_of(model):
+        array = local.detach().numpy()
+        array *= factor
+
+
+WRITES: dict[str, Callable[[nn.Module, float], None]] = {
+    f.__name__: f
+    for f in (counted, through_data, through_local_data, through_foreach, through_numpy)
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ahead": {"overlap_optimizer": True},
+    "kept": {"memory_budget": "1GiB", "reshard": "auto", "micro_steps": 2},
+    "both": {"overlap_optimizer": True, "memory_budget": "1GiB", "micro_steps": 2},
+}
+
+
+@dataclass(frozen=True)
+class Writes:
+    """moments: of each step, in which something is written; `only`: the one rank whose values
+    change, or -1."""
+
+    options: str
+    way: str
+    moments: tuple[str, ...]
+    only: int
+
+
+MOMENTS = ("after step", "between micro-steps", "around evaluation", "after zero_grad")
+cases = st.builds(
+    Writes,
+    options=st.sampled_from(sorted(OPTIONS)),
+    way=st.sampled_from(sorted(WRITES)),
+    moments=st.lists(st.sampled_from(MOMENTS), min_size=1, max_size=2, unique=True).map(tuple),
+    only=st.sampled_from([-1, 0, 1]),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(COUNT * 60)
+def test_equals_eager(pool: Pool) -> None:
+    @seed(int(SEED or 0))
+    @settings(
+        max_examples=COUNT,
+        derandomize=SEED is None,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases)
+    @example(Writes("ahead", "through_data", ("after step",), -1))
+    @example(Writes("ahead", "through_foreach", ("around evaluation",), 1))
+    @example(Writes("kept", "through_numpy", ("between micro-steps",), 0))
+    def compare(case: Writes) -> None:
+        pool.run(2, compared, case, timeout_s=60.0)
+
+    compare()
+
+
+def compared(ctx: Ctx, case: Writes) -> None:
+    oracle, model = twin(CASE, ctx)
+    options = {"compute": "aten", "fallback": "error", **OPTIONS[case.options]}
+    model.compile(backend="graphshard", options=options)
+    expected, actual = (losses(net, ctx, case) for net in (oracle, model))
+    for step, (want, got) in enumerate(zip(expected, actual, strict=True)):
+        assert torch.equal(want, got), f"loss {step}: {want.item()} {got.item()}"
+    for (name, want), got in zip(oracle.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(want.to_local(), got.to_local()), name
+
+
+def losses(model: nn.Module, ctx: Ctx, case: Writes) -> list[Tensor]:
+    found: list[Tensor] = []
+    optimizer = sgd(model.parameters())
+
+    def forward(number: int) -> Tensor:
+        loss = CASE.loss(model, CASE.batch(number, ctx.rank, ctx.device))
+        found.append(loss.detach().clone())
+        return loss
+
+    def write(moment: str, factor: float) -> None:
+        changes = case.only in (-1, ctx.rank)
+        if moment in case.moments:
+            WRITES[case.way](model, factor if changes else 1.0)
+
+    for step in range(STEPS):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            forward(2 * step + micro).backward()
+            if micro == 0:
+                write("between micro-steps", 0.875)
+        optimizer.step()
+        write("after step", 0.75)
+        optimizer.zero_grad()
+        write("after zero_grad", 1.125)
+        write("around evaluation", 0.5)  # as where averaged weights are swapped in
+        model.reshard()
+        with torch.no_grad():
+            forward(99)
+        model.reshard()
+        write("around evaluation", 2.0)
+    return found

@@ -1,0 +1,39 @@
+"""Where a fault strikes: a rank's nth passage of a point of the runtime, counted from a moment on.
+
+Nothing of this is in the package: the worker replaces functions by ones that count.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from graphshard import announce, compiler, feedback
+from graphshard.runtime import agree, finish, gather, reduce
+
+# point -> the function, and where it is looked up when it is called
+POINTS: dict[str, tuple[Any, str]] = {
+    "capture": (compiler.GraphCompiler, "compile"),
+    "agreement": (agree, "_ask"),
+    "gather issue": (gather, "send"),
+    "gather wait": (gather.Gather, "wait"),
+    "reduce issue": (reduce.Reduction, "_issue"),
+    "reduce wait": (reduce.Reduction, "wait"),
+    "assign": (reduce.Reduction, "_assign"),
+    "finish": (finish, "_finish"),
+    "replan": (feedback.Feedback, "_plan_again"),
+    "save": (announce, "_stem"),
+}
+
+
+def strike(point: str, count: int, fault: Callable[[], None]) -> None:
+    """Call `fault` once, before passage `count` (from 0) of `point`."""
+    place, name = POINTS[point]
+    original, left = getattr(place, name), count
+
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            fault()
+        return original(*args, **kwargs)
+
+    setattr(place, name, passed)
