@@ -96,6 +96,10 @@ class DivergedRanks(GraphshardError):
     """Ranks of one mesh do not run the same. Each of them that can still tell says so alike."""
 
 
+class StoreLost(DivergedRanks):
+    """The job's store is gone, or does not answer."""
+
+
 class PlanError(GraphshardError, ValueError):
     """The planner was given a problem or a schedule that contradicts itself."""
 

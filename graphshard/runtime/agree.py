@@ -20,10 +20,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from graphshard import group_signature
-from graphshard.errors import DivergedRanks
+from graphshard.errors import DivergedRanks, StoreLost
 from graphshard.runtime.aside import look_again
 from graphshard.runtime.ballot import (
     Ballot,
@@ -182,7 +180,7 @@ def refuse(
         vote = Vote(graph, refusal=reason, stops=not waits, uses=own, ends_early=ends_early)
         try:
             _cast(ballot, vote)
-        except dist.DistError as error:  # this rank has an error already
+        except StoreLost as error:  # this rank has an error already
             logger.debug("rank %d: the store is gone: %s", ballot.rank, error)
             continue
         if waits:

@@ -12,8 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 
-import torch.distributed as dist
-
+from graphshard.errors import StoreLost
 from graphshard.runtime.ballot import LEAVE_S, POLL_S, Ballot, Terms, note, stay_until_read
 from graphshard.runtime.votes import other_terms
 
@@ -54,7 +53,7 @@ def _glance(ballot: Ballot, wait_s: float) -> None:
         while len(found) < len(ballot.ranks) and time.monotonic() < until:
             time.sleep(POLL_S[1])
             found = _terms_so_far(ballot)
-    except dist.DistError as error:  # nobody is asked, so nobody is missed
+    except StoreLost as error:  # nobody is asked, so nobody is missed
         logger.debug("rank %d: the store is gone: %s", ballot.rank, error)
         return
     stay_until_read([ballot], "roll/0")

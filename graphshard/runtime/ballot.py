@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch.distributed as dist
 
-from graphshard.errors import DivergedRanks
+from graphshard.errors import DivergedRanks, StoreLost
 from graphshard.group_signature import Groups, GroupSignature
+from graphshard.runtime.job_store import JobStore, job_store
 from graphshard.runtime.leftovers import OwnStore, take_away
 from graphshard.step_plan import Plan
 
@@ -47,7 +48,7 @@ class Ballot:
     what else is answered while a collective is late (`graphshard.runtime.issued`).
     """
 
-    store: Any
+    store: OwnStore
     rank: int
     ranks: tuple[int, ...]
     groups: tuple[str, ...]
@@ -59,7 +60,7 @@ class Ballot:
     running: Plan | None = None
     terms: Terms = field(default_factory=dict)
     name: str = ""
-    shared: Any = None
+    shared: JobStore | None = None
     signature: Callable[[], Groups] = tuple
     group_limit_s: float = float("inf")
     is_open: bool = False
@@ -74,10 +75,12 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One group of a root. ranks: global ranks of its mesh. signature: reads it anew."""
+    """One group of a root. ranks: global ranks of its mesh. channel: name of the process group of
+    exactly these ranks, alike on all of them; "" if there is none. signature: reads it anew."""
 
     fqn: str
     ranks: tuple[int, ...]
+    channel: str
     signature: Callable[[], GroupSignature]
     limit_s: float
 
@@ -89,22 +92,25 @@ def make_ballots(members: Iterable[Member]) -> list[Ballot]:
     """
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return []
-    meshes: dict[tuple[int, ...], list[Member]] = {}
+    meshes: dict[tuple[tuple[int, ...], str], list[Member]] = {}
     for member in members:
-        meshes.setdefault(member.ranks, []).append(member)
-    return [_open(ranks, found) for ranks, found in meshes.items() if len(ranks) > 1]
+        meshes.setdefault((member.ranks, member.channel), []).append(member)
+    return [_open(*mesh, found) for mesh, found in meshes.items() if len(mesh[0]) > 1]
 
 
-def _open(ranks: tuple[int, ...], members: list[Member]) -> Ballot:
-    store = dist.distributed_c10d._get_default_store()
+def _open(ranks: tuple[int, ...], channel: str, members: list[Member]) -> Ballot:
+    base = dist.distributed_c10d._get_default_store()
+    limit: timedelta = base.timeout  # type: ignore[attr-defined]
+    group_limit_s = min(member.limit_s for member in members)
+    store = job_store(base, min(limit.total_seconds(), group_limit_s))
     rank = dist.get_rank()
-    of_mesh = hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
+    of_mesh = hashlib.sha256(json.dumps([ranks, channel]).encode()).hexdigest()[:16]
     # The store counts the roots of this mesh, so that the nth of each rank belong together: all
     # ranks of a mesh use their roots in one order, or their collectives would not meet either.
+    # Threads, each with a process group of its own, may use theirs in any order.
     # Names of groups are no part of it, so that ranks whose groups differ meet and can say so.
     name = f"graphshard/{of_mesh}/{store.add(f'graphshard/{of_mesh}/{rank}', 1)}"
     take_away(store)
-    limit: timedelta = store.timeout  # type: ignore[attr-defined]
     return Ballot(
         OwnStore(name, store, len(ranks)),
         rank,
@@ -114,7 +120,7 @@ def _open(ranks: tuple[int, ...], members: list[Member]) -> Ballot:
         name=name,
         shared=store,
         signature=lambda: tuple(member.signature() for member in members),
-        group_limit_s=min(member.limit_s for member in members),
+        group_limit_s=group_limit_s,
     )
 
 
@@ -135,13 +141,13 @@ def collect(
 
 @contextmanager
 def asking(ballot: Ballot, what: str) -> Iterator[None]:
-    """Inside, a store that is gone is a DivergedRanks (GS704)."""
+    """A StoreLost (GS704) from inside says what the rank waited for."""
     try:
         yield
-    except dist.DistError as error:
-        text = f"the job's store went away while rank {ballot.rank} waited for {what}"
+    except StoreLost as error:
+        text = f"{error.message} while rank {ballot.rank} waited for {what}"
         hint = "the rank that hosts it has ended, and says why"
-        raise DivergedRanks("GS704", f"{text}; {hint}") from error
+        raise StoreLost("GS704", f"{text}; {hint}") from error
 
 
 def _collect(
@@ -174,7 +180,7 @@ def stay_until_read(ballots: Iterable[Ballot], question: str) -> None:
             ballot.store.set(f"{question}/{ballot.rank}/read", "")
             while not ballot.store.check(keys) and time.monotonic() < until:
                 time.sleep(POLL_S[1])
-        except dist.DistError as error:  # the others have read it, and left
+        except StoreLost as error:  # the others have read it, and left
             logger.debug("rank %d: the store is gone: %s", ballot.rank, error)
 
 
@@ -185,6 +191,6 @@ def note(ballot: Ballot, key: str, text: str) -> None:
         return
     try:
         ballot.store.set(key, text)
-    except dist.DistError as error:
+    except StoreLost as error:
         ballot.is_lost = True
         logger.debug("rank %d: the store is gone: %s", ballot.rank, error)

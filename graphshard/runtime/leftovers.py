@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from graphshard.errors import StoreLost
+from graphshard.runtime.job_store import JobStore
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ class OwnStore:
 
     __slots__ = ("__weakref__", "_keys", "_last", "_store")
 
-    def __init__(self, name: str, store: Any, num_ranks: int) -> None:
-        self._store = PrefixStore(name, store)
+    def __init__(self, name: str, store: JobStore, num_ranks: int) -> None:
+        self._store = store.below(name)
         self._keys: dict[str, None] = {}
         self._last: dict[str, list[str]] = {}
-        left = _Left(store, self._store, self._keys, num_ranks)
+        left = _Left(store.line.store, self._store, self._keys, num_ranks)
         weakref.finalize(self, _LEFT.append, left).atexit = False
 
     def set(self, key: str, value: str) -> None:
@@ -43,10 +43,10 @@ class OwnStore:
         return self._store.get(key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._store.multi_get(list(keys))
+        return self._store.multi_get(keys)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._store.check(list(keys)))
+        return self._store.check(keys)
 
     def delete_key(self, key: str) -> bool:
         self._keys.pop(key, None)
@@ -69,7 +69,7 @@ class _Left:
     """Keys of a model that this rank has dropped. is_said: the other ranks can know."""
 
     base: Any
-    store: Any
+    store: JobStore
     keys: dict[str, None]
     num_ranks: int
     is_said: bool = False
@@ -80,12 +80,12 @@ class _Left:
 _LEFT: list[_Left] = []
 
 
-def take_away(base: Any) -> None:
-    """Delete from the store `base` what this rank left for models that no rank has any more."""
+def take_away(store: JobStore) -> None:
+    """Delete from `store` what this rank left for models that no rank has any more."""
     for left in tuple(_LEFT):
         try:
-            done = left.base is not base or _is_taken(left)
-        except dist.DistError as error:  # another rank ended, and the store with it
+            done = left.base is not store.line.store or _is_taken(left)
+        except StoreLost as error:  # another rank ended, and the store with it
             logger.debug("keys of a dropped model stay: %s", error)
             done = True
         if done:

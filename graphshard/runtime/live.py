@@ -66,8 +66,7 @@ class Root:
 
     ballots: what its ranks agree on, one per mesh. opening: what optimizers issue ahead
     (`graphshard.runtime.ahead.Opening`), if the user asked for it. reduce_groups: process groups
-    that plans gave to reductions, by rank. waiter: a thread (`graphshard.runtime.waiting.Waiter`)
-    for waits that take no limit.
+    that plans gave to reductions, by rank.
     """
 
     groups: dict[State, LiveGroup]
@@ -75,7 +74,6 @@ class Root:
     finishing: int = -1
     opening: Any = None
     reduce_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    waiter: Any = None
 
 
 @dataclass(eq=False)

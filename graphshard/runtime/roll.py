@@ -15,11 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-
 from graphshard import group_signature
-from graphshard.errors import DivergedRanks
+from graphshard.errors import DivergedRanks, StoreLost
 from graphshard.fsdp2 import FsdpGroup
 from graphshard.fsdp2.signature import MeshRows, mesh_rows, signature_of
 from graphshard.group_signature import GroupSignature
@@ -50,6 +47,7 @@ def members_of(groups: Iterable[FsdpGroup]) -> Iterator[Member]:
         yield Member(
             group.fqn or "(root)",
             group.mesh_ranks,
+            _channel(group),
             partial(_signature, weakref.ref(group), mesh_rows(group)),
             _limit_s(group),
         )
@@ -59,6 +57,13 @@ def _signature(group: weakref.ref[FsdpGroup], rows: MeshRows) -> GroupSignature:
     alive = group()
     assert alive is not None  # who asks runs its model
     return signature_of(alive, rows)
+
+
+def _channel(group: FsdpGroup) -> str:
+    for made in (group.gather_process_group, group.replicate_process_group):
+        if made is not None and made.size() == len(group.mesh_ranks):
+            return str(made.group_name)
+    return ""
 
 
 def _limit_s(group: FsdpGroup) -> float:
@@ -117,7 +122,7 @@ def _wait_nowhere(ballot: Ballot) -> None:
         return
     try:
         ballot.shared.set(_opening(ballot.rank), "")
-    except dist.DistError as error:  # this rank has an error already, or none needs the store
+    except StoreLost as error:  # this rank has an error already, or none needs the store
         ballot.is_lost = True
         logger.debug("rank %d: the store is gone: %s", ballot.rank, error)
 
@@ -191,7 +196,7 @@ def _check_elsewhere(ballot: Ballot, rank: int, awaited: str) -> None:
     if not text:
         return
     place: dict[str, Any] = json.loads(text)
-    there = PrefixStore(place["name"], ballot.shared)
+    there = ballot.shared.below(place["name"])
     waits_here = ballot.rank in place["ranks"] and place["name"] != ballot.name
     said = any(there.check([f"{key}/{ballot.rank}"]) for key in (place["key"], "aside"))
     # Looked up last: it may have spoken here in the meantime, and gone on to another root.

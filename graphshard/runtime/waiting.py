@@ -7,35 +7,30 @@ process group.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import re
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
-from threading import Lock, Thread
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from graphshard.errors import CollectiveFailed
+from graphshard.errors import CollectiveFailed, StoreLost
 from graphshard.fsdp2.group import backend_name
 from graphshard.runtime.agree import answer
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.calls import current_task
-from graphshard.runtime.live import LiveGroup, Root
+from graphshard.runtime.limited import begin
+from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.stopwatch import TimedWork
 
 logger = logging.getLogger(__name__)
 
 LATE_S = 2.0  # then this rank looks whether another one asks what runs here
-LEAVE_S = 8.0, 20.0  # for waits that were given up: rank 0, the others
 CLEAN_UP_S = 5.0  # for what was under way when something else failed
 SOURCE_PLACE = re.compile(r"^\[\S+:\d+\] ")  # as gloo begins its messages
 UNKNOWN = 100  # c10d's OpType of a work that is put together of others
@@ -87,7 +82,7 @@ def _wait(work: Work, trip: Trip, limit_s: float | None) -> None:
     began, own_s = time.monotonic(), trip.limit_s
     # The backend ends a wait at its limit by itself, counted from when it began to send.
     ends_s = min(s for s in (limit_s, own_s and own_s + LATE_S, float("inf")) if s is not None)
-    wait = _limited_wait(root, work, trip)
+    wait = _limited_wait(work, trip)
     while not wait(min(LATE_S, max(ends_s - (time.monotonic() - began), 0.0))):
         if time.monotonic() - began >= ends_s:
             raise RuntimeError(f"it was not done after {ends_s:.0f} s")
@@ -100,23 +95,20 @@ def _answer(ballots: Sequence[Ballot]) -> None:
             continue
         try:
             answer([ballot])
-        except RuntimeError as error:
+        except StoreLost as error:
             # Whoever kept the store is gone. The collective may be done without it, or fails.
             ballot.is_lost = True
-            logger.warning("the job's store does not answer: %s", _reason(error))
+            logger.warning("%s", error.message)
 
 
-def _limited_wait(root: Root, work: Work, trip: Trip) -> Callable[[float], bool]:
+def _limited_wait(work: Work, trip: Trip) -> Callable[[float], bool]:
     """Waits for `work` so many seconds; says whether it is done, raises if it failed."""
     inner: Any = work.inner if isinstance(work, TimedWork) else work
     is_gloo = backend_name(trip.group, trip.live.fsdp.device) == "gloo"
     if not is_gloo or inner._get_op_type() != UNKNOWN:
         return lambda seconds: _is_done_within(work, seconds)
     # gloo's reduce-scatter: its wait takes no limit, and it never says that it is completed.
-    if root.waiter is None or root.waiter.is_busy:
-        root.waiter = Waiter()
-    waiter: Waiter = root.waiter
-    return waiter.begin(work)
+    return begin(work.wait).is_over_within
 
 
 def _is_done_within(work: Work, seconds: float) -> bool:
@@ -131,80 +123,6 @@ def _is_done_within(work: Work, seconds: float) -> bool:
     if is_completed:  # it failed; or it was done after the limit and before this line
         work.wait()
     return bool(is_completed)
-
-
-@dataclass(slots=True)
-class _Task:
-    work: Work
-    done: Lock
-    error: BaseException | None = None
-
-    def is_done_within(self, seconds: float) -> bool:
-        if not self.done.acquire(timeout=seconds):
-            return False
-        self.done.release()
-        if self.error is not None:
-            raise self.error
-        return True
-
-
-@dataclass(eq=False)
-class Waiter:
-    """A thread that waits where a wait cannot be given a limit; it ends with this object.
-
-    It takes one task at a time. Who stops waiting leaves it busy, and the next one needs another.
-    """
-
-    _tasks: SimpleQueue[_Task | None] = field(default_factory=SimpleQueue)
-    _last: _Task | None = None
-
-    def __post_init__(self) -> None:
-        _WaitingThread(self._tasks).start()
-        weakref.finalize(self, self._tasks.put, None)
-
-    @property
-    def is_busy(self) -> bool:
-        return self._last is not None and self._last.done.locked()
-
-    def begin(self, work: Work) -> Callable[[float], bool]:
-        task = self._last = _Task(work, Lock())
-        task.done.acquire()
-        self._tasks.put(task)
-        return task.is_done_within
-
-
-class _WaitingThread(Thread):
-    def __init__(self, tasks: SimpleQueue[_Task | None]) -> None:
-        super().__init__(name="graphshard-wait", daemon=True)
-        self._tasks = tasks
-        self.is_waiting = False
-
-    def run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            self.is_waiting = True
-            try:
-                task.work.wait()
-            except BaseException as error:
-                task.error = error
-            self.is_waiting = False
-            task.done.release()
-            del task
-
-
-def _let_waits_end() -> None:
-    """At exit: a wait that was given up ends when the other ranks leave.
-
-    Before Python 3.14 a thread that comes back from the backend while the interpreter is torn down
-    aborts the process. One rank does not wait as long for the others, so that it leaves first.
-    """
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    ends = time.monotonic() + LEAVE_S[0 if first else 1]
-    for thread in threading.enumerate():
-        while isinstance(thread, _WaitingThread) and thread.is_waiting and time.monotonic() < ends:
-            time.sleep(0.01)  # then it stands at its queue, where nothing wakes it
-
-
-atexit.register(_let_waits_end)
 
 
 def _failure(trip: Trip, error: RuntimeError, waited_s: float) -> CollectiveFailed:

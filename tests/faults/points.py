@@ -6,6 +6,8 @@ Nothing of this is in the package: the worker replaces functions by ones that co
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.checkpoint import FileSystemWriter
+
 from graphshard import announce, compiler, feedback
 from graphshard.runtime import agree, finish, gather, reduce
 
@@ -17,10 +19,12 @@ POINTS: dict[str, tuple[Any, str]] = {
     "gather wait": (gather.Gather, "wait"),
     "reduce issue": (reduce.Reduction, "_issue"),
     "reduce wait": (reduce.Reduction, "wait"),
+    "all-reduce": (reduce.Reduction, "_all_reduce"),
     "assign": (reduce.Reduction, "_assign"),
     "finish": (finish, "_finish"),
     "replan": (feedback.Feedback, "_plan_again"),
     "save": (announce, "_stem"),
+    "checkpoint": (FileSystemWriter, "write_data"),
 }
 
 

@@ -1,9 +1,5 @@
 """One rank of a case: eager FSDP2 for reference, then the same steps compiled, with a fault."""
 
-import os
-import resource
-import signal
-import time
 import traceback
 import warnings
 from dataclasses import dataclass, field
@@ -13,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from actions import ACTIONS, SETTINGS, Boom
 from points import strike
 from processes import Place
 from torch import Tensor, nn
@@ -23,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from graphshard.capture.ports import records_under
 
 GROUP_S = 5.0  # time limit of the process group
-PAUSE_S = 3.0  # longer than a collective may take unnoticed, shorter than GROUP_S
 STEPS = 5
+SAVED = 2  # the step after which a case that saves does
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +37,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """replicas: HSDP's, that share the ranks. saves: a checkpoint, by DCP, in the middle."""
+
     world_size: int
     fault: Fault
     options: dict[str, Any] = field(default_factory=dict)
     micro_steps: int = 1
+    replicas: int = 1
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,6 @@ class Answer:
     warned: tuple[str, ...] = ()
 
 
-class Boom(Exception):
-    pass
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +71,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def join(place: Place, seconds: float = GROUP_S) -> DeviceMesh:
+def join(place: Place, replicas: int = 1, seconds: float = GROUP_S) -> DeviceMesh:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -83,9 +81,16 @@ def join(place: Place, seconds: float = GROUP_S) -> DeviceMesh:
         timeout=limit(30),
     )
     dist.barrier()  # processes start at different times
-    ranks = list(range(place.world_size))
     dist.distributed_c10d._get_default_store().set_timeout(limit(seconds))
-    return DeviceMesh.from_group(dist.new_group(ranks, timeout=limit(seconds)), "cpu")
+    grid = torch.arange(place.world_size).view(replicas, -1)
+    if replicas == 1:
+        group = dist.new_group(grid[0].tolist(), timeout=limit(seconds))
+        return DeviceMesh.from_group(group, "cpu")
+    groups = [
+        dist.new_subgroups_by_enumeration(lines.tolist(), timeout=limit(seconds))[0]
+        for lines in (grid.t(), grid)
+    ]
+    return DeviceMesh.from_group(groups, "cpu", grid, mesh_dim_names=("replicate", "shard"))
 
 
 def limit(seconds: float) -> timedelta:
@@ -118,6 +123,8 @@ def train(model: nn.Module, rank: int, micro_steps: int, own: "Own") -> list[Ten
             losses.append(loss.detach().clone())
         optimizer.step()
         optimizer.zero_grad()
+        if step == SAVED:
+            own.save()
     return losses
 
 
@@ -125,13 +132,18 @@ OWN_POINTS = ("hook", "step")
 
 
 class Own:
-    """Points of the user's own code: his hooks on gradients, and the beginning of a step."""
+    """What the user's own code does: hooks on gradients, the beginning of a step, saving.
 
-    def __init__(self, fault: Fault | None, place: Place) -> None:
-        self._fault, self._place = fault, place
+    folder: where it saves; None if it does not. state: what it then had to save.
+    """
+
+    def __init__(self, fault: Fault | None, place: Place, folder: Path | None = None) -> None:
+        self._fault, self._place, self._folder = fault, place, folder
         self._left = fault.count if fault is not None else -1
-        self.once_more = False
+        self._group = dist.new_group(timeout=limit(GROUP_S)) if folder is not None else None
+        self.once_more = self.is_saving = False
         self.model: Any = None
+        self.state: dict[str, Tensor] = {}
 
     def passed(self, point: str) -> None:
         if self._fault is None or point != self._fault.point:
@@ -151,34 +163,59 @@ class Own:
         more, self.once_more = self.once_more, False
         return int(more)
 
+    def save(self) -> None:
+        self.state = shards(self.model)
+        if self._folder is not None:
+            self.is_saving = True
+            state = {"model": self.model.state_dict()}
+            dcp.save(state, checkpoint_id=self._folder, process_group=self._group)
+            self.is_saving = False
+
+    def loaded(self, model: nn.Module) -> dict[str, Tensor]:
+        """What was saved, in `model`."""
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=self._folder, process_group=self._group)
+        return shards(model)
+
+
+def shards(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.to_local().detach().clone() for name, p in model.named_parameters()}
+
 
 def work(place: Place, case: Case) -> Answer:
-    mesh = join(place)
-    expected = train(build(mesh), place.rank, case.micro_steps, Own(None, place))
+    mesh = join(place, case.replicas)
+    reference = Own(None, place)
+    expected = train(build(mesh), place.rank, case.micro_steps, reference)
     model = build(mesh)
+    folder = Path(place.faults).parent
     options = {"fallback": "warn", **case.options}
     for name in ("dump_dir", "report_dir"):
         if name in options:
-            options[name] = str(Path(place.faults).parent / name)
+            options[name] = str(folder / name)
     model.compile(backend="graphshard", options=options)
     fault = case.fault if case.fault.action and case.fault.rank in (place.rank, -1) else None
+    own = Own(fault, place, folder / "checkpoint" if case.saves else None)
     if fault is not None and fault.point not in OWN_POINTS:
         strike(fault.point, fault.count, lambda: ACTIONS[fault.action](place))
-    dist.barrier(mesh.get_group())
+    dist.barrier()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
-            actual = train(model, place.rank, case.micro_steps, Own(fault, place))
+            actual = train(model, place.rank, case.micro_steps, own)
+            states = [own.state, *([own.loaded(build(mesh))] if case.saves else [])]
         except BaseException as error:
-            return failed(model, error, seen)
+            return failed(model, error, seen, own.is_saving)
     same = all(map(torch.equal, expected, actual))
+    for state in states:
+        same = same and all(torch.equal(state[name], reference.state[name]) for name in state)
     return Answer(same, dirty=left_gathered(model), warned=texts(seen))
 
 
-def failed(model: nn.Module, error: BaseException, seen: Any) -> Answer:
+def failed(model: nn.Module, error: BaseException, seen: Any, is_saving: bool) -> Answer:
+    """While DCP saves, what it says of it is not graphshard's."""
     known = (Boom, KeyboardInterrupt)
     name = type(error).__name__
-    clear = isinstance(error, known) or str(error).startswith("GS")
+    clear = is_saving or isinstance(error, known) or str(error).startswith("GS")
     text = "".join(traceback.format_exception(error))
     said = f"{name}: {error}"
     return Answer(False, said, clear, text, left_gathered(model), texts(seen))
@@ -194,74 +231,3 @@ def left_gathered(model: nn.Module) -> tuple[str, ...]:
     for record in records_under(model):
         found += [g.fqn for g in record.groups if g.held is not None or not g.fsdp.is_sharded]
     return tuple(found)
-
-
-# -- what may happen -------------------------------------------------------------------------------
-
-
-def kill(place: Place) -> None:
-    place.note_fault()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop(place: Place) -> None:
-    place.note_fault()
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def pause(place: Place) -> None:
-    """Stopped for a while, with all threads, by a child that wakes it up."""
-    place.note_fault()
-    parent = os.getpid()
-    if os.fork() == 0:
-        time.sleep(PAUSE_S)
-        os.kill(parent, signal.SIGCONT)
-        os._exit(0)
-    os.kill(parent, signal.SIGSTOP)
-
-
-def fail(place: Place) -> None:
-    place.note_fault()
-    raise Boom(f"rank {place.rank}")
-
-
-def sleep(place: Place) -> None:
-    place.note_fault()
-    time.sleep(PAUSE_S)
-
-
-def full_disk(place: Place) -> None:
-    """No file may grow any more."""
-    place.note_fault()
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-
-
-def interrupt(place: Place) -> None:
-    """Ctrl-C, as torchrun hands it on to each rank."""
-    place.note_fault()
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-ACTIONS = {
-    "kill": kill,
-    "stop": stop,
-    "pause": pause,
-    "raise": fail,
-    "slow": sleep,
-    "full disk": full_disk,
-    "interrupt": interrupt,
-}
-
-
-# Of the user's own code, on one rank only; at a point of OWN_POINTS. "once more": a micro-step.
-SETTINGS = {
-    "once more": lambda model: None,
-    "unshard": lambda model: model.layers[1].unshard(),
-    "unshard root": lambda model: model.unshard(),
-    "unshard async": lambda model: model.layers[2].unshard(async_op=True),
-    "keep": lambda model: model.set_reshard_after_forward(False),
-    "keep one": lambda model: model.layers[1].set_reshard_after_forward(False),
-    "no sync": lambda model: model.layers[1].set_requires_gradient_sync(False, recurse=False),
-    "prefetch": lambda model: model.layers[0].set_modules_to_forward_prefetch([model.layers[2]]),
-}
