@@ -1,5 +1,7 @@
-"""What every test shares: the import path of the helpers and the pool of worker processes."""
+"""What every test shares: the import path of the helpers, the pool of worker processes, and who
+has the machine to itself."""
 
+import fcntl
 import os
 import sys
 import tempfile
@@ -28,3 +30,20 @@ def pool() -> Iterator[Pool]:
     with tempfile.TemporaryDirectory(prefix="graphshard-cache-") as folder, Pool() as workers:
         os.environ["GRAPHSHARD_CACHE_DIR"] = folder
         yield workers
+
+
+@pytest.fixture(autouse=True)
+def turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `pytest -n`, a test marked `alone` runs while no other one does."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        yield
+        return
+    folder = Path(tempfile.gettempdir()) / f"graphshard-tests-{run}"
+    folder.mkdir(exist_ok=True)
+    alone = request.node.get_closest_marker("alone") is not None
+    with (folder / "next").open("w") as following, (folder / "machine").open("w") as machine:
+        fcntl.flock(following, fcntl.LOCK_EX)  # nobody overtakes the one who waits
+        fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(following, fcntl.LOCK_UN)
+        yield

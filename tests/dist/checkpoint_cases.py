@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from contract_models import mesh_of
 from parity import local, reseed
 from pool import Ctx
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as hook_based
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
@@ -167,8 +167,7 @@ def build(ctx: Ctx, case: CheckpointCase) -> nn.Module:
         own = list(wrapped.values())
     mesh = ctx.mesh
     if case.replicated:
-        names = ("replicate", "shard")
-        mesh = init_device_mesh(ctx.device.type, (ctx.world_size, 1), mesh_dim_names=names)
+        mesh = mesh_of(ctx, (ctx.world_size, 1), "replicate", "shard")
     for block in own:
         if case.nested:
             for part in (block.mix, block.down):

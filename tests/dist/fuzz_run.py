@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from contract_models import mesh_of
 from fuzz_cases import (
     NOT_RECURSIVE,
     Call,
@@ -34,7 +35,7 @@ from fuzz_models import Net
 from parity import difference, local
 from pool import Ctx
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -198,7 +199,7 @@ def _mesh(name: str, ctx: Ctx) -> DeviceMesh:
     if name == "flat":
         return ctx.mesh
     shape = tuple(int(size) for size in name.split("x"))
-    return init_device_mesh(ctx.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return mesh_of(ctx, shape, "replicate", "shard")
 
 
 def _group(case: FuzzCase, model: nn.Module, number: int) -> Any:

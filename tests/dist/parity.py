@@ -226,9 +226,11 @@ def count_collectives() -> Iterator[Collectives]:
     would change what Dynamo traces). It follows this thread and the autograd engine's.
     """
     counts = Collectives()
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as events:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         yield counts
-    ops = sorted((e for e in events.events() if e.name in _KINDS), key=lambda e: e.time_range.start)
-    counts.order = [_KINDS[event.name] for event in ops]
+    # Not `profiled.events()`: it makes a tree of all ops, which takes longer than the steps.
+    results = profiled.profiler.kineto_results  # type: ignore[union-attr]
+    ops = sorted((e.start_ns(), e.name()) for e in results.events() if e.name() in _KINDS)
+    counts.order = [_KINDS[name] for _, name in ops]
     for kind, number in Counter(counts.order).items():
         setattr(counts, kind, number)

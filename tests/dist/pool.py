@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -267,7 +268,7 @@ def _worker_main(
         _reply(conn, lambda: ctx.append(_join(rank, world_size, port)))
         with contextlib.suppress(EOFError):  # the test process is gone
             while (message := conn.recv_bytes()) != _LEAVE:
-                _reply(conn, (lambda m=message: _run_case(ctx[0], m)) if message else _settle)
+                _reply(conn, partial(_run_case, *ctx, message) if message else _settle)
         dist.destroy_process_group()
         os._exit(
             0
@@ -315,7 +316,20 @@ def _settle() -> None:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()  # modules and what the first case left: later collections pass them over
+    _close_groups()
     dist.barrier()
+
+
+def _close_groups() -> None:
+    """The threads of each of gloo's process groups wake up 100 times a second.
+
+    Those of meshes stay: DTensor remembers meshes, and takes one for another that is equal.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
+            dist.destroy_process_group(group)
 
 
 def _reply(conn: Connection, work: Callable[[], Any]) -> None:

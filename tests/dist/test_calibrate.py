@@ -25,7 +25,7 @@ from graphshard.cost.profile import Profile, calibrated
 from graphshard.errors import CostError
 from graphshard.fsdp2 import FsdpGroup, fsdp_groups
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 SIZES = (4096, 65536, 2**20)

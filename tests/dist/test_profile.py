@@ -14,7 +14,7 @@ from graphshard.errors import MeasureError
 from graphshard.step_plan import Plan, StepKind
 from graphshard.watch import Running
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 
 def compiled(ctx: Ctx, name: str, **options: Any) -> Any:

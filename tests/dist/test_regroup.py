@@ -9,14 +9,13 @@ from typing import Any
 import contract_setups as do
 import pytest
 import torch
-from contract_models import plain
+from contract_models import mesh_of, plain
 from models import CASES
 from parity import assert_equal, build, count_collectives, train
 from pool import Ctx, Pool
 from regrouping import merged, split, split_reductions
 from test_memory import STRICT, patched, poison, poison_released, watch_gathered
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -54,8 +53,7 @@ def on_mesh(ctx: Ctx, shape: tuple[int, int] | None) -> Ctx:
     """The same rank, on a mesh of replicas and shards."""
     if shape is None:
         return ctx
-    mesh = init_device_mesh(ctx.device.type, shape, mesh_dim_names=("replicas", "shards"))
-    return replace(ctx, mesh=mesh)
+    return replace(ctx, mesh=mesh_of(ctx, shape, "replicas", "shards"))
 
 
 def regrouped(
