@@ -1,0 +1,78 @@
+"""Whole jobs as users start and end them: Ctrl-C, a lost rank, a shared cache, a restart."""
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from jobs import Job
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+TWO = ("--standalone", "--nproc-per-node", "2")
+START_S = 90.0
+CRASHES = ("terminate called", "Fatal Python error", "core dumped", "Segmentation fault", "Abort")
+
+
+@pytest.mark.parametrize("moment", ["compiling", "step 3 "])
+def test_the_first_ctrl_c_ends_all_ranks(moment: str, tmp_path: Path) -> None:
+    with Job(TWO, 10**6, tmp_path / "cache", tmp_path / "log") as job:
+        job.until(moment, START_S)
+        job.interrupt()
+        assert job.ended(20.0) != 0
+        assert not [word for word in CRASHES if word in job.said], job.said
+
+
+def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path) -> None:
+    with Job(TWO, 10**6, tmp_path / "cache", tmp_path / "log") as job:
+        job.until("step 3 ", START_S)
+        os.kill(job.ranks()[1], signal.SIGKILL)
+        assert job.ended(30.0) != 0
+
+
+def losses(text: str, world_size: int) -> list[str]:
+    return re.findall(rf"^step \d+ of {world_size}: (\S+)$", text, re.M)
+
+
+def test_two_jobs_share_a_cache(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with (
+        Job(TWO, 5, cache, tmp_path / "first") as first,
+        Job(TWO, 5, cache, tmp_path / "second") as second,
+    ):
+        assert [first.ended(START_S), second.ended(START_S)] == [0, 0], first.said + second.said
+        found = [losses(job.said, 2) for job in (first, second)]
+        assert found[0] == found[1]
+        assert len(found[0]) == 5
+        assert "Warning" not in first.said + second.said
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + START_S
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_restart_with_fewer_ranks(tmp_path: Path) -> None:
+    """An elastic job of two nodes loses one, and goes on with one rank."""
+    port = 20_000 + os.getpid() % 10_000
+    nodes = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3")
+    store = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "one")
+    quick = ("--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3")
+    launcher = (*nodes, *store, *quick)
+    with Job(launcher, 10**6, tmp_path / "cache", tmp_path / "first") as first:
+        wait_for(lambda: listens(port))
+        with Job(launcher, 10**6, tmp_path / "cache", tmp_path / "second") as second:
+            wait_for(lambda: "step 3 of 2" in first.said + second.said)
+        first.until("step 3 of 1", START_S)
+        assert len(losses(first.said, 1)) >= 4
