@@ -3,13 +3,14 @@
 
 PYTHON ?= python3
 NPROC  ?= 2
+TESTERS ?= 2
 
 VENV := .venv
 BIN  := $(VENV)/bin
 DONE := $(VENV)/.installed
 PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help demo test browser check bench contract clean
+.PHONY: help demo test check bench contract clean
 help:
 	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
 	@echo "make test    run the test suite"
@@ -22,15 +23,11 @@ demo: $(DONE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone \
 		--nproc-per-node $(NPROC) examples/train.py
 
-test: $(DONE) browser
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
-
-# The viewer's tests drive a real browser; where there is none, and no right to install it, they are
-# skipped.
-browser:
-	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
-		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium fonts-dejavu-core; } || \
-		echo "no chromium: the tests of the viewer in a browser will be skipped" >&2
+# Each tester starts its own ranks. The viewer's tests drive a real browser.
+test: $(DONE)
+	@command -v chromium >/dev/null || echo "no chromium: the tests of the viewer in a browser are" \
+		"skipped; to run them: apt-get install chromium fonts-dejavu-core" >&2
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile $(PYTEST_ARGS)
 
 check: $(DONE)
 	$(BIN)/python -m ruff check .

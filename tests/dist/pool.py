@@ -38,6 +38,10 @@ START_S = 120.0  # to start the workers of one rank count
 SETTLE_S = 60.0  # to reset and meet at the barrier after a case
 GRACE_S = 3.0  # for the other ranks, once one has failed
 COLLECTIVE_S = 60.0  # process-group timeout
+# The threads of each of gloo's process groups wake up 100 times a second, used or not.
+MOST_GROUPS = 8
+# By the server that workers are forked from.
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "graphshard.compiler"]
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,14 @@ class Pool:
             self._workers[world_size] = _Workers(world_size, self._compute)
         workers = self._workers[world_size]
         try:
-            return workers.call(payload, f"{fn.__module__}.{fn.__qualname__}", timeout_s)
+            results = workers.call(payload, f"{fn.__module__}.{fn.__qualname__}", timeout_s)
         except BaseException:
             del self._workers[world_size]
             workers.kill()
             raise
+        if workers.num_groups > MOST_GROUPS:
+            self._workers.pop(world_size).close()
+        return results
 
     def pids(self) -> list[int]:
         """Process ids of all workers that are running now."""
@@ -140,13 +147,15 @@ class _Workers:
             self._conns.append(ours)
             self._procs.append(proc)
         self._started = False
+        self.num_groups = 1
 
     def call(self, payload: bytes, name: str, timeout_s: float) -> list[Any]:
         if not self._started:
             self._round(None, "starting the workers", START_S)
             self._started = True
         results = self._round(payload, name, timeout_s)
-        self._round(b"", f"clean-up and barrier after {name}", SETTLE_S)
+        left = self._round(b"", f"clean-up and barrier after {name}", SETTLE_S)
+        self.num_groups = max(left)
         return results
 
     def pids(self) -> list[int]:
@@ -243,7 +252,7 @@ def _context() -> Any:
     if device_type() == "cuda":
         return mp.get_context("spawn")  # an import may touch CUDA, which does not survive a fork
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch._dynamo"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -312,7 +321,8 @@ def _run_case(ctx: Ctx, payload: bytes) -> Any:
     return fn(ctx, *args)
 
 
-def _settle() -> None:
+def _settle() -> int:
+    """How many process groups are left."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
@@ -320,13 +330,11 @@ def _settle() -> None:
         gc.freeze()  # modules and what the first case left: later collections pass them over
     _close_groups()
     dist.barrier()
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def _close_groups() -> None:
-    """The threads of each of gloo's process groups wake up 100 times a second.
-
-    Those of meshes stay: DTensor remembers meshes, and takes one for another that is equal.
-    """
+    """Those of meshes stay: DTensor remembers meshes, and takes one for another that is equal."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
             dist.destroy_process_group(group)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from pool import PRELOADED
 
 START_S = 90.0  # until every rank has said that it is ready
 
@@ -58,7 +59,7 @@ def run(
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch._dynamo"])
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="graphshard-faults-") as folder:
         faults = Path(folder) / "fault"
         ranks = []
