@@ -5,10 +5,11 @@ on what comes next, or all of them raise the same DivergedRanks before anything 
 `unshard()` or another setting on one rank only, the bytes of one group would be taken for those of
 another.
 
-What follows the last few collectives is asked about once. A step like earlier ones asks nobody. A
-rank that has issued what another one asks about says so when its collective is late; so this works
-where the host itself waits (CPU), and is off elsewhere. What it does not see: a rank that changes
-over between two orders on which the ranks have agreed, while the others do not.
+Where something else follows the last few collectives than the last time, it is asked about, unless
+it did the same after the same runs before: a loop of micro-steps asks for a while, a step like the
+last one nobody. A rank that has issued what another one asks about says so when its collective is
+late; so asking works where the host itself waits (CPU), and is off elsewhere. A rank that departs
+from the others unasked is seen by its neighbour, afterwards (`graphshard.runtime.neighbour`).
 """
 
 from __future__ import annotations
@@ -20,33 +21,40 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from graphshard.errors import DivergedRanks
 from graphshard.files.information import printable
 from graphshard.fsdp2.settings import before_unshard
 from graphshard.runtime.agree import answer
 from graphshard.runtime.ballot import Ballot, collect
 from graphshard.runtime.calls import current_task
 from graphshard.runtime.live import LiveGroup, Root
+from graphshard.runtime.neighbour import Neighbour, Passed, other_order
 
 SPAN = 3  # so many collectives before one say what comes next
 KEPT = 1024  # collectives that this rank can still tell of
+HISTORY = 16  # runs before a turn that have to be the same, two to a micro-step
+MOST_TURNS = 4096  # a loop that never repeats itself asks again and again
 
 
 class Trail:
     """What this rank has issued on one mesh of an FSDP root.
 
-    count: collectives and ends of runs so far, the same on all ranks.
+    asks: where the host itself waits. count: collectives and ends of runs so far, the same on all
+    ranks.
     """
 
-    def __init__(self, ballot: Ballot) -> None:
-        self._ballot = ballot
+    def __init__(self, ballot: Ballot, *, asks: bool) -> None:
+        self._ballot, self._asks = ballot, asks
+        self._neighbour = Neighbour(ballot)
         self.count = 0
         self._digest = 0
         self._last: tuple[int, ...] = (0,) * SPAN
         self._recent: deque[tuple[int, int]] = deque(maxlen=KEPT)
         self._codes: dict[Any, int] = {}
         self._texts: dict[int, str] = {}
-        self._known: set[tuple[int, ...]] = set()
+        # By the collectives before: what came next the last time.
+        self._next: dict[tuple[int, ...], int] = {}
+        self._run, self._history = 0, (0,) * HISTORY  # digests of this run so far, and of the last
+        self._turns: set[tuple[int, ...]] = set()
         self._runs: set[tuple[str, bool]] = set()
         self._said: list[int] = []
         ballot.store.set(f"asks/{ballot.rank}", "-1")
@@ -61,13 +69,12 @@ class Trail:
         code = self._codes.get(key)
         if code is None:
             code = self._codes[key] = self._code(text())
-        step = (*self._last, code)
-        if step not in self._known:
-            self._meet(code)
-            self._known.add(step)
+        if (usual := self._next.get(self._last)) != code:
+            self._turn(usual, code)
         self._recent.append((self._digest, code))
         self._digest = hash((self._digest, code))  # of ints: the same in all processes
-        self._last = step[1:]
+        self._run = hash((self._run, code))
+        self._last = (*self._last[1:], code)
         self.count += 1
 
     def end(self, is_backward: bool) -> None:
@@ -76,6 +83,13 @@ class Trail:
         self.note(direction, lambda: f"the end of a {direction}")
         if self._ballot.running is not None:
             self._runs.add((self._ballot.running.name, is_backward))
+            self._history = (*self._history[1:], self._run)
+            self._run = 0
+            self._neighbour.look(self._passed)
+
+    def _passed(self) -> Passed:
+        last = tuple((digest, self._texts[code]) for digest, code in self._recent)
+        return Passed(self.count, self._digest, last)
 
     def _code(self, text: str) -> int:
         text = printable(text)  # names may hold what no encoding has
@@ -84,6 +98,16 @@ class Trail:
         return code
 
     # -- the question ------------------------------------------------------------------------------
+
+    def _turn(self, usual: int | None, code: int) -> None:
+        """What comes next is not what came the last time."""
+        turn = (*self._history, self._run, code)
+        if self._asks and (usual is None or turn not in self._turns):
+            self._meet(code)
+        if len(self._turns) == MOST_TURNS:
+            self._turns.clear()
+        self._turns.add(turn)
+        self._next[self._last] = code
 
     def _meet(self, code: int) -> None:
         """Something new comes next: hear what it is on the other ranks.
@@ -111,8 +135,11 @@ class Trail:
     def answer(self) -> None:
         """A collective of this rank is late: tell the ranks that ask what this one has issued."""
         ballot, first = self._ballot, self.count - len(self._recent)
+        if ballot.running is None:
+            return
+        self._neighbour.compare(self._passed())
         keys = [f"asks/{rank}" for rank in ballot.others]
-        if ballot.running is None or not ballot.store.check(keys):
+        if not ballot.store.check(keys):
             return
         for number in sorted(set(map(int, ballot.store.multi_get(keys)))):
             if first <= number < self.count and number not in self._said:
@@ -132,15 +159,7 @@ class Trail:
     def _compare(self, number: int, said: dict[int, str]) -> None:
         if len(set(said.values())) < 2:
             return
-        rows = {rank: json.loads(text) for rank, text in said.items()}
-        listed = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in rows.items())
-        alike = len({text for _, text in rows.values()}) == 1
-        before = ", after others that differed" if alike else ""
-        raise DivergedRanks(
-            "GS702",
-            f"the ranks issue different collectives: collective {number} is {listed}{before}; was "
-            "unshard() or a setting such as set_reshard_after_forward called on one rank only?",
-        )
+        raise other_order(number, {rank: json.loads(text)[1] for rank, text in said.items()})
 
     def _forget(self, number: int) -> None:
         """All ranks have passed what was asked before `number`: nobody reads that any more."""
@@ -160,9 +179,7 @@ def follow(root: Root) -> None:
     """From now on the ranks of `root` compare what they issue, FSDP2's own gathers included."""
     for ballot in root.ballots:
         lives = [live for live in root.groups.values() if live.fqn in ballot.groups]
-        if any(live.fsdp.device.type != "cpu" for live in lives):
-            continue
-        trail = Trail(ballot)
+        trail = Trail(ballot, asks=all(live.fsdp.device.type == "cpu" for live in lives))
         ballot.also = trail.answer
         for live in lives:
             live.trail = trail

@@ -99,6 +99,17 @@ def test_a_setting_on_one_rank_only(what: str, world_size: int) -> None:
         assert one.after_s < 2 * LATE_S + 4
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("what", ["unshard", "unshard async"])
+def test_a_setting_that_all_ranks_had_once_on_one_rank_only(what: str, world_size: int) -> None:
+    """Both orders are known, so nobody asks; neighbours see it afterwards."""
+    case = Case(world_size, Fault(what, "step", 3), rehearsed=True)
+    ended = run(world_size, work, case, limit_s=LIMIT_S, patience_s=CASE_S)
+    for one in ended:
+        check(one, case)
+    assert any("GS702: the ranks issue different" in one.answer.error for one in ended)
+
+
 @pytest.mark.parametrize("what", ["keep", "unshard"])
 def test_a_setting_on_all_ranks(what: str) -> None:
     assert outcome(Case(2, Fault(what, "step", 2, rank=-1))) == GOES_ON

@@ -37,7 +37,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """replicas: HSDP's, that share the ranks. saves: a checkpoint, by DCP, in the middle."""
+    """replicas: HSDP's, that share the ranks. saves: a checkpoint, by DCP, in the middle.
+    rehearsed: a setting that all ranks have called once before."""
 
     world_size: int
     fault: Fault
@@ -45,6 +46,7 @@ class Case:
     micro_steps: int = 1
     replicas: int = 1
     saves: bool = False
+    rehearsed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +136,15 @@ OWN_POINTS = ("hook", "step")
 class Own:
     """What the user's own code does: hooks on gradients, the beginning of a step, saving.
 
-    folder: where it saves; None if it does not. state: what it then had to save.
+    folder: where it saves; None if it does not. state: what it then had to save. rehearsal: of
+    SETTINGS, for the second step.
     """
 
-    def __init__(self, fault: Fault | None, place: Place, folder: Path | None = None) -> None:
+    def __init__(
+        self, fault: Fault | None, place: Place, folder: Path | None = None, rehearsal: str = ""
+    ) -> None:
         self._fault, self._place, self._folder = fault, place, folder
+        self._rehearsal, self._steps = rehearsal, 0
         self._left = fault.count if fault is not None else -1
         self._group = dist.new_group(timeout=limit(GROUP_S)) if folder is not None else None
         self.once_more = self.is_saving = False
@@ -146,6 +152,10 @@ class Own:
         self.state: dict[str, Tensor] = {}
 
     def passed(self, point: str) -> None:
+        self._steps += point == "step"
+        if self._rehearsal and self._steps == 2:
+            SETTINGS[self._rehearsal](self.model)
+            self._rehearsal = ""
         if self._fault is None or point != self._fault.point:
             return
         self._left -= 1
@@ -194,7 +204,8 @@ def work(place: Place, case: Case) -> Answer:
             options[name] = str(folder / name)
     model.compile(backend="graphshard", options=options)
     fault = case.fault if case.fault.action and case.fault.rank in (place.rank, -1) else None
-    own = Own(fault, place, folder / "checkpoint" if case.saves else None)
+    rehearsal = case.fault.action if case.rehearsed else ""
+    own = Own(fault, place, folder / "checkpoint" if case.saves else None, rehearsal)
     if fault is not None and fault.point not in OWN_POINTS:
         strike(fault.point, fault.count, lambda: ACTIONS[fault.action](place))
     dist.barrier()
