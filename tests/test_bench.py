@@ -25,7 +25,7 @@ from bench.launch import Measured, Rate, Request, StepTimes  # noqa: E402
 from bench.modes import ANY, BY_NAME, MODES, NO_LIMIT_BYTES  # noqa: E402
 from bench.step import TOLERANCE, LossesDiffer, budgets, check_losses, launch  # noqa: E402
 from graphshard.cost.comm import Collective, Group  # noqa: E402
-from graphshard.cost.curve import Fit, Sample, line  # noqa: E402
+from graphshard.cost.curve import Fit, line  # noqa: E402
 from graphshard.cost.machine import collective_us  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
 from graphshard.cost.profile import Origin, Profile, calibrated  # noqa: E402
@@ -358,7 +358,7 @@ def test_every_budget_has_its_mode():
 
 
 def test_the_profile_has_the_emulators_arithmetic(network, lane):
-    empty = Profile(ORIGIN, (), (), (), Fit(line(1.0, 1.0), (Sample(1.0, 2.0),)))
+    empty = Profile(ORIGIN, (), (), (), Fit(line(1.0, 1.0), ()))
     told = profile.with_network(empty, num_ranks=RANKS, gbit=1.0, alpha_us=ALPHA_US)
     machine = calibrated(preset("cpu"), Profile.from_json(told.to_json()))
     ranks = Group(RANKS, RANKS, "lane 0")

@@ -89,12 +89,12 @@ class Fit:
 
     @property
     def median_error(self) -> float:
-        """Median of the absolute relative errors."""
+        """Median of the absolute relative errors; the fit has samples."""
         return median(map(abs, self.residuals))
 
     @property
     def worst_error(self) -> float:
-        """Largest absolute relative error."""
+        """Largest absolute relative error; the fit has samples."""
         return max(map(abs, self.residuals))
 
 

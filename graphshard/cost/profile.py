@@ -218,8 +218,6 @@ def _fault(
     bounds = [c.upto for c in classes]
     if not bounds or not math.isinf(bounds[-1]) or any(a >= b for a, b in pairwise([0.0, *bounds])):
         return f"size classes must rise from 0 and end with an open one (null), found {bounds}"
-    if not samples:
-        return "a fit without samples"
     if any(s.amount <= 0 or s.us <= 0 for s in samples):
         return "samples have amounts and times above 0"
     if base_us + sum(c.us_per_unit for c in classes) <= 0:

@@ -41,7 +41,8 @@ def _rows(profile: Profile) -> Iterator[str]:
 
 def _row(name: str, fit: Fit, unit: str) -> str:
     rates = f"{_rates(fit.curve)} {unit}"
-    errors = (f"{fit.median_error:.0%}", f"{fit.worst_error:.0%}")
+    found = (fit.median_error, fit.worst_error) if fit.samples else ()
+    errors = [f"{error:.0%}" for error in found] or ["-", "-"]
     return ROW.format(name, f"{fit.curve.base_us:,.1f}", rates, *errors)
 
 
