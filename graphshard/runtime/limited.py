@@ -23,9 +23,10 @@ LEAVE_S = 8.0, 20.0  # at exit, for calls that were given up: rank 0, the others
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One call. over: locked until it is. awaited: it may come back while this process exits."""
+    """One call. over: locked until it is. call: None then, so that nothing of it is held any more.
+    awaited: it may come back while this process exits."""
 
-    call: Callable[[], Any]
+    call: Callable[[], Any] | None
     awaited: bool
     over: Lock = field(default_factory=Lock)
     result: Any = None
@@ -65,9 +66,11 @@ class _CallingThread(Thread):
             task = self.tasks.get()
             self.is_awaited = task.awaited
             try:
+                assert task.call is not None
                 task.result = task.call()
             except BaseException as error:
                 task.error = error
+            task.call = None
             self.is_awaited = False
             _IDLE.append(self)
             task.over.release()

@@ -328,16 +328,8 @@ def _settle() -> int:
     gc.collect()
     if not gc.get_freeze_count():
         gc.freeze()  # modules and what the first case left: later collections pass them over
-    _close_groups()
     dist.barrier()
     return len(dist.distributed_c10d._world.pg_map)
-
-
-def _close_groups() -> None:
-    """Those of meshes stay: DTensor remembers meshes, and takes one for another that is equal."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
-            dist.destroy_process_group(group)
 
 
 def _reply(conn: Connection, work: Callable[[], Any]) -> None:

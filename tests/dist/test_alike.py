@@ -65,10 +65,12 @@ def cases(draw: st.DrawFn) -> Case:
             found.append(Row(tuple(_moved(b, turn) for b in found[0].blocks), found[0].around))
         else:
             found.append(draw(rows()))
+    # AOTAutograd alone rounds otherwise where it takes dropout of bfloat16 apart.
+    drops = any(name == "dropout" for row in found for block in row.blocks for name, _ in block.ops)
     return Case(
         rows=tuple(found),
         turned=draw(st.sampled_from(["", "start", "end"])),
-        half=draw(st.sampled_from([False, False, True])),
+        half=draw(st.sampled_from([False, False, True])) and not drops,
         sharded=draw(st.sampled_from(["blocks", "blocks", "pairs", "root"])),
         each=draw(st.sampled_from([False, False, True])),
         loss=draw(st.sampled_from(["square", "sum", "part"])),

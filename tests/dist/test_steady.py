@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from graphshard.runtime import rooms
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 WARM_UP, STEADY = 4, 4
 LATE_S = 0.05  # gloo's threads let go of a collective's tensors a little after its end
