@@ -46,7 +46,15 @@ def draw(random: Random) -> Case:
     fault = Fault(action, point, count, rank)
     saves = point == "checkpoint" or random.random() < 0.1
     micro_steps = random.choice([1, 1, 2])
-    return Case(world_size, fault, options(random, action, point), micro_steps, replicas, saves)
+    return Case(
+        world_size,
+        fault,
+        options(random, action, point),
+        micro_steps,
+        replicas,
+        saves,
+        rehearsed=action.startswith("unshard") and random.random() < 0.5,
+    )
 
 
 def options(random: Random, action: str, point: str) -> dict[str, Any]:
