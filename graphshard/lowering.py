@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
+from torch._decomp import get_decompositions
 
 from graphshard.options import Options
 from graphshard.regions import Artifacts
@@ -28,10 +30,15 @@ class Lowering:
     whole: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None = None
 
 
+# The CPU's kernel lays its result out as the gradient lies; torch traces a contiguous one, which is
+# what the ops give that it takes this one apart into.
+OTHER_LAYOUTS = (torch.ops.aten.native_dropout_backward,)
+
+
 def lowering_of(options: Options, *, trains: bool) -> Lowering:
     """trains: the graph is a part of a training step."""
     if options.compute == "aten":
-        return Lowering(None, _same, None)
+        return Lowering(get_decompositions(OTHER_LAYOUTS), _same, None)
     from graphshard import inductor  # takes a second to import
 
     settings = dict(options.inductor)

@@ -74,7 +74,12 @@ def capture(
                 draft = drafted(name, joint, inputs, num_fwd_outputs, found, kw)
                 raise _Done(Captured(draft, count, symbols))
 
-            compiler = aot_autograd(fw_compiler=_never, bw_compiler=_never, partition_fn=stop)
+            compiler = aot_autograd(
+                fw_compiler=_never,
+                bw_compiler=_never,
+                partition_fn=stop,
+                decompositions=lowering.decompositions,
+            )
             return compiler(gm, example_inputs)
 
         config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)

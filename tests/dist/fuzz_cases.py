@@ -126,7 +126,12 @@ class Group:
 
 
 OPTIMIZERS = ("sgd", "adamw", "adamw-foreach", "adamw-fused", "in-backward")
-MESHES = ("flat", "1x2", "2x1")  # replicas x shards
+MESHES = {  # by the number of ranks; replicas x shards
+    1: ("flat",),
+    2: ("flat", "1x2", "2x1"),
+    3: ("flat", "1x3", "3x1"),
+    4: ("flat", "1x4", "2x2", "4x1"),
+}
 
 # -- what is done with it --------------------------------------------------------------------------
 
@@ -239,7 +244,7 @@ class FuzzCase:
     parameters FSDP2 does not manage, or which do not require grad when it gets them. divide: the
     divide factor. forward_prefetch, backward_prefetch: a group's number and those in its list.
     compile: "own" (`model.compile`), "wrap" (`torch.compile(model)`), "step" (a compiled function
-    that calls the model) or "each" (the modules of each group).
+    that calls the model) or "each" (the modules of each group). mesh: one of `MESHES`.
     """
 
     tree: Tree
@@ -254,6 +259,7 @@ class FuzzCase:
     frozen: tuple[str, ...] = ()
     forward_prefetch: tuple[tuple[int, tuple[int, ...]], ...] = ()
     backward_prefetch: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    ranks: int = 2
     __repr__ = _brief
 
 
@@ -317,8 +323,9 @@ def _trees(draw: st.DrawFn) -> Tree:
 
 
 @st.composite
-def _groups(draw: st.DrawFn, tree: Tree) -> tuple[Group, ...]:
+def _groups(draw: st.DrawFn, tree: Tree, shards: int) -> tuple[Group, ...]:
     """Any modules, children before parents; some calls of `fully_shard` get a list of two."""
+    factors = [factor for factor in (1, 2, 3, 4) if shards % factor == 0]
     order = paths(tree)
     shared = ("embed", "heads.0") if tree.tied else ()
     inner = [path for path in order[1:] if path not in shared]
@@ -330,13 +337,13 @@ def _groups(draw: st.DrawFn, tree: Tree) -> tuple[Group, ...]:
         lists = _first_two_joined(lists)
     if shared and draw(st.booleans()):
         lists.insert(0, shared)
-    reshard = draw(_rarely(None, True, False, 1, 2))
+    reshard = draw(_rarely(None, True, False, *factors))
     offload = draw(_rarely(False, False, False, True))
     precisions = draw(_precisions(tree, is_root=chosen[-1] == ""))
     return tuple(
         Group(
             modules,
-            draw(_rarely(reshard, None, True, False, 2)),
+            draw(_rarely(reshard, None, True, False, factors[-1])),
             draw(st.sampled_from(precisions)),
             draw(_rarely(False, True)),
             offload,
@@ -414,10 +421,12 @@ def _prefetches(groups: int) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def fuzz_cases(draw: st.DrawFn) -> FuzzCase:
+def fuzz_cases(draw: st.DrawFn, most_ranks: int = 4) -> FuzzCase:
     """A model, how it is sharded and compiled, and two to six things that are done with it."""
+    ranks = draw(_rarely(2, 1, 3, 4).filter(lambda number: number <= most_ranks))
+    mesh = draw(_rarely("flat", *MESHES[ranks][1:]))
     tree = draw(_trees())
-    groups = draw(_groups(tree))
+    groups = draw(_groups(tree, ranks if mesh == "flat" else int(mesh.split("x")[1])))
     calls = draw(st.lists(_calls(tree, len(groups)), min_size=1, max_size=5))
     first = draw(_steps(tree))
     calls = [first, *calls] if draw(_rarely(True, False)) else [*calls, first]
@@ -430,7 +439,7 @@ def fuzz_cases(draw: st.DrawFn) -> FuzzCase:
         tree,
         groups,
         tuple(calls),
-        mesh=draw(_rarely("flat", *MESHES[1:])),
+        mesh=mesh,
         # A conv's output is not contiguous; see Net.forward about outputs of graphs.
         compile=draw(_rarely("own", "wrap", "step", "own" if has(tree, "conv") else "each")),
         options=draw(_rarely((), *OPTIONS)),
@@ -440,6 +449,7 @@ def fuzz_cases(draw: st.DrawFn) -> FuzzCase:
         frozen=draw(_rarely(st.just(()), some).flatmap(lambda s: s)),
         forward_prefetch=_among(draw(_prefetches(len(groups))), earlier=True),
         backward_prefetch=_among(draw(_prefetches(len(groups))), earlier=False),
+        ranks=ranks,
     )
 
 

@@ -101,6 +101,7 @@ def equals_eager(workers: Pool, case: Case, limit_s: float) -> None:
 FOUND = [
     *(two_rows(name) for name in ("constant", "cond", "flex_score")),
     two_rows("number", turned="end"),
+    two_rows("dropout", turned="end"),
 ]
 
 

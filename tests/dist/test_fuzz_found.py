@@ -67,6 +67,6 @@ FOUND = {
 @pytest.mark.skipif(capped(2) < 2, reason="needs 2 ranks")
 @pytest.mark.parametrize("name", FOUND)
 def test_found(pool: Pool, name: str) -> None:
-    for outcome in pool.run(2, run_case, FOUND[name]):
+    for outcome in pool.run(FOUND[name].ranks, run_case, FOUND[name]):
         assert outcome.verdict == EQUAL, outcome.why
         assert outcome.in_graph == outcome.calls > 0
