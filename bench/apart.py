@@ -34,7 +34,7 @@ from bench import rounds  # noqa: E402
 from bench.rounds import say  # noqa: E402
 from examples.llama import LLAMA3_8B, Config, Llama  # noqa: E402
 from graphshard.planner import apart as planner_apart  # noqa: E402
-from graphshard.step_plan import Plan  # noqa: E402
+from graphshard.schedule.plan import Plan  # noqa: E402
 
 HARDWARE = "h100-ib400"
 SMALL = replace(LLAMA3_8B, num_layers=2, dim=256, num_heads=8, hidden=512, vocabulary=512)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from bench import emulator, overlap, peers
 from bench.models import WithLoss
 from graphshard.capture.ports import records_under
-from graphshard.step_plan import Estimate
+from graphshard.schedule.plan import Estimate
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from graphshard.offline.api import plan
     from graphshard.profiling import profile
     from graphshard.report import Measurement, Report, explain, measurements, plans
-    from graphshard.step_plan import Plan
+    from graphshard.schedule.plan import Plan
 
 _FSDP = (
     "CPUOffloadPolicy",
@@ -69,7 +69,7 @@ _HOME = {
     **dict.fromkeys(_FSDP, "torch.distributed.fsdp"),
     **dict.fromkeys(_ERRORS, "graphshard.errors"),
     "Measurement": "graphshard.report",
-    "Plan": "graphshard.step_plan",
+    "Plan": "graphshard.schedule.plan",
     "plan": "graphshard.offline.api",
     "Report": "graphshard.report",
     "explain": "graphshard.report",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from graphshard import artifacts
 from graphshard.capture.ports import CompiledPlan
 from graphshard.files.information import informing, write_whole
-from graphshard.step_plan import Plan
+from graphshard.schedule.plan import Plan
 from graphshard.view.log_text import collective_names, log_text
 from graphshard.view.trace import trace_text
 from graphshard.watch import Running

@@ -43,7 +43,7 @@ from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, ballots_of, roots_of
 from graphshard.runtime.run import Body, guarded
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 from graphshard.tenants import Shared, record_of
 from graphshard.watch import Running, executables
 

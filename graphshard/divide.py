@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from graphshard.planner.outline import Outline
 from graphshard.planner.problem import Category, Claim, Group, Region
+from graphshard.schedule.plan import GroupInfo
 from graphshard.sketch import Sketch
-from graphshard.step_plan import GroupInfo
 
 # A long stretch of compute is cut into so many regions.
 CUTS = 8

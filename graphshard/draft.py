@@ -44,8 +44,8 @@ from graphshard.pipeline import (
 from graphshard.planner.problem import Problem
 from graphshard.recompute import Unit, kept_beside, tag
 from graphshard.runtime.live import LiveGroup, find
+from graphshard.schedule.plan import GroupInfo, Plan, PricedOn
 from graphshard.sketch import basis_of
-from graphshard.step_plan import GroupInfo, Plan, PricedOn
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from graphshard.errors import CaptureError
 from graphshard.ir import copy_of, output_node, step_of
-from graphshard.step_plan import Schedule, Step, StepKind
+from graphshard.schedule.plan import Schedule, Step, StepKind
 
 
 def with_run_input(module: fx.GraphModule) -> fx.GraphModule:

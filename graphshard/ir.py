@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from graphshard.ops import REDUCE_GRAD, UNSHARD
-from graphshard.step_plan import Direction, GroupInfo, StepKind
+from graphshard.schedule.plan import Direction, GroupInfo, StepKind
 
 _GROUP = "graphshard_group"
 _STEP = "graphshard_step"
@@ -100,7 +100,7 @@ class CommStep:
 
     part: tells a step's nodes apart; a group is opened (`open`) before its `head`, and `wait`
     yields parameters by index (`head`) and one `item` for each that is used. params: where a group
-    is split, the parameters that this step is about (see `graphshard.step_plan.Step`).
+    is split, the parameters that this step is about (see `graphshard.schedule.plan.Step`).
     """
 
     kind: StepKind

@@ -19,7 +19,7 @@ from graphshard.pricing import Freedom
 from graphshard.runtime.agree import lead_costs
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.live import LiveGroup
-from graphshard.step_plan import Reshard
+from graphshard.schedule.plan import Reshard
 
 
 def order_of(groups: Sequence[LiveGroup], options: Options, ballots: Sequence[Ballot]) -> Order:

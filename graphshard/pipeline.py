@@ -24,8 +24,8 @@ from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.problem import Problem
 from graphshard.pricing import Freedom, price
 from graphshard.recompute import offered
+from graphshard.schedule.plan import Figures, GroupInfo, Plan, Reshard, Schedule
 from graphshard.sketch import Basis, basis_of, outline
-from graphshard.step_plan import Figures, GroupInfo, Plan, Reshard, Schedule
 from graphshard.verify import verify
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from graphshard.files.reading import read_json, reason, shown
 from graphshard.planner.apart import reductions_apart
 from graphshard.planner.problem import Problem, checked
 from graphshard.planner.simulate import simulate
-from graphshard.schedule import to_json
-from graphshard.step_plan import GroupInfo, Plan
+from graphshard.schedule.plan import GroupInfo, Plan
+from graphshard.schedule.steps import to_json
 
 # A plan of 100 groups takes about 1 MiB.
 MOST_BYTES = 2**28
@@ -68,7 +68,8 @@ def key_of(
 def _planner() -> str:
     """Changes with every version of graphshard that may plan otherwise."""
     here = Path(__file__).parent
-    files = [here / "step_plan.py", here / "schedule.py", *sorted((here / "planner").glob("*.py"))]
+    schedule = [here / "schedule" / "plan.py", here / "schedule" / "steps.py"]
+    files = [*schedule, *sorted((here / "planner").glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

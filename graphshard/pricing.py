@@ -36,8 +36,8 @@ from graphshard.planner.problem import (
     Use,
     checked,
 )
+from graphshard.schedule.plan import Direction, GroupInfo, ParamInfo, Reshard
 from graphshard.sketch import Basis
-from graphshard.step_plan import Direction, GroupInfo, ParamInfo, Reshard
 
 # A group that is larger than this many typical ones may travel in several parts, at most MAX_PARTS;
 # so may the root.

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from graphshard import measured as times
 from graphshard.announce import announce
 from graphshard.capture.ports import CompiledPlan, Record, records_under
 from graphshard.errors import MeasureError
-from graphshard.measured import Measured
 from graphshard.runtime.agree import told
+from graphshard.schedule import measured as times
+from graphshard.schedule.measured import Measured
 from graphshard.watch import (
     OBSERVER,
     Laps,

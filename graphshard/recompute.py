@@ -22,7 +22,7 @@ from graphshard.cost.live import owner, tensor_bytes
 from graphshard.ir import Program, compute_nodes, is_view, output_node, step_of
 from graphshard.planner.outline import GroupUse, Outline
 from graphshard.planner.problem import Problem, Recompute, checked
-from graphshard.step_plan import GroupInfo
+from graphshard.schedule.plan import GroupInfo
 
 
 @dataclass(frozen=True, slots=True)

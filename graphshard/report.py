@@ -10,8 +10,8 @@ from torch import nn
 from graphshard.capture.ports import CompiledPlan, Record, records_under
 from graphshard.files.information import printable
 from graphshard.fsdp2 import fsdp_groups, states_under
-from graphshard.measured import Measured
-from graphshard.step_plan import Plan
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.plan import Plan
 from graphshard.view.comparison import comparison_text
 from graphshard.watch import Running
 

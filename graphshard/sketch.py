@@ -22,7 +22,7 @@ from graphshard.cuts import crossing_bytes, late_params, snapped
 from graphshard.ir import Program, aliases, compute_nodes, positions, steps
 from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
 from graphshard.recompute import Unit, units
-from graphshard.step_plan import Direction, GroupInfo, StepKind
+from graphshard.schedule.plan import Direction, GroupInfo, StepKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,6 @@ from graphshard.feedback import Feedback
 from graphshard.fsdp2 import modules_of
 from graphshard.fsdp2.describe import describe
 from graphshard.ir import Program
-from graphshard.measured import Measured
-from graphshard.namesake import plan_for
 from graphshard.options import Options
 from graphshard.runtime.agree import check_call, join
 from graphshard.runtime.ahead import follow_optimizers
@@ -37,7 +35,9 @@ from graphshard.runtime.live import (
     roots_of,
 )
 from graphshard.runtime.run import Body
-from graphshard.step_plan import Direction, GroupInfo, Plan, Reshard
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.namesake import plan_for
+from graphshard.schedule.plan import Direction, GroupInfo, Plan, Reshard
 from graphshard.watch import OBSERVER, Running
 
 

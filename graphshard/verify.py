@@ -30,7 +30,7 @@ from graphshard.ir import (
     waits_of,
     window,
 )
-from graphshard.step_plan import StepKind
+from graphshard.schedule.plan import StepKind
 
 
 @dataclass(frozen=True, slots=True)

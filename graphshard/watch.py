@@ -15,17 +15,17 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import fx
 
-from graphshard import measured as times
 from graphshard.emit import emit, with_marks
 from graphshard.ir import Program
-from graphshard.measured import Issued, Lap, Measured
 from graphshard.options import Options
 from graphshard.planner.observed import travelling
 from graphshard.planner.problem import Problem
 from graphshard.regions import Artifacts, compile_missing, linked, sliced
 from graphshard.runtime.run import Body
-from graphshard.schedule import ISSUES
-from graphshard.step_plan import Direction, Plan, Step
+from graphshard.schedule import measured as times
+from graphshard.schedule.measured import Issued, Lap, Measured
+from graphshard.schedule.plan import Direction, Plan, Step
+from graphshard.schedule.steps import ISSUES
 
 Laps: TypeAlias = dict[Direction, list[Lap]]
 Stretches: TypeAlias = dict[Direction, tuple[Step, ...]]

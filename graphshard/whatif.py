@@ -16,10 +16,10 @@ from graphshard.cost.comm import Collective, Group
 from graphshard.cost.machine import Machine, collective_us
 from graphshard.cost.presets import preset
 from graphshard.cost.symbolic import INTER, INTRA, WORLD, Formula, formula
-from graphshard.forecast import CollectiveTime
-from graphshard.groups import size_bytes
-from graphshard.replay import critical_path, replayed
-from graphshard.step_plan import Category, Estimate, Plan, Schedule, Step, StepKind
+from graphshard.schedule.forecast import CollectiveTime
+from graphshard.schedule.groups import size_bytes
+from graphshard.schedule.plan import Category, Estimate, Plan, Schedule, Step, StepKind
+from graphshard.schedule.replay import critical_path, replayed
 
 SHARDED = (Category.SHARDED_PARAM, Category.SHARDED_GRAD, Category.OPT_STATE)
 BATCHED = (Category.ACTIVATION, Category.TEMP, Category.INPUTS)

@@ -7,7 +7,7 @@ from torch import fx
 
 from graphshard.errors import VerifyError
 from graphshard.ir import Program, compute_nodes, output_node, step_of, steps
-from graphshard.step_plan import Direction, Plan, Reshard, Schedule, StepKind
+from graphshard.schedule.plan import Direction, Plan, Reshard, Schedule, StepKind
 
 
 def apply_plan(program: Program, plan: Plan) -> Program:

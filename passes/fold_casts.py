@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from graphshard.ir import Program, cast_dtype, unshard_marks
-from graphshard.step_plan import GroupInfo, ParamInfo
+from graphshard.schedule.plan import GroupInfo, ParamInfo
 
 
 def fold_casts(program: Program) -> Program:

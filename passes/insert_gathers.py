@@ -16,7 +16,7 @@ from graphshard.ir import (
     set_step,
     unshard_marks,
 )
-from graphshard.step_plan import GroupInfo, StepKind
+from graphshard.schedule.plan import GroupInfo, StepKind
 
 
 def insert_gathers(program: Program) -> Program:

@@ -17,7 +17,7 @@ from graphshard.ir import (
     set_step,
 )
 from graphshard.passes.insert_gathers import open_group
-from graphshard.step_plan import GroupInfo, StepKind
+from graphshard.schedule.plan import GroupInfo, StepKind
 
 
 def insert_reductions(program: Program) -> Program:

@@ -1,7 +1,7 @@
 """Each gathered group is released after its last use."""
 
 from graphshard.ir import CommStep, Program, aliases, awaited_group, positions, set_step, steps
-from graphshard.step_plan import StepKind
+from graphshard.schedule.plan import StepKind
 
 
 def insert_releases(program: Program) -> Program:

@@ -6,7 +6,7 @@ from torch import fx
 
 from graphshard.errors import VerifyError
 from graphshard.ir import CommStep, Program, identifier, set_step, step_of
-from graphshard.step_plan import GroupInfo, Plan, Schedule, Step, StepKind
+from graphshard.schedule.plan import GroupInfo, Plan, Schedule, Step, StepKind
 
 
 def regroup(program: Program, plan: Plan) -> Program:

@@ -17,7 +17,7 @@ from graphshard.planner.events import (
 )
 from graphshard.planner.kit import Kit
 from graphshard.planner.stage import stage_of
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 
 def subsets(items):

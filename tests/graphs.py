@@ -8,7 +8,7 @@ from torch.fx.node import map_arg
 
 from graphshard.ir import Program, is_unshard, set_anchor_group
 from graphshard.ops import REDUCE_GRAD, UNSHARD
-from graphshard.step_plan import GroupInfo, ParamInfo
+from graphshard.schedule.plan import GroupInfo, ParamInfo
 
 aten = torch.ops.aten
 META = torch.device("meta")

@@ -8,7 +8,7 @@ from test_comparison import as_predicted
 
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Claim, Problem, Region
-from graphshard.step_plan import Category, ParamInfo, Plan, PricedOn, StepKind
+from graphshard.schedule.plan import Category, ParamInfo, Plan, PricedOn, StepKind
 
 GIB = 2**30
 

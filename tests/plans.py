@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from graphshard.step_plan import Direction, GroupInfo, ParamInfo, Plan, Schedule, Step, StepKind
+from graphshard.schedule.plan import Direction, GroupInfo, ParamInfo, Plan, Schedule, Step, StepKind
 
 KINDS = {
     "issue": StepKind.GATHER_ISSUE,

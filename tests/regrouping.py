@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from graphshard.step_plan import GroupInfo, Plan, Schedule, Step, StepKind
+from graphshard.schedule.plan import GroupInfo, Plan, Schedule, Step, StepKind
 
 GATHER = (StepKind.GATHER_ISSUE, StepKind.GATHER_WAIT)
 REDUCE = (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT)

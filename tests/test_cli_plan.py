@@ -10,7 +10,7 @@ from test_offline import EXAMPLES, HARDWARE
 
 from graphshard.cli import main
 from graphshard.offline.world import pretended
-from graphshard.step_plan import Plan
+from graphshard.schedule.plan import Plan
 from graphshard.view.offline import Row, pareto
 
 # Functions as a user writes them, right and wrong.

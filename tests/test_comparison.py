@@ -6,9 +6,9 @@ import pytest
 from planning import layers
 from plans import group, two_layers
 
-from graphshard.measured import Measured, Stretch
 from graphshard.planner.plan_step import plan_step
-from graphshard.step_plan import Direction, Plan, StepKind
+from graphshard.schedule.measured import Measured, Stretch
+from graphshard.schedule.plan import Direction, Plan, StepKind
 from graphshard.view.comparison import comparison_text
 
 

@@ -12,7 +12,7 @@ from graphshard.cost.memory import (
     params_of,
     total_bytes,
 )
-from graphshard.step_plan import GroupInfo, ParamInfo
+from graphshard.schedule.plan import GroupInfo, ParamInfo
 
 ADAMW = OPTIMIZERS["adamw"]
 # bfloat16 compute on float32 shards, gradients reduced in float32. 7 rows on 2 ranks are padded.

@@ -9,7 +9,7 @@ import torch
 from graphshard.cuts import crossing_bytes, late_params, snapped
 from graphshard.ir import compute_nodes
 from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from test_comparison import as_predicted, planned
 
 from graphshard.cli import main
 from graphshard.errors import MeasureError
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 from graphshard.view.diff import REST, WAITS, diff, diff_measured
 from graphshard.view.diff_text import diff_dict, diff_text
 from graphshard.view.text import WIDTH

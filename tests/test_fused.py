@@ -10,7 +10,7 @@ import graphshard
 from examples.llama import Config, Llama
 from graphshard.errors import OptionsError
 from graphshard.planner.outline import GroupUse, Outline, Ready
-from graphshard.step_plan import Category, Direction, Plan
+from graphshard.schedule.plan import Category, Direction, Plan
 
 SMALL = Config(256, 6, 4, 512, num_kv_heads=2, vocabulary=512, recompute="none")
 

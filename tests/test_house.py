@@ -95,7 +95,7 @@ LIGHT = (
     "graphshard.cost.presets",
     "graphshard.cost.profile",
     "graphshard.cost.symbolic",
-    "graphshard.step_plan",
+    "graphshard.schedule.plan",
     "graphshard.planner.one_ahead",
     "graphshard.view.costs",
     "graphshard.view.diff_text",

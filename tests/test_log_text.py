@@ -6,7 +6,7 @@ from planning import layers
 from plans import two_layers
 from test_comparison import as_predicted, planned
 
-from graphshard.step_plan import Plan
+from graphshard.schedule.plan import Plan
 from graphshard.view.log_text import collective_names, log_text
 from graphshard.view.scenario import predicted
 from graphshard.view.units import reason_text

@@ -33,8 +33,8 @@ from graphshard.cost.presets import preset
 from graphshard.cost.profile import Profile, calibrated, read_profile
 from graphshard.cost.roofline import Work, op_us
 from graphshard.errors import GraphshardError, GraphshardWarning
-from graphshard.schedule import direction_range_name, range_name
-from graphshard.step_plan import Plan, StepKind
+from graphshard.schedule.plan import Plan, StepKind
+from graphshard.schedule.steps import direction_range_name, range_name
 from graphshard.view.costs import profile_lines
 from graphshard.view.log_text import log_text
 
@@ -106,7 +106,7 @@ def measured_plan():
 
 
 def _measured(made):
-    from graphshard.schedule import to_json
+    from graphshard.schedule.steps import to_json
 
     return json.loads(to_json(as_predicted(made, 1.1, 1.2)))
 

@@ -18,8 +18,8 @@ from graphshard.offline.study import Point, Study
 from graphshard.offline.target import made_of, target_of
 from graphshard.offline.world import built, pretended
 from graphshard.pricing import Freedom
+from graphshard.schedule.plan import Direction, Plan
 from graphshard.sketch import basis_of
-from graphshard.step_plan import Direction, Plan
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HARDWARE = "h100-ib400"

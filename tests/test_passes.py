@@ -24,7 +24,7 @@ from graphshard.passes.sink_views import sink_views
 from graphshard.passes.sum_gradients import sum_gradients
 from graphshard.passes.tag_recompute import tag_recompute
 from graphshard.pipeline import run_passes, schedule
-from graphshard.step_plan import StepKind
+from graphshard.schedule.plan import StepKind
 
 HALF = torch.bfloat16
 

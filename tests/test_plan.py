@@ -7,7 +7,7 @@ import pytest
 from plans import group, plan, two_layers
 
 from graphshard.errors import FileError
-from graphshard.step_plan import Lane, Plan, Residency, StepKind, gathered_bytes_by_step
+from graphshard.schedule.plan import Lane, Plan, Residency, StepKind, gathered_bytes_by_step
 
 
 def test_json_round_trip():

@@ -14,7 +14,7 @@ from graphshard import plan_cache
 from graphshard.errors import FileError, GraphshardWarning, PlanError
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Lane, Problem, Region
-from graphshard.step_plan import Plan
+from graphshard.schedule.plan import Plan
 
 PROBLEM = Problem(groups=(), lanes=(Lane("lane 0"),), forward=(Region(5.0),), budget_bytes=100)
 PLAN = two_layers()

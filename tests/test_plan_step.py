@@ -10,7 +10,7 @@ from planning import in_place, layers, random_problem
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.plan_step import fsdp2, plan_step
 from graphshard.planner.problem import Recompute
-from graphshard.step_plan import Direction, StepKind
+from graphshard.schedule.plan import Direction, StepKind
 
 
 def test_without_a_budget_the_peak_is_at_most_that_of_fsdp2():

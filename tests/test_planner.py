@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.outline import GroupUse, Outline, Ready
-from graphshard.step_plan import Direction, StepKind
+from graphshard.schedule.plan import Direction, StepKind
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 WORDS = {

@@ -15,7 +15,7 @@ from graphshard.planner.fsdp2 import fsdp2_choices
 from graphshard.planner.kit import Kit
 from graphshard.planner.plan_step import fsdp2, plan_step
 from graphshard.planner.score import Bench, candidate
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 # The acceptance run is GRAPHSHARD_EXAMPLES=500 (a quarter of an hour); CI takes fewer.
 EXAMPLES = int(os.environ.get("GRAPHSHARD_EXAMPLES", "50"))

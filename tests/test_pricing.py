@@ -14,8 +14,8 @@ from graphshard.planner.choices import Bucket, Choices
 from graphshard.planner.events import gather_events, region_events
 from graphshard.planner.plan_step import fsdp2, plan_step
 from graphshard.planner.problem import Category, Claim
+from graphshard.schedule.plan import Direction, Schedule
 from graphshard.sketch import basis_of
-from graphshard.step_plan import Direction, Schedule
 
 OWN = GroupSettings(None, False, 2, 2, "lane 0", "lane 0", 64, 128, 4)
 

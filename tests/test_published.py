@@ -15,12 +15,12 @@ from examples.llama import LLAMA3_8B, LLAMA3_70B, Config, Llama
 from graphshard.cost.optimizer import ADAMW_PASSES, CLIP_PASSES, adamw_us
 from graphshard.cost.presets import preset
 from graphshard.cost.reserved import reserved_bytes
-from graphshard.estimate import Category
-from graphshard.forecast import Forecast
 from graphshard.offline.study import Point, Study
 from graphshard.offline.target import made_of
 from graphshard.options import parse_options
 from graphshard.order import freedom_of
+from graphshard.schedule.estimate import Category
+from graphshard.schedule.forecast import Forecast
 
 LENGTH = 8_192
 GIB = 2**30

@@ -16,8 +16,8 @@ from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended
 from graphshard.pipeline import is_worth
 from graphshard.planner.plan_step import plan_step
+from graphshard.schedule.plan import Figures, Plan
 from graphshard.sketch import basis_of
-from graphshard.step_plan import Figures, Plan
 
 
 def saved_bytes(parts):

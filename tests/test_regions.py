@@ -8,7 +8,7 @@ from torch import fx
 
 from graphshard.ir import CommStep, set_step
 from graphshard.regions import Artifacts, compile_missing, linked, sliced
-from graphshard.step_plan import StepKind
+from graphshard.schedule.plan import StepKind
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from graphshard.passes import PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.regroup import regroup
 from graphshard.pipeline import run_passes
-from graphshard.step_plan import StepKind
+from graphshard.schedule.plan import StepKind
 from graphshard.verify import verify
 
 BACKWARD = (

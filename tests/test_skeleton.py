@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from plans import group, plan, two_layers
 
-from graphshard import skeleton
-from graphshard.skeleton import Entry
+from graphshard.schedule import signature as skeleton
+from graphshard.schedule.signature import Entry
 
 
 def test_a_kept_gather_is_no_collective():

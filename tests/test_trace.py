@@ -14,7 +14,7 @@ from traces import arrows, checked
 
 from graphshard.cli import main
 from graphshard.errors import MeasureError
-from graphshard.step_plan import StepKind
+from graphshard.schedule.plan import StepKind
 from graphshard.view.scenario import scenarios
 from graphshard.view.trace import merged, read_trace, trace
 

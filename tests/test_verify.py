@@ -13,7 +13,7 @@ from graphshard.ir import adopt, note_attributes, output_node, reduce_marks, ste
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.regroup import regroup
 from graphshard.pipeline import run_passes, schedule
-from graphshard.step_plan import StepKind
+from graphshard.schedule.plan import StepKind
 from graphshard.verify import RULES, verify
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from plans import group, plan, two_layers
 
-from graphshard.step_plan import Direction, Lane
+from graphshard.schedule.plan import Direction, Lane
 from graphshard.view.text import bytes_text, summary_lines
 from graphshard.view.timeline import POINT_SHARE, Bar, Segment, axis_edges, timeline
 

@@ -6,7 +6,7 @@ import pytest
 from pictures import every_plan, llama, planned
 from planning import random_problem
 
-from graphshard.step_plan import Direction, Lane, StepKind
+from graphshard.schedule.plan import Direction, Lane, StepKind
 from graphshard.view.axis import axis_of
 from graphshard.view.groups import table_of
 from graphshard.view.headline import headline

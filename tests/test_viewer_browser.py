@@ -15,7 +15,7 @@ import pytest
 from pictures import every_plan, llama, planned
 from test_view_page import VIEWS
 
-from graphshard.step_plan import Plan
+from graphshard.schedule.plan import Plan
 from graphshard.view.html import render
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)

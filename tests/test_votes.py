@@ -12,7 +12,7 @@ from graphshard.runtime import agree
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.job_store import job_store
 from graphshard.runtime.leftovers import OwnStore
-from graphshard.step_plan import Estimate, Figures
+from graphshard.schedule.plan import Estimate, Figures
 
 PLAN = two_layers()
 FQNS = ("layers.0", "layers.1")

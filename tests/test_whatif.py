@@ -11,8 +11,8 @@ from graphshard.cost.comm import Collective, Group
 from graphshard.cost.machine import collective_us
 from graphshard.cost.presets import preset
 from graphshard.planner.problem import Claim
-from graphshard.replay import critical_path, replayed
-from graphshard.step_plan import Category, PricedOn
+from graphshard.schedule.plan import Category, PricedOn
+from graphshard.schedule.replay import critical_path, replayed
 from graphshard.whatif import Cluster, peak_bytes_formula, step_time_formula, what_if
 
 H100 = preset("h100")

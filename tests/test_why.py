@@ -9,7 +9,7 @@ from plans import two_layers
 from test_comparison import planned
 
 from graphshard.cli import main
-from graphshard.step_plan import Direction, Reason, Schedule
+from graphshard.schedule.plan import Direction, Reason, Schedule
 from graphshard.view.why import reasons_of, why_text
 
 

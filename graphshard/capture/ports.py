@@ -19,14 +19,14 @@ from graphshard import fsdp2
 from graphshard.capture.entrance import Entrance, Link, entrance_of, lay_out
 from graphshard.capture.plain import modules_to_leave, run_plainly
 from graphshard.fsdp2 import FsdpGroup, State
-from graphshard.measured import Measured
 from graphshard.runtime.agree import mark
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.calls import when_done
 from graphshard.runtime.issued import follow
 from graphshard.runtime.live import LiveGroup, Root, register
 from graphshard.runtime.roll import members_of, open_ballots
-from graphshard.step_plan import Plan
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.plan import Plan
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from graphshard.errors import FileError, OptionsError
 from graphshard.files.decode import DecodeError, parse
 from graphshard.files.information import printable
 from graphshard.files.reading import read_bytes, reason, shown
-from graphshard.measured import Measured
 from graphshard.options import MOST_COUNT, parse_bytes
-from graphshard.step_plan import Plan
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.plan import Plan
 
 EXIT_OK = 0
 EXIT_CAPTURE = 1

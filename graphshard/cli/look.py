@@ -17,7 +17,7 @@ from graphshard.cli.common import (
 )
 from graphshard.errors import FileError, OptionsError
 from graphshard.files.reading import shown
-from graphshard.step_plan import Plan
+from graphshard.schedule.plan import Plan
 
 
 def add_view(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from graphshard.cost.sizes import Sizes
 from graphshard.ir import compute_nodes, is_reduce, is_unshard, is_view, step_of
-from graphshard.step_plan import StepKind
+from graphshard.schedule.plan import StepKind
 
 
 @dataclass(frozen=True, slots=True)

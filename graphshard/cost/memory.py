@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 from graphshard.cost.algebra import Quantity, ceil_div, if_one
-from graphshard.step_plan import Category as Category
-from graphshard.step_plan import GroupInfo
+from graphshard.schedule.plan import Category as Category
+from graphshard.schedule.plan import GroupInfo
 
 # Bytes per element by torch's name of the dtype, without importing torch.
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(

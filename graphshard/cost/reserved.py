@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphshard.estimate import Category
-from graphshard.forecast import Forecast
+from graphshard.schedule.estimate import Category
+from graphshard.schedule.forecast import Forecast
 
 # The allocator gives freed memory only to the stream that asked for it first (a block belongs to
 # its stream: c10/cuda/CUDACachingAllocator.cpp). FSDP2 asks for what it gathers in its all-gather

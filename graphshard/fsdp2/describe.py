@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from graphshard.fsdp2.group import FsdpGroup
-from graphshard.step_plan import GroupInfo, ParamInfo
+from graphshard.schedule.plan import GroupInfo, ParamInfo
 
 
 def describe(group_id: int, group: FsdpGroup) -> GroupInfo:

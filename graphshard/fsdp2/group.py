@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2.param import FsdpParam
 from graphshard.fsdp2.threads import ranks_are_threads
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 # torch >= 2.15
 MAY_KEEP_STORAGE = hasattr(FSDPModule, "set_keep_unsharded_storage")

@@ -15,7 +15,7 @@ from graphshard.fsdp2.apart import may_reduce_apart
 from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.param import FsdpParam, hooks_of
 from graphshard.fsdp2.state import is_root
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 # AdamW's and Adam's two moments. The optimizer is not known when a graph is planned.
 OPTIMIZER_TENSORS = 2

@@ -13,8 +13,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard.fsdp2.group import FsdpGroup, fsdp_groups
 from graphshard.fsdp2.param import FsdpParam
-from graphshard.group_signature import GroupSignature, ParamSignature
-from graphshard.step_plan import Direction
+from graphshard.schedule.group_signature import GroupSignature, ParamSignature
+from graphshard.schedule.plan import Direction
 
 
 @dataclass(frozen=True, slots=True)

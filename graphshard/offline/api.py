@@ -19,7 +19,7 @@ from graphshard.offline.target import Sizes, made_of
 from graphshard.offline.world import Made
 from graphshard.options import parse_count, parse_options
 from graphshard.order import freedom_of
-from graphshard.step_plan import Plan
+from graphshard.schedule.plan import Plan
 
 # GPUs in one node of the usual servers (DGX and HGX A100, H100, H200, B200).
 RANKS_PER_NODE = 8

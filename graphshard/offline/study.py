@@ -42,8 +42,8 @@ from graphshard.offline.world import (
 from graphshard.pipeline import Order, best_plan, pose
 from graphshard.pricing import Freedom
 from graphshard.recompute import Unit
+from graphshard.schedule.plan import Plan
 from graphshard.sketch import Basis, basis_of
-from graphshard.step_plan import Plan
 from graphshard.view.offline import Effort
 
 Build = Callable[[Sizes], Made]

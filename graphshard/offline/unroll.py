@@ -16,8 +16,8 @@ from graphshard.cost.live import Live
 from graphshard.offline.repeats import CAPTURED, Repeat
 from graphshard.planner.outline import GroupUse, ParamUse, Ready
 from graphshard.recompute import Unit
+from graphshard.schedule.plan import Direction, GroupInfo
 from graphshard.sketch import Basis, Sketch
-from graphshard.step_plan import Direction, GroupInfo
 
 # The captured blocks: two that come first in forward, two that come last.
 _EARLY = CAPTURED // 2

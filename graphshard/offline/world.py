@@ -24,7 +24,7 @@ from graphshard.errors import OfflineError
 from graphshard.fsdp2.describe import describe, name_of
 from graphshard.fsdp2.settings import GroupSettings, settings_of
 from graphshard.offline.unfilled import Unfilled
-from graphshard.step_plan import GroupInfo
+from graphshard.schedule.plan import GroupInfo
 
 
 @dataclass(frozen=True, slots=True)

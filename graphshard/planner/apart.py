@@ -11,7 +11,7 @@ from dataclasses import replace
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.plan_step import Planned, plan_step
 from graphshard.planner.problem import Lane, Problem
-from graphshard.step_plan import Estimate
+from graphshard.schedule.plan import Estimate
 
 WORTH = 0.02
 

@@ -20,7 +20,7 @@ import networkx as nx
 from graphshard.planner.events import Turn, turns
 from graphshard.planner.fsdp2 import keeps
 from graphshard.planner.problem import Group, Problem, gather_of, use_of
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 
 @dataclass(frozen=True, slots=True)

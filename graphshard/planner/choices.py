@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from graphshard.planner.kit import Kit, once
 from graphshard.planner.problem import Group, Part, Problem, use_of
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from graphshard.forecast import CollectiveTime, Forecast, StepTime
 from graphshard.planner.choices import Choices
 from graphshard.planner.events import (
     Event,
@@ -25,7 +24,8 @@ from graphshard.planner.problem import Claim, Problem
 from graphshard.planner.score import Bench, Candidate, score, start_bytes
 from graphshard.planner.simulate import Run, Simulation, owners_at, play, report
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of
-from graphshard.step_plan import Category, Direction, Schedule
+from graphshard.schedule.forecast import CollectiveTime, Forecast, StepTime
+from graphshard.schedule.plan import Category, Direction, Schedule
 
 Place: TypeAlias = Callable[[Problem, Stage], Placement]
 

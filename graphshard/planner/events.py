@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from graphshard.planner.choices import Bucket, Choices, parts_of, transfer_us
 from graphshard.planner.problem import Category, Claim, Problem, gather_of
-from graphshard.step_plan import Direction, Step, StepKind
+from graphshard.schedule.plan import Direction, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from graphshard.planner.kit import Kit
 from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.stage import Placement, Reduced, Stage, position_before
-from graphshard.step_plan import Direction, StepKind
+from graphshard.schedule.plan import Direction, StepKind
 
 ONE_AHEAD = Policy(gathers=1)
 

@@ -13,7 +13,7 @@ from graphshard.planner.kit import Kit
 from graphshard.planner.moves import lean_choices
 from graphshard.planner.problem import Claim, Problem, Region
 from graphshard.planner.score import Bench, Candidate, candidate
-from graphshard.step_plan import Direction, Step
+from graphshard.schedule.plan import Direction, Step
 
 HALVINGS = 10  # 0.1 % of the distance between the first bounds
 OWNERS = 4

@@ -24,7 +24,7 @@ from graphshard.planner.choices import (
 from graphshard.planner.fsdp2 import has_lists
 from graphshard.planner.kit import Kit
 from graphshard.planner.problem import Group, gather_of
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 # Regions by which a reduction may be held back.
 DELAYS = (1, 2, 3, 5, 8)

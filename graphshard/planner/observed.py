@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from graphshard.measured import Measured, Stretch
 from graphshard.planner.problem import Group, Part, Problem, Region, Transfer, checked, gather_of
-from graphshard.schedule import WAIT_OF
-from graphshard.step_plan import Direction, Step, StepKind
+from graphshard.schedule.measured import Measured, Stretch
+from graphshard.schedule.plan import Direction, Step, StepKind
+from graphshard.schedule.steps import WAIT_OF
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from graphshard.planner.outline import GroupUse, Outline, Ready
-from graphshard.step_plan import Direction, Schedule, Step, StepKind
+from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
 
 
 def one_ahead(outline: Outline) -> Schedule:

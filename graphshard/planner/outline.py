@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 
 @dataclass(frozen=True, slots=True)

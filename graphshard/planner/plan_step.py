@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphshard.errors import InfeasibleBudget
-from graphshard.forecast import Forecast
 from graphshard.planner.bounds import lower_bound_us
 from graphshard.planner.compare import Place, forecasts, placed_as, schedules, simulated
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
@@ -22,7 +21,8 @@ from graphshard.planner.score import Bench, Candidate
 from graphshard.planner.search import search
 from graphshard.planner.settle import lean, settled
 from graphshard.planner.simulate import Simulation
-from graphshard.step_plan import Course, Estimate, Figures, Moment, Owner, Reason, Schedule
+from graphshard.schedule.forecast import Forecast
+from graphshard.schedule.plan import Course, Estimate, Figures, Moment, Owner, Reason, Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from graphshard.errors import PlanError
-from graphshard.step_plan import Category as Category
-from graphshard.step_plan import Direction, StepKind
+from graphshard.schedule.plan import Category as Category
+from graphshard.schedule.plan import Direction, StepKind
 
 # Times are rounded to multiples of this (about 1 ns). Sums of such numbers below 2**43 us are
 # exact in float64, so equal schedules have equal times and gains add up without a remainder.

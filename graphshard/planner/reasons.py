@@ -20,7 +20,7 @@ from graphshard.planner.score import Bench, Candidate, score, start_bytes
 from graphshard.planner.simulate import Simulation
 from graphshard.planner.stage import stage_of
 from graphshard.planner.timing import why_not_earlier
-from graphshard.step_plan import Direction, Reason
+from graphshard.schedule.plan import Direction, Reason
 
 
 def reasons_of(

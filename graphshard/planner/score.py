@@ -19,7 +19,7 @@ from graphshard.planner.memory import Profile, View, profile_of, view_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 # Reduction buffers that gathers leave room for, and gathers in flight where both share a lane.
 BUFFERS = (UNLIMITED, 0, 1, 2, 4, 8)

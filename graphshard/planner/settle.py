@@ -27,7 +27,7 @@ from graphshard.planner.problem import Problem
 from graphshard.planner.score import Bench, Scored, score, start_bytes
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, gather_positions, placed, stage_of
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 ROUNDS = 4
 # So much of the time is nothing beside what a prediction is worth, if memory falls by its share.

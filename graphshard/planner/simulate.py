@@ -30,7 +30,7 @@ from graphshard.planner.events import (
 )
 from graphshard.planner.problem import Category, Claim, Lane, Problem
 from graphshard.planner.wires import Wires
-from graphshard.step_plan import Direction, Schedule, Step, StepKind
+from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)

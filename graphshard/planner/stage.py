@@ -33,7 +33,7 @@ from graphshard.planner.events import (
     release_event,
 )
 from graphshard.planner.kit import Kit, once, recently
-from graphshard.step_plan import Direction, Schedule, Step, StepKind
+from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
 
 NEVER = -1
 REDUCE_WAIT, RELEASE, GATHER_EARLY, REDUCE_ISSUE, GATHER_NEXT, REDUCE_WAIT_LATE, GATHER_WAIT = (

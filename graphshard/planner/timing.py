@@ -18,7 +18,7 @@ from graphshard.planner.problem import Claim, Problem
 from graphshard.planner.score import Bench, Candidate
 from graphshard.planner.simulate import Collective, Simulation, owners_at
 from graphshard.planner.stage import assemble, stage_of
-from graphshard.step_plan import Category, Direction, Reason, Step, StepKind
+from graphshard.schedule.plan import Category, Direction, Reason, Step, StepKind
 
 OWNERS = 2
 

@@ -20,7 +20,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import NoReturn
 
-from graphshard import group_signature
 from graphshard.errors import DivergedRanks, StoreLost
 from graphshard.runtime.aside import look_again
 from graphshard.runtime.ballot import (
@@ -43,8 +42,9 @@ from graphshard.runtime.votes import (
     other_uses,
     stopped,
 )
-from graphshard.skeleton import Skeleton, fingerprint, to_text
-from graphshard.step_plan import Plan
+from graphshard.schedule import group_signature
+from graphshard.schedule.plan import Plan
+from graphshard.schedule.signature import Skeleton, fingerprint, to_text
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from graphshard.errors import DivergedRanks, StoreLost
-from graphshard.group_signature import Groups, GroupSignature
 from graphshard.runtime.job_store import JobStore, job_store
 from graphshard.runtime.leftovers import OwnStore, take_away
-from graphshard.step_plan import Plan
+from graphshard.schedule.group_signature import Groups, GroupSignature
+from graphshard.schedule.plan import Plan
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from graphshard.schedule import Direction, StepKind, direction_range_name, range_name
+from graphshard.schedule.steps import Direction, StepKind, direction_range_name, range_name
 
 NO_RANGE = nullcontext()
 

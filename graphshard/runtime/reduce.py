@@ -24,7 +24,7 @@ from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
 from graphshard.runtime.waiting import Trip, finish, trying_in_place
-from graphshard.schedule import StepKind
+from graphshard.schedule.steps import StepKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)

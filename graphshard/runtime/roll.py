@@ -15,11 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from graphshard import group_signature
 from graphshard.errors import DivergedRanks, StoreLost
 from graphshard.fsdp2 import FsdpGroup
 from graphshard.fsdp2.signature import MeshRows, mesh_rows, signature_of
-from graphshard.group_signature import GroupSignature
 from graphshard.runtime.agree import look_for, tell
 from graphshard.runtime.ballot import (
     Ballot,
@@ -34,6 +32,8 @@ from graphshard.runtime.ballot import (
 )
 from graphshard.runtime.votes import groups_error, groups_that_differ, other_terms
 from graphshard.runtime.waiting import time_limit
+from graphshard.schedule import group_signature
+from graphshard.schedule.group_signature import GroupSignature
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_un
 from graphshard.runtime.stopwatch import Stopwatch, stopwatch
 from graphshard.runtime.travel import Carrier
 from graphshard.runtime.waiting import CLEAN_UP_S
-from graphshard.step_plan import Direction
+from graphshard.schedule.plan import Direction
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from graphshard.measured import Lap, Trip
+from graphshard.schedule.measured import Lap, Trip
 
 # `dist.Work`, or what stands for it.
 Work: TypeAlias = Any

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from graphshard import group_signature
 from graphshard.errors import DivergedRanks
-from graphshard.group_signature import Groups, values_by_rank
 from graphshard.runtime.ballot import Ballot, Terms, asking, stay_until_read
-from graphshard.skeleton import Skeleton, difference, from_text, same_order, same_way
+from graphshard.schedule import group_signature
+from graphshard.schedule.group_signature import Groups, values_by_rank
+from graphshard.schedule.signature import Skeleton, difference, from_text, same_order, same_way
 
 # The ranks may go on together after these, in eager FSDP2.
 FSDP2_RUNS = ("GS701", "GS703", "GS707")

@@ -11,8 +11,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphshard.forecast import Forecast
-from graphshard.step_plan import Schedule
+from graphshard.schedule.forecast import Forecast
+from graphshard.schedule.plan import Schedule
 from graphshard.view.timeline import axis_edges
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from graphshard.step_plan import Direction, GroupInfo, Lane, Reason
+from graphshard.schedule.plan import Direction, GroupInfo, Lane, Reason
 from graphshard.view.marks import Card
 from graphshard.view.sheet import Collective, Sheet
 from graphshard.view.text import bytes_text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from graphshard.comparison import Comparison, Pair, Row
-from graphshard.step_plan import Plan, Step, StepKind
+from graphshard.schedule.comparison import Comparison, Pair, Row
+from graphshard.schedule.plan import Plan, Step, StepKind
 from graphshard.view.names import shown
 from graphshard.view.text import count_text, group_name
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from graphshard.errors import MeasureError
-from graphshard.measured import Measured
-from graphshard.schedule import StepKind
-from graphshard.step_plan import Plan
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.plan import Plan
+from graphshard.schedule.steps import StepKind
 from graphshard.view.moves import Move, moves
 from graphshard.view.names import shown
 from graphshard.view.scenario import Scenario, measured, predicted

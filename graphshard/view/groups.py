@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graphshard.step_plan import GroupInfo, Lane
+from graphshard.schedule.plan import GroupInfo, Lane
 from graphshard.view.cards import DECISION_WORDS, decisions
 from graphshard.view.residency import resident
 from graphshard.view.sheet import Collective, Sheet

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphshard.measured import Measured
-from graphshard.step_plan import Estimate
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.plan import Estimate
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import bytes_text
 from graphshard.view.units import change_text, time_text

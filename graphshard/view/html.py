@@ -18,8 +18,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from graphshard.measured import Measured
-from graphshard.step_plan import Plan
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.plan import Plan
 from graphshard.view.groups import table_of
 from graphshard.view.headline import headline
 from graphshard.view.lanes import lane_rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from graphshard.step_plan import Direction, GroupInfo, Lane, StepKind
+from graphshard.schedule.plan import Direction, GroupInfo, Lane, StepKind
 from graphshard.view.cards import collective_card, decisions, wait_card
 from graphshard.view.marks import Mark, Row
 from graphshard.view.sheet import Collective, Sheet

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphshard.measured import Measured
-from graphshard.schedule import ISSUES, range_name
-from graphshard.step_plan import Course, Plan
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.plan import Course, Plan
+from graphshard.schedule.steps import ISSUES, range_name
 from graphshard.view.names import shown
 from graphshard.view.scenario import Carried, Scenario, predicted
 from graphshard.view.text import bytes_text, count_text

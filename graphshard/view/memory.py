@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from graphshard.step_plan import Category, Direction, Figures, Owner
+from graphshard.schedule.plan import Category, Direction, Figures, Owner
 from graphshard.view.axis import axis_of
 from graphshard.view.marks import Mark
 from graphshard.view.sheet import Sheet

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from graphshard.schedule import ISSUE_OF, ISSUES
-from graphshard.step_plan import Direction, Plan, Schedule, Step, StepKind
+from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
+from graphshard.schedule.steps import ISSUE_OF, ISSUES
 
 WORDS = {
     StepKind.GATHER_ISSUE: ("all-gather", "issued"),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphshard.files.information import printable
-from graphshard.groups import GroupInfo
-from graphshard.step_plan import Plan
+from graphshard.schedule.groups import GroupInfo
+from graphshard.schedule.plan import Plan
 
 
 def shown(plan: Plan) -> Plan:

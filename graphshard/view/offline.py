@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphshard.groups import received_bytes
-from graphshard.step_plan import Estimate, Plan
+from graphshard.schedule.groups import received_bytes
+from graphshard.schedule.plan import Estimate, Plan
 from graphshard.view.names import shown
 from graphshard.view.text import WIDTH, bytes_text, count_text
 

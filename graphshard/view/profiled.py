@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import median
 
 from graphshard.errors import MeasureError
-from graphshard.measured import Measured, Stretch
-from graphshard.schedule import WAITS, direction_range_name, range_name
-from graphshard.step_plan import Direction, Plan, Schedule, Step, StepKind
+from graphshard.schedule.measured import Measured, Stretch
+from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
+from graphshard.schedule.steps import WAITS, direction_range_name, range_name
 from graphshard.view.trace import OUR_RANGES, Event, events_of, is_time, read_any
 
 # (work, waiting) of each step of a direction, in microseconds.

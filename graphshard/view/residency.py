@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphshard.step_plan import GroupInfo
+from graphshard.schedule.plan import GroupInfo
 from graphshard.view.cards import decisions
 from graphshard.view.marks import Mark, Row
 from graphshard.view.sheet import Sheet

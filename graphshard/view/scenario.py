@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from graphshard.estimate import Category
-from graphshard.forecast import CollectiveTime, Forecast, StepTime
-from graphshard.measured import Measured, Stretch
-from graphshard.schedule import ISSUE_OF, ISSUES, range_name
-from graphshard.skeleton import Entry
-from graphshard.step_plan import Direction, Plan, Schedule, Step, StepKind
+from graphshard.schedule.estimate import Category
+from graphshard.schedule.forecast import CollectiveTime, Forecast, StepTime
+from graphshard.schedule.measured import Measured, Stretch
+from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
+from graphshard.schedule.signature import Entry
+from graphshard.schedule.steps import ISSUE_OF, ISSUES, range_name
 from graphshard.view.timeline import computing_groups
 
 OURS, FSDP2, MEASURED = "graphshard, predicted", "FSDP2, predicted", "graphshard, measured"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from graphshard.forecast import CollectiveTime
-from graphshard.measured import Measured
-from graphshard.skeleton import Entry
-from graphshard.step_plan import Direction, Lane, Plan, Step
+from graphshard.schedule.forecast import CollectiveTime
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.plan import Direction, Lane, Plan, Step
+from graphshard.schedule.signature import Entry
 from graphshard.view.axis import Axis, axis_of, offsets_us
 from graphshard.view.text import bytes_text, group_name
 from graphshard.view.timeline import Segment, Timeline, timeline

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from graphshard.measured import Measured
-from graphshard.step_plan import Course, Direction, Estimate, Step
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.plan import Course, Direction, Estimate, Step
 from graphshard.view.marks import Mark, Row
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import LANE_WORDS

@@ -8,7 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, zip_longest
 
-from graphshard.step_plan import Direction, GroupInfo, Lane, Plan, Schedule, Step, StepKind, numel
+from graphshard.schedule.plan import (
+    Direction,
+    GroupInfo,
+    Lane,
+    Plan,
+    Schedule,
+    Step,
+    StepKind,
+    numel,
+)
 from graphshard.view.names import shown
 from graphshard.view.timeline import Timeline, timeline
 

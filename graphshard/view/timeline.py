@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from graphshard.schedule import WAIT_OF
-from graphshard.step_plan import (
+from graphshard.schedule.plan import (
     Direction,
     GroupInfo,
     Lane,
@@ -22,6 +21,7 @@ from graphshard.step_plan import (
     StepKind,
     gathered_bytes_by_step,
 )
+from graphshard.schedule.steps import WAIT_OF
 
 # Share of the axis given to the steps that are not compute, so that a communication step stays
 # visible next to compute steps of thousands of ops.

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from graphshard.errors import FileError, MeasureError
 from graphshard.files.decode import MOST
 from graphshard.files.reading import read_packed_json
-from graphshard.step_plan import Lane, Plan, StepKind
+from graphshard.schedule.plan import Lane, Plan, StepKind
 from graphshard.view.scenario import Carried, Scenario, Work, scenarios
 from graphshard.view.text import lane_names
 

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterator
 
 from graphshard.files.information import printable
-from graphshard.schedule import ISSUES
-from graphshard.step_plan import GroupInfo, Plan, Reason
+from graphshard.schedule.plan import GroupInfo, Plan, Reason
+from graphshard.schedule.steps import ISSUES
 from graphshard.view.names import shown
 from graphshard.view.text import STEP_WORDS, WIDTH, bytes_text, group_name
 

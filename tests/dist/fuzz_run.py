@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor, Shard
 import graphshard
 from graphshard import fallback
 from graphshard.capture.ports import port_of, records_under
-from graphshard.step_plan import StepKind
+from graphshard.schedule.plan import StepKind
 
 EQUAL, DIFFERS, REFUSED = "equal", "differs", "refused"
 

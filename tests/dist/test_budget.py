@@ -10,7 +10,7 @@ from test_memory import watch_gathered
 
 import graphshard
 from graphshard.capture.ports import records_under
-from graphshard.step_plan import StepKind
+from graphshard.schedule.plan import StepKind
 
 pytestmark = pytest.mark.dist
 

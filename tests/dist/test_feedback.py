@@ -8,8 +8,8 @@ from parity import assert_equal, build, train
 from pool import Ctx, Pool
 
 import graphshard
-from graphshard.measured import Measured
-from graphshard.step_plan import StepKind
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.plan import StepKind
 
 pytestmark = pytest.mark.dist
 

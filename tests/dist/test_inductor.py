@@ -17,7 +17,7 @@ import graphshard
 from graphshard.cost.comm import Collective, Group
 from graphshard.cost.curve import Fit, line
 from graphshard.cost.profile import CommFit, Origin, Profile
-from graphshard.step_plan import Plan, StepKind
+from graphshard.schedule.plan import Plan, StepKind
 
 
 @pytest.fixture(scope="module")

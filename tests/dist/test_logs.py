@@ -14,7 +14,7 @@ import pytest
 from traces import checked
 
 from graphshard.passes import CAPTURED, PLACEMENT
-from graphshard.step_plan import Plan
+from graphshard.schedule.plan import Plan
 from graphshard.view.log_text import collective_names
 
 pytestmark = pytest.mark.dist

@@ -19,7 +19,7 @@ from bench.models import CONFIGS, Llama, WithLoss, make_batch
 from bench.peaks import resident_bytes, step_peaks
 from graphshard import watch
 from graphshard.runtime import run
-from graphshard.step_plan import Plan, Step, StepKind
+from graphshard.schedule.plan import Plan, Step, StepKind
 
 pytestmark = pytest.mark.dist
 

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from traces import checked
 
 import graphshard
-from graphshard.schedule import ISSUE_OF, ISSUES, Direction, direction_range_name, range_name
-from graphshard.step_plan import Plan
+from graphshard.schedule.plan import Plan
+from graphshard.schedule.steps import ISSUE_OF, ISSUES, Direction, direction_range_name, range_name
 from graphshard.view.diff import diff_measured
 from graphshard.view.profiled import measured_of_trace
 from graphshard.view.trace import merged

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import graphshard
 from graphshard.capture.ports import records_under
-from graphshard.step_plan import Plan
+from graphshard.schedule.plan import Plan
 from graphshard.watch import Running
 
 pytestmark = pytest.mark.dist

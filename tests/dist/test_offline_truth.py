@@ -18,7 +18,7 @@ import graphshard
 from bench.models import Config, Llama, WithLoss, make_batch
 from graphshard import watch
 from graphshard.cost.calibrate import calibrate, groups_of
-from graphshard.step_plan import Plan
+from graphshard.schedule.plan import Plan
 
 pytestmark = pytest.mark.dist
 

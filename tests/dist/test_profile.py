@@ -11,7 +11,7 @@ from pool import Ctx, Pool
 import graphshard
 from graphshard.capture.ports import records_under
 from graphshard.errors import MeasureError
-from graphshard.step_plan import Plan, StepKind
+from graphshard.schedule.plan import Plan, StepKind
 from graphshard.watch import Running
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]

@@ -23,7 +23,7 @@ import graphshard
 from graphshard import pipeline, pricing, sketch
 from graphshard.capture.ports import port_of
 from graphshard.runtime import reduce, rooms, travel
-from graphshard.step_plan import Plan, StepKind
+from graphshard.schedule.plan import Plan, StepKind
 
 pytestmark = pytest.mark.dist
 

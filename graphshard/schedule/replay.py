@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from graphshard.forecast import CollectiveTime, Forecast
-from graphshard.schedule import ISSUE_OF, Schedule, Step, StepKind
+from graphshard.schedule.forecast import CollectiveTime, Forecast
+from graphshard.schedule.steps import ISSUE_OF, Schedule, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)

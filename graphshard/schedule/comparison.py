@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from graphshard.forecast import Forecast
-from graphshard.measured import Measured, Stretch
-from graphshard.schedule import ISSUES, Direction, Schedule, Step, StepKind
+from graphshard.schedule.forecast import Forecast
+from graphshard.schedule.measured import Measured, Stretch
+from graphshard.schedule.steps import ISSUES, Direction, Schedule, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from graphshard.files.decode import Count, Positive
-from graphshard.schedule import Schedule, Step, StepKind
+from graphshard.schedule.steps import Schedule, Step, StepKind
 
 
 class Reshard(StrEnum):

@@ -12,30 +12,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from graphshard import skeleton
-from graphshard.comparison import Comparison, compare
-from graphshard.contradictions import course_faults, figure_faults, group_faults, step_faults
 from graphshard.errors import FileError
-from graphshard.estimate import Category as Category
-from graphshard.estimate import Estimate as Estimate
-from graphshard.estimate import Figures as Figures
-from graphshard.estimate import Moment as Moment
-from graphshard.estimate import Owner as Owner
-from graphshard.estimate import estimate_summary
 from graphshard.files.decode import Count, DecodeError, Positive, decode, parse
-from graphshard.forecast import Forecast
-from graphshard.groups import GroupInfo as GroupInfo
-from graphshard.groups import ParamInfo as ParamInfo
-from graphshard.groups import Reshard as Reshard
-from graphshard.groups import size_bytes
-from graphshard.measured import Measured
-from graphshard.schedule import ISSUES, to_json
-from graphshard.schedule import Direction as Direction
-from graphshard.schedule import Lane as Lane
-from graphshard.schedule import Schedule as Schedule
-from graphshard.schedule import Step as Step
-from graphshard.schedule import StepKind as StepKind
-from graphshard.skeleton import Entry, Skeleton
+from graphshard.schedule import signature as skeleton
+from graphshard.schedule.comparison import Comparison, compare
+from graphshard.schedule.contradictions import (
+    course_faults,
+    figure_faults,
+    group_faults,
+    step_faults,
+)
+from graphshard.schedule.estimate import Category as Category
+from graphshard.schedule.estimate import Estimate as Estimate
+from graphshard.schedule.estimate import Figures as Figures
+from graphshard.schedule.estimate import Moment as Moment
+from graphshard.schedule.estimate import Owner as Owner
+from graphshard.schedule.estimate import estimate_summary
+from graphshard.schedule.forecast import Forecast
+from graphshard.schedule.groups import GroupInfo as GroupInfo
+from graphshard.schedule.groups import ParamInfo as ParamInfo
+from graphshard.schedule.groups import Reshard as Reshard
+from graphshard.schedule.groups import size_bytes
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.signature import Entry, Skeleton
+from graphshard.schedule.steps import ISSUES, to_json
+from graphshard.schedule.steps import Direction as Direction
+from graphshard.schedule.steps import Lane as Lane
+from graphshard.schedule.steps import Schedule as Schedule
+from graphshard.schedule.steps import Step as Step
+from graphshard.schedule.steps import StepKind as StepKind
 
 SCHEMA_VERSION = 3
 

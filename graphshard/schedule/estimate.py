@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from graphshard.files.decode import Amount, Count
-from graphshard.schedule import Direction
+from graphshard.schedule.steps import Direction
 
 
 class Category(StrEnum):

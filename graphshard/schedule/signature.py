@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass
 from itertools import zip_longest
 
-from graphshard.group_signature import ranks_text
+from graphshard.schedule.group_signature import ranks_text
 
 
 @dataclass(frozen=True, slots=True)

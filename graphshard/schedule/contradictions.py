@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from graphshard.estimate import Figures
-from graphshard.forecast import Forecast
-from graphshard.groups import GroupInfo
-from graphshard.schedule import ISSUE_OF, ISSUES, Direction, Schedule, Step, StepKind
+from graphshard.schedule.estimate import Figures
+from graphshard.schedule.forecast import Forecast
+from graphshard.schedule.groups import GroupInfo
+from graphshard.schedule.steps import ISSUE_OF, ISSUES, Direction, Schedule, Step, StepKind
 
 Groups = Mapping[int, GroupInfo]
 

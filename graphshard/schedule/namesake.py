@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
-from graphshard.groups import GroupInfo
-from graphshard.step_plan import Plan, Reason
+from graphshard.schedule.groups import GroupInfo
+from graphshard.schedule.plan import Plan, Reason
 
 
 def plan_for(plan: Plan, first: Sequence[GroupInfo], own: Sequence[GroupInfo]) -> Plan:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from graphshard.files.decode import Amount, Positive, decode, parse
-from graphshard.schedule import WAITS, Direction, Step, StepKind
+from graphshard.schedule.steps import WAITS, Direction, Step, StepKind
 
 # A collective is noticed to be issued when it may be over already.
 LEAST_US = 1.0

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphshard.estimate import Category
 from graphshard.files.decode import Amount, Count
+from graphshard.schedule.estimate import Category
 
 
 @dataclass(frozen=True, slots=True)
