@@ -109,8 +109,8 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
     adopts = votes[lead].is_planned and alike and not is_running(votes)
     compare(ballot, number, votes, skeletons=not adopts)
     if adopts:
-        text = ballot.store.get(f"{number}/{lead}/plan").decode()
-        plan = replace(Plan.from_json(text), name=plan.name)
+        (text,) = ballot.store.multi_get([f"{number}/{lead}/plan"])
+        plan = replace(Plan.from_json(text.decode()), name=plan.name)
     else:
         plan = replace(plan, reduces_apart=False)
     ballot.agreed.append((plan, vote.terms))
@@ -287,10 +287,10 @@ def look_for(ballot: Ballot, keys: Mapping[int, str], seen: dict[int, tuple[byte
     for rank in ballot.others:
         if rank not in keys or ballot.store.check([keys[rank]]):
             continue
-        if ballot.store.check([f"left/{rank}"]):
-            reason = ballot.store.get(f"left/{rank}").decode()
-            _follow(ballot, rank, "GS703", f"rank {rank} runs through eager FSDP2: {reason}")
-        at = ballot.store.get(f"at/{rank}") if ballot.store.check([f"at/{rank}"]) else b""
+        if (reason := ballot.store.get(f"left/{rank}")) is not None:
+            text = f"rank {rank} runs through eager FSDP2: {reason.decode()}"
+            _follow(ballot, rank, "GS703", text)
+        at = ballot.store.get(f"at/{rank}") or b""
         place, since = seen.setdefault(rank, (at, now))
         if at != place or at.decode() in ("", COMPILING, IDLE):
             seen[rank] = at, now
@@ -301,8 +301,8 @@ def look_for(ballot: Ballot, keys: Mapping[int, str], seen: dict[int, tuple[byte
 
 def _follow(ballot: Ballot, rank: int, code: str, text: str) -> NoReturn:
     """Eager FSDP2 runs `rank`, and could run this one beside it if their groups are the same."""
-    if ballot.store.check([f"arrived/{rank}"]):
-        there = group_signature.from_text(ballot.store.get(f"arrived/{rank}").decode())
+    if (arrived := ballot.store.get(f"arrived/{rank}")) is not None:
+        there = group_signature.from_text(arrived.decode())
         where = group_signature.difference({ballot.rank: ballot.signature(), rank: there})
         if where is not None:
             raise groups_error(where)

@@ -66,6 +66,6 @@ def _terms_so_far(ballot: Ballot) -> dict[int, Terms]:
     found: dict[int, Terms] = {}
     for rank in ballot.ranks:
         for key in (f"aside/{rank}", f"roll/0/{rank}"):
-            if rank not in found and ballot.store.check([key]):
-                found[rank] = json.loads(ballot.store.get(key))["terms"]
+            if rank not in found and (said := ballot.store.get(key)) is not None:
+                found[rank] = json.loads(said)["terms"]
     return found

@@ -153,8 +153,8 @@ class Trail:
 
     def _said_by(self, number: int) -> dict[int, str]:
         ballot = self._ballot
-        keys = {rank: _key(number, rank) for rank in ballot.ranks}
-        return {r: ballot.store.get(k).decode() for r, k in keys.items() if ballot.store.check([k])}
+        said = {rank: ballot.store.get(_key(number, rank)) for rank in ballot.ranks}
+        return {rank: text.decode() for rank, text in said.items() if text is not None}
 
     def _compare(self, number: int, said: dict[int, str]) -> None:
         if len(set(said.values())) < 2:

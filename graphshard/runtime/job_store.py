@@ -2,7 +2,8 @@
 
 In: the store of the default process group. Out: the same one, by prefix. A store answers a look at
 its keys at once or never: never when the network is lost without a word, and torch's client then
-waits for ever.
+waits for ever. Nothing here waits for a key to be set: while one call waits, torch's client keeps
+all others of the process waiting, and so whoever else uses the job's store.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch.distributed as dist
 
 from graphshard.errors import StoreLost
 from graphshard.runtime.limited import begin
+
+# What a look at a missing key gives. No value here begins with this character.
+_NONE = "\0missing"
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +56,16 @@ class JobStore:
     def set(self, key: str, value: str) -> None:
         self.line.call("set", self.prefix + key, value)
 
-    def get(self, key: str) -> bytes:
-        """What is under a key that is there."""
-        found: bytes = self.line.call("get", self.prefix + key)
-        return found
+    def get(self, key: str) -> bytes | None:
+        """What is under the key; None if it is not there.
+
+        `get` of torch's stores waits for a missing key; this exchanges nothing for nothing.
+        """
+        found: bytes = self.line.call("compare_set", self.prefix + key, _NONE, _NONE)
+        return None if found == _NONE.encode() else found
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """What is under keys that are there and stay."""
         found: list[bytes] = self.line.call("multi_get", [self.prefix + key for key in keys])
         return found
 

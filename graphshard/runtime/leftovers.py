@@ -39,7 +39,7 @@ class OwnStore:
         self._store.set(key, value.encode(errors="backslashreplace").decode())
         self._keys[key] = None
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytes | None:
         return self._store.get(key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

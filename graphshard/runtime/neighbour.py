@@ -86,13 +86,14 @@ class Neighbour:
         store, rank = self._ballot.store, self._ballot.rank
         try:
             store.set(f"passed/{rank}", _to_text(own))
-            if not store.check([f"passed/{self._rank}"]):
-                return
-            other = _from_text(store.get(f"passed/{self._rank}").decode())
+            said = store.get(f"passed/{self._rank}")
         except StoreLost as error:  # whoever needs it says so
             self._due = float("inf")
             logger.debug("rank %d: %s", rank, error)
             return
+        if said is None:  # it has not come so far, or has dropped its model
+            return
+        other = _from_text(said.decode())
         number = parting(own, other)
         if number is not None:
             raise other_order(number, {rank: _name(own, number), self._rank: _name(other, number)})

@@ -183,24 +183,21 @@ def _look(
 
 def _check_failed(ballot: Ballot, question: str) -> None:
     """Raises the DivergedRanks that another rank has raised already."""
-    if ballot.store.check([f"{question}/failed"]):
-        raise DivergedRanks(*json.loads(ballot.store.get(f"{question}/failed")))
+    if (said := ballot.store.get(f"{question}/failed")) is not None:
+        raise DivergedRanks(*json.loads(said))
 
 
 def _check_elsewhere(ballot: Ballot, rank: int, awaited: str) -> None:
     """Raises DivergedRanks (GS702) if `rank` waits for this rank on another mesh, and this one for
     it here: neither would ever come. awaited: key of what it is to say here."""
-    if ballot.shared is None or not ballot.shared.check([_opening(rank)]):
+    if ballot.shared is None or not (said := ballot.shared.get(_opening(rank))):
         return
-    text = ballot.shared.get(_opening(rank)).decode()
-    if not text:
-        return
-    place: dict[str, Any] = json.loads(text)
+    place: dict[str, Any] = json.loads(said)
     there = ballot.shared.below(place["name"])
     waits_here = ballot.rank in place["ranks"] and place["name"] != ballot.name
-    said = any(there.check([f"{key}/{ballot.rank}"]) for key in (place["key"], "aside"))
+    spoke = any(there.check([f"{key}/{ballot.rank}"]) for key in (place["key"], "aside"))
     # Looked up last: it may have spoken here in the meantime, and gone on to another root.
-    if not waits_here or said or ballot.store.check([awaited]):
+    if not waits_here or spoke or ballot.store.check([awaited]):
         return
     meshes = {ballot.rank: ballot.ranks, rank: tuple(place["ranks"])}
     text = f"the ranks of the model's mesh are {group_signature.values_by_rank(meshes)}"

@@ -86,7 +86,8 @@ def groups_that_differ(
     whole: dict[str, Groups] = {}
     for rank, print_ in said.items():
         if print_ not in whole:
-            whole[print_] = group_signature.from_text(ballot.store.get(key_of(rank)).decode())
+            (text,) = ballot.store.multi_get([key_of(rank)])
+            whole[print_] = group_signature.from_text(text.decode())
     return group_signature.difference({rank: whole[print_] for rank, print_ in said.items()})
 
 
@@ -145,7 +146,7 @@ def _other_skeletons(
     texts: dict[str, Skeleton] = {}
     for rank, vote in votes.items():
         if vote.fingerprint not in texts:
-            stored = ballot.store.get(f"{number}/{rank}/skeleton")
+            (stored,) = ballot.store.multi_get([f"{number}/{rank}/skeleton"])
             texts[vote.fingerprint] = from_text(stored.decode())
     by_rank = {rank: texts[vote.fingerprint] for rank, vote in votes.items()}
     where = difference(by_rank)
