@@ -22,13 +22,13 @@ from torch._functorch.partitioners import default_partition
 from torch._ops import HigherOrderOperator
 
 from graphshard.capture.ports import CompiledPlan, Record
+from graphshard.codegen.emit import check_inputs
+from graphshard.codegen.lowering import lowering_of
 from graphshard.draft import Found, Proposal, drafted, find_groups, propose, propose_inference
 from graphshard.dynamo import ends_early, resets
-from graphshard.emit import check_inputs
 from graphshard.errors import CaptureError
 from graphshard.fallback import describe, warn_once
 from graphshard.ir import Program, anchor_places, copied, output_node
-from graphshard.lowering import lowering_of
 from graphshard.options import Options
 from graphshard.order import costs_of, order_of
 from graphshard.pieces.expand import expanded

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from graphshard.capture.ports import CompiledPlan, Record, port_of
-from graphshard.emit import code_of
+from graphshard.codegen.emit import code_of
 from graphshard.feedback import Feedback
 from graphshard.fsdp2 import modules_of
 from graphshard.fsdp2.describe import describe

@@ -15,12 +15,12 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import fx
 
-from graphshard.emit import emit, with_marks
+from graphshard.codegen.emit import emit, with_marks
+from graphshard.codegen.regions import Artifacts, compile_missing, linked, sliced
 from graphshard.ir import Program
 from graphshard.options import Options
 from graphshard.planner.observed import travelling
 from graphshard.planner.problem import Problem
-from graphshard.regions import Artifacts, compile_missing, linked, sliced
 from graphshard.runtime.run import Body
 from graphshard.schedule import measured as times
 from graphshard.schedule.measured import Issued, Lap, Measured

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from graphshard import compiler
 from graphshard.capture.ports import records_under
 from graphshard.cli import main
-from graphshard.emit import check_inputs
+from graphshard.codegen.emit import check_inputs
 from graphshard.errors import (
     CaptureError,
     PlanError,

@@ -9,7 +9,7 @@ from graphs import META, Sketch, aten, group, layers, program, text
 from plans import plan
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.emit import with_run_input
+from graphshard.codegen.emit import with_run_input
 from graphshard.errors import CaptureError, VerifyError
 from graphshard.ir import Program, output_node, step_of, steps
 from graphshard.ops import REDUCE_GRAD

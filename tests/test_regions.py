@@ -6,8 +6,8 @@ import graphs
 import torch
 from torch import fx
 
+from graphshard.codegen.regions import Artifacts, compile_missing, linked, sliced
 from graphshard.ir import CommStep, set_step
-from graphshard.regions import Artifacts, compile_missing, linked, sliced
 from graphshard.schedule.plan import StepKind
 
 aten = torch.ops.aten

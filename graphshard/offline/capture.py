@@ -16,10 +16,10 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 
 from graphshard import backend
+from graphshard.codegen.lowering import lowering_of
 from graphshard.draft import Draft, drafted, find_groups
 from graphshard.dynamo import input_example
 from graphshard.errors import CaptureError, GraphshardError
-from graphshard.lowering import lowering_of
 from graphshard.offline.world import Fake, Place
 from graphshard.options import Options
 from graphshard.pieces.expand import expanded

@@ -23,9 +23,9 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from graphshard.codegen.lowering import Lowering
 from graphshard.cost.live import owner
 from graphshard.ir import output_node
-from graphshard.lowering import Lowering
 from graphshard.pieces.find import Stretch, alike_stretches
 
 Traced = TypeVar("Traced")

@@ -29,7 +29,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.triton_bundler import TritonBundler
 from torch._inductor.virtualized import V
 
-from graphshard.regions import Call
+from graphshard.codegen.regions import Call
 
 MOST_AT_ONCE = 8
 

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch._decomp import get_decompositions
 
+from graphshard.codegen.regions import Artifacts
 from graphshard.options import Options
-from graphshard.regions import Artifacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def lowering_of(options: Options, *, trains: bool) -> Lowering:
     """trains: the graph is a part of a training step."""
     if options.compute == "aten":
         return Lowering(get_decompositions(OTHER_LAYOUTS), _same, None)
-    from graphshard import inductor  # takes a second to import
+    from graphshard.codegen import inductor  # takes a second to import
 
     settings = dict(options.inductor)
     compile_regions = partial(inductor.compile_regions, settings=settings, trains=trains)
