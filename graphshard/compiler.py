@@ -98,7 +98,7 @@ class GraphCompiler:
             self._pieces = pieces
             return backend(gm, example_inputs)
 
-        with config:
+        with config, self._lowering.tracing():
             compiled = traced_by_pieces(captured, self._lowering, trace)
         return self._watching(compiled)
 

@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
-from torch._decomp import get_decompositions
 
+from graphshard.codegen import aten
 from graphshard.codegen.regions import Artifacts
 from graphshard.options import Options
 
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """decompositions: ops that AOTAutograd takes apart. joint: run before all other passes.
+    """decompositions: ops that AOTAutograd takes apart. tracing: entered while it traces. joint:
+    run before all other passes.
 
     artifacts: where compiled regions are kept; None: ops run one by one. whole: compiles a graph of
     Dynamo's in which there is nothing to communicate.
     """
 
-    decompositions: dict[Any, Callable[..., Any]] | None
+    decompositions: dict[Any, Callable[..., Any]]
+    tracing: Callable[[], AbstractContextManager[None]]
     joint: Callable[[fx.GraphModule], fx.GraphModule]
     artifacts: Artifacts | None
     whole: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None = None
 
 
-# The CPU's kernel lays its result out as the gradient lies; torch traces a contiguous one, which is
-# what the ops give that it takes this one apart into.
-OTHER_LAYOUTS = (torch.ops.aten.native_dropout_backward,)
-
-
 def lowering_of(options: Options, *, trains: bool) -> Lowering:
     """trains: the graph is a part of a training step."""
     if options.compute == "aten":
-        return Lowering(get_decompositions(OTHER_LAYOUTS), _same, None)
+        return Lowering(aten.taken_apart(), aten.as_eager, _same, None)
     from graphshard.codegen import inductor  # takes a second to import
 
     settings = dict(options.inductor)
@@ -46,6 +43,7 @@ def lowering_of(options: Options, *, trains: bool) -> Lowering:
     turn = int(os.environ.get("LOCAL_RANK", 0)) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return Lowering(
         inductor.decompositions(settings),
+        nullcontext,
         partial(inductor.joint_passes, settings=settings),
         Artifacts(compile_regions, turn),
         partial(inductor.compile_whole, settings=settings),

@@ -83,7 +83,7 @@ def capture(
             return compiler(gm, example_inputs)
 
         config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
-        with config:
+        with config, lowering.tracing():
             return traced_by_pieces(gm, lowering, trace) if by_pieces else trace(gm, ())
 
     only_capture.is_graphshard_backend = True  # type: ignore[attr-defined]

@@ -83,6 +83,12 @@ def two_rows(name: str, turned: str = "") -> Case:
     return Case(tuple(both), turned=turned, half=False, sharded="blocks", each=False, loss="sum")
 
 
+def early(block: BlockSpec) -> Case:
+    """Equal blocks that each read a part of one tensor."""
+    row = Row((block,) * 3, around="early")
+    return Case((row,), "", half=False, sharded="blocks", each=False, loss="square")
+
+
 def _moved(block: BlockSpec, turn: int) -> BlockSpec:
     return BlockSpec(tuple((name, (variant + turn) % 3) for name, variant in block.ops))
 
@@ -102,6 +108,7 @@ FOUND = [
     *(two_rows(name) for name in ("constant", "cond", "flex_score")),
     two_rows("number", turned="end"),
     two_rows("dropout", turned="end"),
+    early(BlockSpec((("frozen", 1), ("flex_mask", 0)))),
 ]
 
 

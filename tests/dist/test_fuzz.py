@@ -9,7 +9,8 @@ import os
 from collections import Counter
 
 import pytest
-from fuzz_cases import FuzzCase, fuzz_cases
+from fuzz_cases import FuzzCase
+from fuzz_draw import fuzz_cases
 from fuzz_run import DIFFERS, REFUSED, Outcome, run_case
 from hypothesis import HealthCheck, assume, given, seed, settings
 from pool import Pool, capped

@@ -1,0 +1,109 @@
+"""With `compute="aten"` the ops that are traced are those that eager torch runs."""
+
+from functools import partial
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphshard.codegen.aten import as_eager, taken_apart
+
+PRODUCTS = ("mm", "mv", "dot")  # addmm, bmm, ...
+
+
+class Noted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def products(ops):
+    return [op for op in map(str, ops) if any(word in op for word in PRODUCTS)]
+
+
+def traced(call, inputs):
+    """What runs forward, of the graph that AOTAutograd makes."""
+    graphs = []
+
+    def kept(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=kept, decompositions=taken_apart())
+    with as_eager():
+        torch.compile(call, backend=backend, dynamic=False)(*inputs)
+    return [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+
+
+@st.composite
+def laid_out(draw, shape):
+    """A tensor of this shape whose dims lie in any order, some with gaps between."""
+    order = draw(st.permutations(range(len(shape))))
+    gaps = [draw(st.sampled_from((1, 1, 2))) for _ in order]
+    whole = torch.zeros([shape[dim] * gap for dim, gap in zip(order, gaps, strict=True)])
+    part = whole[tuple(slice(shape[dim]) for dim in order)]
+    return part.permute([order.index(dim) for dim in range(len(shape))]).requires_grad_(
+        draw(st.booleans())
+    )
+
+
+@st.composite
+def multiplied(draw):
+    small = st.sampled_from((1, 2, 3))
+    inner = draw(st.sampled_from((1, 4)))
+    one = (*draw(st.lists(small, max_size=3)), inner)
+    if draw(st.booleans()):
+        weight = draw(laid_out((5, inner)))
+        return partial(F.linear, bias=torch.zeros(5)), (draw(laid_out(one)), weight)
+    other = (inner, draw(small)) if len(one) > 1 or draw(st.booleans()) else (2, inner, 3)
+    return torch.matmul, (draw(laid_out(one)), draw(laid_out(other)))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(multiplied())
+def test_products_are_those_of_eager_torch(case):
+    call, inputs = case
+    with Noted() as noted:
+        call(*inputs)
+    assert products(traced(call, inputs)) == products(noted.ops)
+
+
+def test_torchs_own_rule_is_another():
+    """Where it is not, `as_eager` has nothing left to do. A slice between blocks, frozen weight."""
+    x, weight = torch.zeros(2, 3, 4, 8)[:, :, 1], torch.zeros(5, 8)
+    traced_here = products(traced(torch.matmul, (x, weight.T)))
+    graphs = []
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graphs.append(graph) or graph)
+    torch.compile(torch.matmul, backend=backend)(x, weight.T)
+    plain = products(node.target for node in graphs[0].graph.nodes)
+    assert (traced_here, plain) == (["aten.mm.default"], ["aten.bmm.default"])
+
+
+def run_as_is(graph, inputs):
+    return make_boxed_func(graph.forward)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_gradient_of_dropout_lies_as_traced(turned):
+    x = torch.randn(2, 3, 4, requires_grad=True)
+
+    def forward(x):
+        dropped = F.dropout(F.linear(x, torch.eye(4)), 0.5)
+        return dropped.transpose(1, 2).contiguous() if turned else dropped
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=run_as_is, decompositions=taken_apart())
+    out = torch.compile(forward, backend=backend)(x)
+    out.backward(torch.randn_like(out))
+    assert torch.equal(x.grad != 0, (out.transpose(1, 2) if turned else out) != 0)
