@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from graphshard import artifacts
 from graphshard.capture.ports import CompiledPlan
 from graphshard.files.information import informing, write_whole
+from graphshard.graph import structured_log as artifacts
 from graphshard.schedule.plan import Plan
 from graphshard.view.log_text import collective_names, log_text
 from graphshard.view.trace import trace_text

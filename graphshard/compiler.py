@@ -28,7 +28,7 @@ from graphshard.draft import Found, Proposal, drafted, find_groups, propose, pro
 from graphshard.dynamo import ends_early, resets
 from graphshard.errors import CaptureError
 from graphshard.fallback import describe, warn_once
-from graphshard.ir import Program, anchor_places, copied, output_node
+from graphshard.graph.program import Program, anchor_places, copied, output_node
 from graphshard.options import Options
 from graphshard.order import costs_of, order_of
 from graphshard.pieces.expand import expanded

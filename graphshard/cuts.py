@@ -28,7 +28,7 @@ from typing import TypeVar
 from torch import fx
 
 from graphshard.cost.live import owner, tensor_bytes
-from graphshard.ir import compute_nodes
+from graphshard.graph.program import compute_nodes
 from graphshard.planner.outline import GroupUse, Outline, ParamUse
 
 _Use = TypeVar("_Use", GroupUse, ParamUse)

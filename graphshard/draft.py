@@ -24,7 +24,7 @@ from graphshard.codegen.emit import with_run_input
 from graphshard.dynamo import input_example, tracing_context
 from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.describe import describe
-from graphshard.ir import (
+from graphshard.graph.program import (
     Program,
     copy_of,
     derived,

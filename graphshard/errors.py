@@ -52,7 +52,7 @@ class UnsupportedModel(CaptureError):
 
 
 class VerifyError(GraphshardError):
-    """A rule of `graphshard.verify` does not hold after a pass."""
+    """A rule of `graphshard.graph.verify` does not hold after a pass."""
 
 
 class CostError(GraphshardError, ValueError):

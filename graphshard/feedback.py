@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from graphshard.files.information import printable
-from graphshard.ir import Program, copied
+from graphshard.graph.program import Program, copied
 from graphshard.pipeline import apply, plan_with_costs
 from graphshard.planner.apart import reductions_apart
 from graphshard.planner.observed import observed

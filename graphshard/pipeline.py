@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphshard import artifacts, plan_cache
+from graphshard import plan_cache
 from graphshard.cost.machine import Machine
 from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.settings import GroupSettings
-from graphshard.ir import (
+from graphshard.graph import structured_log as artifacts
+from graphshard.graph.program import (
     Program,
     note_attributes,
 )
+from graphshard.graph.verify import verify
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.regroup import regroup
@@ -26,7 +28,6 @@ from graphshard.pricing import Freedom, price
 from graphshard.recompute import offered
 from graphshard.schedule.plan import Figures, GroupInfo, Plan, Reshard, Schedule
 from graphshard.sketch import Basis, basis_of, outline
-from graphshard.verify import verify
 
 logger = logging.getLogger(__name__)
 

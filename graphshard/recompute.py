@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.cost.live import owner, tensor_bytes
-from graphshard.ir import Program, compute_nodes, is_view, output_node, step_of
+from graphshard.graph.program import Program, compute_nodes, is_view, output_node, step_of
 from graphshard.planner.outline import GroupUse, Outline
 from graphshard.planner.problem import Problem, Recompute, checked
 from graphshard.schedule.plan import GroupInfo

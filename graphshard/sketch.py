@@ -19,7 +19,7 @@ from graphshard.cost.live import Live, live_bytes, maker, saved_memory
 from graphshard.cost.machine import Machine
 from graphshard.cost.roofline import Work, op_us
 from graphshard.cuts import crossing_bytes, late_params, snapped
-from graphshard.ir import Program, aliases, compute_nodes, positions, steps
+from graphshard.graph.program import Program, aliases, compute_nodes, positions, steps
 from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
 from graphshard.recompute import Unit, units
 from graphshard.schedule.plan import Direction, GroupInfo, StepKind

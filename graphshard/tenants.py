@@ -21,7 +21,7 @@ from graphshard.codegen.emit import code_of
 from graphshard.feedback import Feedback
 from graphshard.fsdp2 import modules_of
 from graphshard.fsdp2.describe import describe
-from graphshard.ir import Program
+from graphshard.graph.program import Program
 from graphshard.options import Options
 from graphshard.runtime.agree import check_call, join
 from graphshard.runtime.ahead import follow_optimizers

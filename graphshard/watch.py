@@ -17,7 +17,7 @@ from torch import fx
 
 from graphshard.codegen.emit import emit, with_marks
 from graphshard.codegen.regions import Artifacts, compile_missing, linked, sliced
-from graphshard.ir import Program
+from graphshard.graph.program import Program
 from graphshard.options import Options
 from graphshard.planner.observed import travelling
 from graphshard.planner.problem import Problem

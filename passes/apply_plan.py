@@ -6,7 +6,7 @@ from itertools import chain
 from torch import fx
 
 from graphshard.errors import VerifyError
-from graphshard.ir import Program, compute_nodes, output_node, step_of, steps
+from graphshard.graph.program import Program, compute_nodes, output_node, step_of, steps
 from graphshard.schedule.plan import Direction, Plan, Reshard, Schedule, StepKind
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from graphshard.ir import Program
+from graphshard.graph.program import Program
 
 
 def drop_detached(program: Program) -> Program:

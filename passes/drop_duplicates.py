@@ -1,6 +1,6 @@
 """One `unshard` mark per parameter and graph."""
 
-from graphshard.ir import Program, positions, unshard_marks
+from graphshard.graph.program import Program, positions, unshard_marks
 
 
 def drop_duplicates(program: Program) -> Program:

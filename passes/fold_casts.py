@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from graphshard.ir import Program, cast_dtype, unshard_marks
+from graphshard.graph.program import Program, cast_dtype, unshard_marks
 from graphshard.schedule.plan import GroupInfo, ParamInfo
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from graphshard.ir import (
+from graphshard.graph.program import (
     CommStep,
     Mark,
     Program,

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import fx
 
-from graphshard.ir import (
+from graphshard.graph.program import (
     CommStep,
     Mark,
     Program,

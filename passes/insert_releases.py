@@ -1,6 +1,14 @@
 """Each gathered group is released after its last use."""
 
-from graphshard.ir import CommStep, Program, aliases, awaited_group, positions, set_step, steps
+from graphshard.graph.program import (
+    CommStep,
+    Program,
+    aliases,
+    awaited_group,
+    positions,
+    set_step,
+    steps,
+)
 from graphshard.schedule.plan import StepKind
 
 

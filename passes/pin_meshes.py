@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from graphshard.ir import Program, adopt, is_tangent, output_node
+from graphshard.graph.program import Program, adopt, is_tangent, output_node
 
 
 def pin_meshes(program: Program) -> Program:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import fx
 
 from graphshard.errors import VerifyError
-from graphshard.ir import CommStep, Program, identifier, set_step, step_of
+from graphshard.graph.program import CommStep, Program, identifier, set_step, step_of
 from graphshard.schedule.plan import GroupInfo, Plan, Schedule, Step, StepKind
 
 

@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from graphshard.ir import Program, derived, is_unshard, positions, unshard_marks
+from graphshard.graph.program import Program, derived, is_unshard, positions, unshard_marks
 
 
 def sink_views(program: Program) -> Program:

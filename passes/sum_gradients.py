@@ -3,7 +3,7 @@
 import torch
 
 from graphshard.errors import CaptureError
-from graphshard.ir import Mark, Program, reduce_marks
+from graphshard.graph.program import Mark, Program, reduce_marks
 
 
 def sum_gradients(program: Program) -> Program:

@@ -2,7 +2,7 @@
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.ir import Program, derived, unshard_marks
+from graphshard.graph.program import Program, derived, unshard_marks
 
 # The partition saves what flows from one checkpointed region into a later one. Parameters belong
 # to no region, so they count as the last.

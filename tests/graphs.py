@@ -6,8 +6,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from graphshard.ir import Program, is_unshard, set_anchor_group
-from graphshard.ops import REDUCE_GRAD, UNSHARD
+from graphshard.graph.marks import REDUCE_GRAD, UNSHARD
+from graphshard.graph.program import Program, is_unshard, set_anchor_group
 from graphshard.schedule.plan import GroupInfo, ParamInfo
 
 aten = torch.ops.aten

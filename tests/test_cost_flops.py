@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from graphshard.cost.flops import graph_work, total_work
 from graphshard.cost.roofline import FREE, Work
 from graphshard.cost.symbolic import BATCH, LENGTH, formula
-from graphshard.ir import compute_nodes
+from graphshard.graph.program import compute_nodes
 
 aten = torch.ops.aten
 DIM, HEADS = 32, 4

@@ -10,7 +10,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard.cost.live import Live, live_bytes
-from graphshard.ir import compute_nodes
+from graphshard.graph.program import compute_nodes
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphshard.cuts import crossing_bytes, late_params, snapped
-from graphshard.ir import compute_nodes
+from graphshard.graph.program import compute_nodes
 from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
 from graphshard.schedule.plan import Direction
 

@@ -23,13 +23,13 @@ from graphshard.errors import (
     UnsupportedModel,
     VerifyError,
 )
+from graphshard.graph.marks import REDUCE_GRAD, UNSHARD
+from graphshard.graph.verify import verify
 from graphshard.offline.world import pretended
-from graphshard.ops import REDUCE_GRAD, UNSHARD
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.simulate import simulate
 from graphshard.runtime.gather import Gather
 from graphshard.runtime.live import lookup
-from graphshard.verify import verify
 
 ROOT = Path(__file__).parents[1]
 STRICT = {"fallback": "error", "verify": "off"}

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.codegen.emit import with_run_input
 from graphshard.errors import CaptureError, VerifyError
-from graphshard.ir import Program, output_node, step_of, steps
-from graphshard.ops import REDUCE_GRAD
+from graphshard.graph.marks import REDUCE_GRAD
+from graphshard.graph.program import Program, output_node, step_of, steps
 from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.drop_duplicates import drop_duplicates
 from graphshard.passes.fold_casts import fold_casts

@@ -10,7 +10,7 @@ from test_offline import llama, net
 from graphshard.cost.live import saved_memory
 from graphshard.cost.presets import preset
 from graphshard.draft import parts_of, repeating
-from graphshard.ir import copy_of
+from graphshard.graph.program import copy_of
 from graphshard.offline.capture import capture
 from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from graphshard.codegen.regions import Artifacts, compile_missing, linked, sliced
-from graphshard.ir import CommStep, set_step
+from graphshard.graph.program import CommStep, set_step
 from graphshard.schedule.plan import StepKind
 
 aten = torch.ops.aten

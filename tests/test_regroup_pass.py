@@ -6,13 +6,13 @@ from graphs import Sketch, aten, group, layers, program, text
 from plans import plan
 
 from graphshard.errors import VerifyError
-from graphshard.ir import step_of, steps
+from graphshard.graph.program import step_of, steps
+from graphshard.graph.verify import verify
 from graphshard.passes import PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.regroup import regroup
 from graphshard.pipeline import run_passes
 from graphshard.schedule.plan import StepKind
-from graphshard.verify import verify
 
 BACKWARD = (
     "issue 1, wait 1, issue 0, compute 3, reduce 1, wait 0, compute 3, release 1,"

@@ -9,12 +9,12 @@ from plans import plan
 
 from graphshard import pipeline
 from graphshard.errors import VerifyError
-from graphshard.ir import adopt, note_attributes, output_node, reduce_marks, steps
+from graphshard.graph.program import adopt, note_attributes, output_node, reduce_marks, steps
+from graphshard.graph.verify import RULES, verify
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.regroup import regroup
 from graphshard.pipeline import run_passes, schedule
 from graphshard.schedule.plan import StepKind
-from graphshard.verify import RULES, verify
 
 
 def error_of(broken):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphshard.fsdp2.layouts import as_dtensor, split_dtensor
-from graphshard.ops import REDUCE_GRAD, UNSHARD
+from graphshard.graph.marks import REDUCE_GRAD, UNSHARD
 
 
 class _UnshardDTensor(torch.autograd.Function):

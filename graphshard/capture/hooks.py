@@ -19,7 +19,7 @@ from graphshard.capture.dtensors import unshard_dtensor
 from graphshard.capture.entrance import CALLED, Entrance
 from graphshard.capture.ports import Port
 from graphshard.fsdp2.layouts import PLAIN
-from graphshard.ops import UNSHARD
+from graphshard.graph.marks import UNSHARD
 
 
 def enter_group(module: nn.Module, entrance: Entrance, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from graphshard.errors import CaptureError
-from graphshard.ir import copy_of, output_node, step_of
+from graphshard.graph.program import copy_of, output_node, step_of
 from graphshard.schedule.plan import Schedule, Step, StepKind
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from graphshard.ir import attribute_of, is_view, step_of
+from graphshard.graph.program import attribute_of, is_view, step_of
 
 logger = logging.getLogger(__name__)
 

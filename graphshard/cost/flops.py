@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from graphshard.cost.algebra import Quantity, least
 from graphshard.cost.roofline import FREE, Work
 from graphshard.cost.sizes import Sizes, dtype_name
-from graphshard.ir import compute_nodes, is_reduce, is_unshard, is_view
+from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, is_view
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ def graph_work(
     symbols: Mapping[str, Any] | None = None,
     fused_regions: Collection[int] | None = None,
 ) -> tuple[Work, ...]:
-    """The work of `graphshard.ir.compute_nodes(graph)`, in that order.
+    """The work of `graphshard.graph.program.compute_nodes(graph)`, in that order.
 
     symbols: sympy expressions for the graph's size symbols by name, such as {"s77": LENGTH};
     without it every size is a number.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.cost.sizes import Sizes
-from graphshard.ir import compute_nodes, is_reduce, is_unshard, is_view, step_of
+from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, is_view, step_of
 from graphshard.schedule.plan import StepKind
 
 
@@ -58,7 +58,7 @@ def live_bytes(
     inputs: Mapping[str, Memory] = MappingProxyType({}),
     unstored: Container[fx.Node] = (),
 ) -> tuple[Live, ...]:
-    """Bytes alive during each of `graphshard.ir.compute_nodes(graph)`.
+    """Bytes alive during each of `graphshard.graph.program.compute_nodes(graph)`.
 
     frees_inputs: an input's memory ends with its last reader (a boxed backward); else the caller
     holds it to the end. inputs: what inputs show, where several may show the same memory.

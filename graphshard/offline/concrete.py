@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from graphshard.ir import Program, copy_of
+from graphshard.graph.program import Program, copy_of
 
 
 def concrete(program: Program, values: Mapping[str, int]) -> Program:

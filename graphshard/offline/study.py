@@ -19,7 +19,7 @@ from graphshard.draft import Parts, decide, parts_of, priced_on, repeating
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2 import fsdp_groups
 from graphshard.fsdp2.describe import describe
-from graphshard.ir import copy_of
+from graphshard.graph.program import copy_of
 from graphshard.offline.capture import Captured, capture
 from graphshard.offline.concrete import concrete
 from graphshard.offline.repeats import CAPTURED, Repeat, repeats_in, shorten

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.amp import autocast_mode
 
-from graphshard.ir import attribute_of
+from graphshard.graph.program import attribute_of
 
 _TOLD_BY_REPR = (
     *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis)),

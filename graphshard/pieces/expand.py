@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from graphshard.ir import adopt, attribute_of, note_attributes
+from graphshard.graph.program import adopt, attribute_of, note_attributes
 from graphshard.pieces.trace import PIECE, PIECE_GRAD, Piece
 
 _CHECKPOINT = "ac_graph_id"  # of one call of torch.utils.checkpoint; they rise in call order

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from graphshard.ir import attribute_of, is_unshard
+from graphshard.graph.program import attribute_of, is_unshard
 from graphshard.pieces.content import example, layout, modes, told
 
 # What these make of a view depends on where in its storage it begins, which no layout says.

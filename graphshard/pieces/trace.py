@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from graphshard.codegen.lowering import Lowering
 from graphshard.cost.live import owner
-from graphshard.ir import output_node
+from graphshard.graph.program import output_node
 from graphshard.pieces.find import Stretch, alike_stretches
 
 Traced = TypeVar("Traced")

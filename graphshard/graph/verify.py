@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphshard.errors import VerifyError
-from graphshard.ir import (
+from graphshard.graph.program import (
     CommStep,
     Program,
     aliases,

@@ -1,9 +1,9 @@
 """The nouns of the graph side: a program, its groups, its marks and its communication steps.
 
 A program starts with `graphshard::unshard` / `graphshard::reduce_grad` marks (see
-`graphshard.ops`) and ends with communication steps: `call_method` nodes on the run object that
-the emitted code receives as its first argument. Identity rides on `node.meta`, written and read
-only here.
+`graphshard.graph.marks`) and ends with communication steps: `call_method` nodes on the run object
+that the emitted code receives as its first argument. Identity rides on `node.meta`, written and
+read only here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard.ops import REDUCE_GRAD, UNSHARD
+from graphshard.graph.marks import REDUCE_GRAD, UNSHARD
 from graphshard.schedule.plan import Direction, GroupInfo, StepKind
 
 _GROUP = "graphshard_group"
