@@ -13,21 +13,17 @@ from graphshard.cost.machine import Machine
 from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.graph import structured_log as artifacts
-from graphshard.graph.program import (
-    Program,
-    note_attributes,
-)
+from graphshard.graph.program import Program, note_attributes
 from graphshard.graph.verify import verify
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.regroup import regroup
 from graphshard.planner.apart import plan_best
-from graphshard.planner.one_ahead import one_ahead
 from graphshard.planner.problem import Problem
 from graphshard.pricing import Freedom, price
 from graphshard.recompute import offered
 from graphshard.schedule.plan import Figures, GroupInfo, Plan, Reshard, Schedule
-from graphshard.sketch import Basis, basis_of, outline
+from graphshard.sketch import Basis
 
 logger = logging.getLogger(__name__)
 
@@ -80,21 +76,6 @@ class Order:
     def in_parts(self) -> bool:
         """Parts of a group may travel alone, and there is somewhere to travel to."""
         return self.freedom.regroup and any(own.ranks > 1 for own in self.settings)
-
-
-def schedule(program: Program, order: Order | None = None) -> tuple[Program, Plan]:
-    """A captured program in the order of its plan, and that plan.
-
-    Without an order each gather is issued one group ahead. Raises InfeasibleBudget if no schedule
-    fits the order's budget.
-    """
-    placed = place(program)
-    if order is None:
-        plan = plan_without_costs(placed)
-    else:
-        basis = basis_of(placed, order.machine, recompute=False, fused=order.fused)
-        plan = plan_with_costs(basis, pose(basis, order), order.freedom.reshard)
-    return apply(placed, plan), plan
 
 
 def place(program: Program) -> Program:
@@ -151,12 +132,6 @@ def _figures(plan: Plan) -> Figures:
 
 def _busy_us(figures: Figures) -> float:
     return figures.step_time_us - figures.exposed_us
-
-
-def plan_without_costs(program: Program) -> Plan:
-    """Each gather of a placed program one group ahead."""
-    outlines = (outline(program, g.graph, d) for d, g in program.by_direction.items())
-    return _plan_of(program.name, program.groups, [one_ahead(o) for o in outlines])
 
 
 def plan_with_costs(

@@ -100,7 +100,7 @@ LIGHT = (
     "graphshard.cost.profile",
     "graphshard.cost.symbolic",
     "graphshard.schedule.plan",
-    "graphshard.planner.one_ahead",
+    "graphshard.planner.plan_step",
     "graphshard.view.costs",
     "graphshard.view.diff_text",
     "graphshard.view.html",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from graphs import META, Sketch, aten, group, layers, program, text
+from one_ahead import scheduled
 from plans import plan
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -23,7 +24,7 @@ from graphshard.passes.pin_meshes import pin_meshes
 from graphshard.passes.sink_views import sink_views
 from graphshard.passes.sum_gradients import sum_gradients
 from graphshard.passes.tag_recompute import tag_recompute
-from graphshard.pipeline import run_passes, schedule
+from graphshard.pipeline import run_passes
 from graphshard.schedule.plan import StepKind
 
 HALF = torch.bfloat16
@@ -629,7 +630,7 @@ def with_plan(wanted):
 
 
 def test_the_planners_schedule_is_applied():
-    made, planned = schedule(layers(3))
+    made, planned = scheduled(layers(3))
     for module, wanted in zip(made.directions, planned.schedules, strict=True):
         assert comm(module.graph) == planned_comm(wanted)
     assert comm(made.forward.graph)[:3] == [

@@ -5,6 +5,7 @@ import operator
 import pytest
 import torch
 from graphs import Sketch, aten, group, layers, program
+from one_ahead import scheduled
 from plans import plan
 
 from graphshard import pipeline
@@ -13,7 +14,7 @@ from graphshard.graph.program import adopt, note_attributes, output_node, reduce
 from graphshard.graph.verify import RULES, verify
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.regroup import regroup
-from graphshard.pipeline import run_passes, schedule
+from graphshard.pipeline import run_passes
 from graphshard.schedule.plan import StepKind
 
 
@@ -70,7 +71,7 @@ def test_healthy_programs_pass():
     verify(joint_with(), after="capture")
     verify(layers(3), after="the partition")
     verify(placed(), after="placement")
-    verify(schedule(layers(3))[0], after="apply_plan")
+    verify(scheduled(layers(3))[0], after="apply_plan")
 
 
 def test_every_rule_has_a_test():
@@ -237,7 +238,7 @@ def test_every_pass_is_followed_by_the_verifier(monkeypatch):
     checked = []
     monkeypatch.setattr(pipeline, "verify", lambda program, after: checked.append(after))
     pipeline.run_captured(joint_with())
-    schedule(layers(1))
+    scheduled(layers(1))
     assert checked == [p.__name__ for p in (*CAPTURED, *PLACEMENT)] + ["regroup", "apply_plan"]
 
 

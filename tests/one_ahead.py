@@ -1,12 +1,33 @@
-"""The first schedule, without a cost model: each gather is issued one group ahead."""
-
-from __future__ import annotations
+"""A schedule for tests of passes that needs no cost model: each gather one group ahead."""
 
 from collections.abc import Iterator
 from itertools import pairwise
 
+import torch
+
+from graphshard.graph.program import Program
+from graphshard.pipeline import apply, place
 from graphshard.planner.outline import GroupUse, Outline, Ready
-from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
+from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
+from graphshard.sketch import outline
+
+
+def scheduled(program: Program) -> tuple[Program, Plan]:
+    """A captured program in the order of its plan, and that plan."""
+    placed = place(program)
+    schedules = [
+        one_ahead(outline(placed, module.graph, direction))
+        for direction, module in placed.by_direction.items()
+    ]
+    forward, *backward = schedules
+    plan = Plan(
+        name=placed.name,
+        torch_version=torch.__version__,
+        groups=placed.groups,
+        forward=forward,
+        backward=backward[0] if backward else None,
+    )
+    return apply(placed, plan), plan
 
 
 def one_ahead(outline: Outline) -> Schedule:
