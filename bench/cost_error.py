@@ -28,14 +28,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from llama import Llama, LlamaConfig, rope_table  # (needs the path above)
 
-from graphshard.cost.calibrate import calibrate
+from graphshard.calibrate.calibrate import calibrate
+from graphshard.calibrate.measure import collective_time_us
 from graphshard.cost.comm import Collective, Group
-from graphshard.cost.flops import graph_work
 from graphshard.cost.machine import Machine, collective_us
-from graphshard.cost.measure import collective_time_us
 from graphshard.cost.presets import preset_for
 from graphshard.cost.profile import calibrated
 from graphshard.cost.roofline import ends_us
+from graphshard.pricing.flops import graph_work
 
 SIZES_BYTES = tuple(3 * 2**i for i in (13, 15, 17, 19, 21, 23))  # 24 KiB to 24 MiB
 MODEL = LlamaConfig(dim=256, num_layers=8, seq_len=512)

@@ -33,7 +33,7 @@ from bench.modes import (
     estimate_of,
     make_trainer,
 )
-from graphshard.cost.calibrate import calibrate
+from graphshard.calibrate.calibrate import calibrate
 from graphshard.cost.comm import Collective, Group
 from graphshard.cost.curve import Fit, Sample, curve_us, line, scaled
 from graphshard.cost.profile import CommFit, Profile, read_profile

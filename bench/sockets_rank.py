@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench.models import CONFIGS, Llama, WithLoss, make_batch
 from bench.modes import BY_NAME, NO_LIMIT_BYTES, WARM_UP_STEPS, Link, Planner, make_trainer
 from bench.rounds import turns
-from graphshard.cost.calibrate import calibrate
+from graphshard.calibrate.calibrate import calibrate
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,10 +42,10 @@ from graphshard.pipeline import (
     run_captured,
 )
 from graphshard.planner.problem import Problem
-from graphshard.recompute import Unit, kept_beside, tag
+from graphshard.pricing.op_costs import basis_of
+from graphshard.pricing.recompute import Unit, kept_beside, tag
 from graphshard.runtime.live import LiveGroup, find
 from graphshard.schedule.plan import GroupInfo, Plan, PricedOn
-from graphshard.sketch import basis_of
 
 
 @dataclass(frozen=True, slots=True)

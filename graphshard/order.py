@@ -15,7 +15,7 @@ from graphshard.cost.profile import calibrated, read_profile
 from graphshard.fsdp2.settings import settings_of
 from graphshard.options import Options
 from graphshard.pipeline import Order
-from graphshard.pricing import Freedom
+from graphshard.pricing.problem import Freedom
 from graphshard.runtime.agree import lead_costs
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.live import LiveGroup

@@ -20,10 +20,10 @@ from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.regroup import regroup
 from graphshard.planner.apart import plan_best
 from graphshard.planner.problem import Problem
-from graphshard.pricing import Freedom, price
-from graphshard.recompute import offered
+from graphshard.pricing.op_costs import Basis
+from graphshard.pricing.problem import Freedom, price
+from graphshard.pricing.recompute import offered
 from graphshard.schedule.plan import Figures, GroupInfo, Plan, Reshard, Schedule
-from graphshard.sketch import Basis
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def run_captured(program: Program) -> Program:
 class Order:
     """What a plan with the cost model needs to know.
 
-    fused: compute is priced as a compiler fuses it (see `graphshard.sketch.basis_of`).
+    fused: compute is priced as a compiler fuses it (see `graphshard.pricing.op_costs.basis_of`).
     """
 
     settings: tuple[GroupSettings, ...]

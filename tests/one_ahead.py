@@ -7,9 +7,9 @@ import torch
 
 from graphshard.graph.program import Program
 from graphshard.pipeline import apply, place
-from graphshard.planner.outline import GroupUse, Outline, Ready
+from graphshard.pricing.op_costs import outline
+from graphshard.pricing.usage import GroupUse, Outline, Ready
 from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
-from graphshard.sketch import outline
 
 
 def scheduled(program: Program) -> tuple[Program, Plan]:

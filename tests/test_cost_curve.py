@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphshard.calibrate.fit import fit_curve
 from graphshard.cost.curve import Curve, Sample, SizeClass, Trust, curve_us, line, scaled
-from graphshard.cost.fit import fit_curve
 from graphshard.cost.roofline import (
     FREE,
     Arithmetic,

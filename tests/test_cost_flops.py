@@ -13,10 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from graphshard.cost.flops import graph_work, total_work
 from graphshard.cost.roofline import FREE, Work
 from graphshard.cost.symbolic import BATCH, LENGTH, formula
 from graphshard.graph.program import compute_nodes
+from graphshard.pricing.flops import graph_work, total_work
 
 aten = torch.ops.aten
 DIM, HEADS = 32, 4

@@ -9,8 +9,8 @@ from test_cost_flops import Toy, captured, tokens
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphshard.cost.live import Live, live_bytes
 from graphshard.graph.program import compute_nodes
+from graphshard.pricing.liveness import Live, live_bytes
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")

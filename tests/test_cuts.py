@@ -6,9 +6,9 @@ import graphs
 import pytest
 import torch
 
-from graphshard.cuts import crossing_bytes, late_params, snapped
 from graphshard.graph.program import compute_nodes
-from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
+from graphshard.pricing.region_cuts import crossing_bytes, late_params, snapped
+from graphshard.pricing.usage import GroupUse, Outline, ParamUse, Ready
 from graphshard.schedule.plan import Direction
 
 aten = torch.ops.aten

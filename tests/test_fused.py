@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 import graphshard
 from examples.llama import Config, Llama
 from graphshard.errors import OptionsError
-from graphshard.planner.outline import GroupUse, Outline, Ready
+from graphshard.pricing.usage import GroupUse, Outline, Ready
 from graphshard.schedule.plan import Category, Direction, Plan
 
 SMALL = Config(256, 6, 4, 512, num_kv_heads=2, vocabulary=512, recompute="none")

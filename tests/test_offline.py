@@ -17,9 +17,9 @@ from graphshard.offline.repeats import CAPTURED, repeats_in
 from graphshard.offline.study import Point, Study
 from graphshard.offline.target import made_of, target_of
 from graphshard.offline.world import built, pretended
-from graphshard.pricing import Freedom
+from graphshard.pricing.op_costs import basis_of
+from graphshard.pricing.problem import Freedom
 from graphshard.schedule.plan import Direction, Plan
-from graphshard.sketch import basis_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HARDWARE = "h100-ib400"

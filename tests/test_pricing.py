@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from graphs import Sketch, aten, group, program
 
-from graphshard import pricing
 from graphshard.cost.presets import preset
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.passes import PLACEMENT
@@ -14,8 +13,9 @@ from graphshard.planner.choices import Bucket, Choices
 from graphshard.planner.events import gather_events, region_events
 from graphshard.planner.plan_step import fsdp2, plan_step
 from graphshard.planner.problem import Category, Claim
+from graphshard.pricing import problem as pricing
+from graphshard.pricing.op_costs import basis_of
 from graphshard.schedule.plan import Direction, Schedule
-from graphshard.sketch import basis_of
 
 OWN = GroupSettings(None, False, 2, 2, "lane 0", "lane 0", 64, 128, 4)
 

@@ -7,7 +7,6 @@ import pytest
 from planning import layers
 from test_offline import llama, net
 
-from graphshard.cost.live import saved_memory
 from graphshard.cost.presets import preset
 from graphshard.draft import parts_of, repeating
 from graphshard.graph.program import copy_of
@@ -16,8 +15,9 @@ from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended
 from graphshard.pipeline import is_worth
 from graphshard.planner.plan_step import plan_step
+from graphshard.pricing.liveness import saved_memory
+from graphshard.pricing.op_costs import basis_of
 from graphshard.schedule.plan import Figures, Plan
-from graphshard.sketch import basis_of
 
 
 def saved_bytes(parts):

@@ -36,7 +36,7 @@ def add_calibrate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    from graphshard.cost.calibrate import calibrate_job
+    from graphshard.calibrate.calibrate import calibrate_job
     from graphshard.view.costs import profile_lines
 
     command = shlex.join(["graphshard", *sys.argv[1:]])

@@ -77,7 +77,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A curve with the samples that it was fitted to (by `graphshard.cost.fit`)."""
+    """A curve with the samples that it was fitted to (by `graphshard.calibrate.fit`)."""
 
     curve: Curve
     samples: tuple[Sample, ...]

@@ -40,10 +40,10 @@ from graphshard.offline.world import (
     world_of,
 )
 from graphshard.pipeline import Order, best_plan, pose
-from graphshard.pricing import Freedom
-from graphshard.recompute import Unit
+from graphshard.pricing.op_costs import Basis, basis_of
+from graphshard.pricing.problem import Freedom
+from graphshard.pricing.recompute import Unit
 from graphshard.schedule.plan import Plan
-from graphshard.sketch import Basis, basis_of
 from graphshard.view.offline import Effort
 
 Build = Callable[[Sizes], Made]

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from graphshard.cost.live import Live
 from graphshard.offline.repeats import CAPTURED, Repeat
-from graphshard.planner.outline import GroupUse, ParamUse, Ready
-from graphshard.recompute import Unit
+from graphshard.pricing.liveness import Live
+from graphshard.pricing.op_costs import Basis, Sketch
+from graphshard.pricing.recompute import Unit
+from graphshard.pricing.usage import GroupUse, ParamUse, Ready
 from graphshard.schedule.plan import Direction, GroupInfo
-from graphshard.sketch import Basis, Sketch
 
 # The captured blocks: two that come first in forward, two that come last.
 _EARLY = CAPTURED // 2

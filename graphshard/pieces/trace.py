@@ -24,7 +24,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from graphshard.codegen.lowering import Lowering
-from graphshard.cost.live import owner
+from graphshard.graph.owners import owner
 from graphshard.graph.program import output_node
 from graphshard.pieces.find import Stretch, alike_stretches
 

@@ -16,7 +16,7 @@ from parity import build
 from pool import Ctx, Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graphshard.cost.calibrate import believed, calibrate, groups_of
+from graphshard.calibrate.calibrate import believed, calibrate, groups_of
 from graphshard.cost.comm import Collective, Group
 from graphshard.cost.machine import collective_us
 from graphshard.cost.memory import OPTIMIZERS, ParamFacts, group_bytes, total_bytes

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import graphshard
 from bench.models import Config, Llama, WithLoss, make_batch
 from graphshard import watch
-from graphshard.cost.calibrate import calibrate, groups_of
+from graphshard.calibrate.calibrate import calibrate, groups_of
 from graphshard.schedule.plan import Plan
 
 pytestmark = pytest.mark.dist

@@ -20,8 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard import pipeline, pricing, sketch
+from graphshard import pipeline
 from graphshard.capture.ports import port_of
+from graphshard.pricing import op_costs as sketch
+from graphshard.pricing import problem as pricing
 from graphshard.runtime import reduce, rooms, travel
 from graphshard.schedule.plan import Plan, StepKind
 

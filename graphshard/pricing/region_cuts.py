@@ -27,9 +27,10 @@ from typing import TypeVar
 
 from torch import fx
 
-from graphshard.cost.live import owner, tensor_bytes
+from graphshard.graph.owners import owner
 from graphshard.graph.program import compute_nodes
-from graphshard.planner.outline import GroupUse, Outline, ParamUse
+from graphshard.pricing.liveness import tensor_bytes
+from graphshard.pricing.usage import GroupUse, Outline, ParamUse
 
 _Use = TypeVar("_Use", GroupUse, ParamUse)
 

@@ -48,7 +48,8 @@ class Outline:
     """One direction: `num_ops` compute ops in a fixed order, uses and reductions of groups.
 
     `kept`: groups that stay gathered from forward to backward, by FSDP2's settings. regions: where
-    compiled code is cut, if it is (see `graphshard.cuts`); uses and reductions are then at cuts.
+    compiled code is cut, if it is (see `graphshard.pricing.region_cuts`); uses and reductions are
+    then at cuts.
     """
 
     direction: Direction

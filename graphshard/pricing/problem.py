@@ -19,10 +19,7 @@ from graphshard.cost.comm import Group as Ranks
 from graphshard.cost.machine import Machine, collective_us, launch_us
 from graphshard.cost.memory import ITEM_BYTES
 from graphshard.cost.roofline import copy_us
-from graphshard.cuts import AT_START, AT_TURN
-from graphshard.divide import Divided, divided, with_late_gradients
 from graphshard.fsdp2.settings import GroupSettings
-from graphshard.planner.outline import Outline
 from graphshard.planner.problem import (
     Category,
     Claim,
@@ -36,8 +33,11 @@ from graphshard.planner.problem import (
     Use,
     checked,
 )
+from graphshard.pricing.op_costs import Basis
+from graphshard.pricing.region_cuts import AT_START, AT_TURN
+from graphshard.pricing.region_split import Divided, divided, with_late_gradients
+from graphshard.pricing.usage import Outline
 from graphshard.schedule.plan import Direction, GroupInfo, ParamInfo, Reshard
-from graphshard.sketch import Basis
 
 # A group that is larger than this many typical ones may travel in several parts, at most MAX_PARTS;
 # so may the root.
@@ -124,7 +124,8 @@ def _pieces_by_group(
     collectives.
 
     The latter are the root, whose first parameters (an embedding) and last ones (a head) are needed
-    far apart, and the first and the last few of the others in forward. See `graphshard.cuts`.
+    far apart, and the first and the last few of the others in forward. See
+    `graphshard.pricing.region_cuts`.
     """
     reads: dict[int, dict[int, int]] = {g.id: {} for g in groups}
     for use in forward.params:

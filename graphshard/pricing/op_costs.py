@@ -14,14 +14,15 @@ from types import MappingProxyType
 
 from torch import fx
 
-from graphshard.cost.flops import graph_work, never_stored
-from graphshard.cost.live import Live, live_bytes, maker, saved_memory
 from graphshard.cost.machine import Machine
 from graphshard.cost.roofline import Work, op_us
-from graphshard.cuts import crossing_bytes, late_params, snapped
+from graphshard.graph.owners import maker
 from graphshard.graph.program import Program, aliases, compute_nodes, positions, steps
-from graphshard.planner.outline import GroupUse, Outline, ParamUse, Ready
-from graphshard.recompute import Unit, units
+from graphshard.pricing.flops import graph_work, never_stored
+from graphshard.pricing.liveness import Live, live_bytes, saved_memory
+from graphshard.pricing.recompute import Unit, units
+from graphshard.pricing.region_cuts import crossing_bytes, late_params, snapped
+from graphshard.pricing.usage import GroupUse, Outline, ParamUse, Ready
 from graphshard.schedule.plan import Direction, GroupInfo, StepKind
 
 
@@ -80,7 +81,7 @@ def _sketch(
     inside: bool = False,
     late: Mapping[tuple[int, int], int] = MappingProxyType({}),
 ) -> Sketch:
-    """inside, late: see `graphshard.cuts.snapped`."""
+    """inside, late: see `graphshard.pricing.region_cuts.snapped`."""
     graph = program.by_direction[direction].graph
     found = outline(program, graph, direction)
     if fused:

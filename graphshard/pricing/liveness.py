@@ -8,7 +8,6 @@ counted here.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -17,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphshard.cost.sizes import Sizes
-from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, is_view, step_of
+from graphshard.graph.owners import owner, producer
+from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, step_of
+from graphshard.pricing.sizes import Sizes
 from graphshard.schedule.plan import StepKind
 
 
@@ -109,7 +109,7 @@ def _blocks(
                 block.kind = "grads"
         if owner(node) is node and (node.op == "placeholder" or node in place):
             kind = "inputs" if node.op == "placeholder" else "made"
-            born = place.get(_producer(node), 0)
+            born = place.get(producer(node), 0)
             size = 0 if node in unstored else sum(_size_bytes(t, kind) for t in _tensors(node))
             block = _Block(kind, size, born, now)
             if node.op == "placeholder" and (memory := inputs.get(node.name)) is not None:
@@ -137,42 +137,6 @@ def _times(
         if owner(node) in unstored:
             ends[node] = max([times[node], *(ends[user] for user in node.users)])
     return times, ends
-
-
-def owner(node: fx.Node) -> fx.Node:
-    """The node that made the memory which `node` shows.
-
-    Each result of an op with several has memory of its own; it belongs to the `getitem`.
-    """
-    while _shares(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _shares(node: fx.Node) -> bool:
-    """The node's memory is that of its first argument."""
-    if not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    if node.target is operator.getitem:
-        return is_view(node.args[0])
-    return is_view(node) or _writes(node) or node.target is torch.ops.aten._unsafe_view.default
-
-
-def maker(node: fx.Node) -> fx.Node:
-    """The op (or placeholder) that made the memory which `node` shows."""
-    return _producer(owner(node))
-
-
-def _producer(node: fx.Node) -> fx.Node:
-    return node.all_input_nodes[0] if node.target is operator.getitem else node
-
-
-def _writes(node: fx.Node) -> bool:
-    """An in-place op: its result is its first argument."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns = node.target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None
 
 
 def _reduced(node: fx.Node) -> Sequence[fx.Node]:

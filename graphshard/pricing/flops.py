@@ -21,8 +21,8 @@ from torch.utils.flop_counter import flop_registry
 
 from graphshard.cost.algebra import Quantity, least
 from graphshard.cost.roofline import FREE, Work
-from graphshard.cost.sizes import Sizes, dtype_name
 from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, is_view
+from graphshard.pricing.sizes import Sizes, dtype_name
 
 aten = torch.ops.aten
 

@@ -18,10 +18,11 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.cost.live import owner, tensor_bytes
+from graphshard.graph.owners import owner
 from graphshard.graph.program import Program, compute_nodes, is_view, output_node, step_of
-from graphshard.planner.outline import GroupUse, Outline
 from graphshard.planner.problem import Problem, Recompute, checked
+from graphshard.pricing.liveness import tensor_bytes
+from graphshard.pricing.usage import GroupUse, Outline
 from graphshard.schedule.plan import GroupInfo
 
 

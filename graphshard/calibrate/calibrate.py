@@ -20,10 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from graphshard.cost.comm import Collective, Group, wire_bytes
-from graphshard.cost.curve import Fit, Sample
-from graphshard.cost.fit import fit_curve
-from graphshard.cost.measure import (
+from graphshard.calibrate.fit import fit_curve
+from graphshard.calibrate.measure import (
     ATTENTION_DIM,
     ATTENTION_HEADS,
     attention_time_us,
@@ -31,9 +29,11 @@ from graphshard.cost.measure import (
     matmul_time_us,
     pointwise_time_us,
 )
+from graphshard.cost.comm import Collective, Group, wire_bytes
+from graphshard.cost.curve import Fit, Sample
 from graphshard.cost.profile import CommFit, Origin, Profile
-from graphshard.cost.sizes import dtype_name
 from graphshard.errors import CostError, GraphshardWarning
+from graphshard.pricing.sizes import dtype_name
 
 KIB = 1024
 CPU_SIZES_BYTES = tuple(4 * KIB * 4**i for i in range(8))  # 4 KiB to 64 MiB

@@ -11,10 +11,10 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from graphshard.planner.outline import Outline
 from graphshard.planner.problem import Category, Claim, Group, Region
+from graphshard.pricing.op_costs import Sketch
+from graphshard.pricing.usage import Outline
 from graphshard.schedule.plan import GroupInfo
-from graphshard.sketch import Sketch
 
 # A long stretch of compute is cut into so many regions.
 CUTS = 8

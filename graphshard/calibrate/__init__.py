@@ -1,0 +1,1 @@
+"""What this machine does in how long: measured, and fitted into a cost profile."""

@@ -1,0 +1,47 @@
+"""Which node of a graph made the memory that another one shows."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from graphshard.graph.program import is_view
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node that made the memory which `node` shows.
+
+    Each result of an op with several has memory of its own; it belongs to the `getitem`.
+    """
+    while _shares(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _shares(node: fx.Node) -> bool:
+    """The node's memory is that of its first argument."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])
+    return is_view(node) or _writes(node) or node.target is torch.ops.aten._unsafe_view.default
+
+
+def maker(node: fx.Node) -> fx.Node:
+    """The op (or placeholder) that made the memory which `node` shows."""
+    return producer(owner(node))
+
+
+def producer(node: fx.Node) -> fx.Node:
+    """The op of which `node` is one of several results, or `node`."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def _writes(node: fx.Node) -> bool:
+    """An in-place op: its result is its first argument."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None

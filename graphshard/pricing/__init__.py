@@ -1,0 +1,1 @@
+"""A placed graph becomes the planner's problem: costs of ops, liveness, where regions may end."""
