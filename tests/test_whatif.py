@@ -10,10 +10,10 @@ from test_comparison import planned
 from graphshard.cost.comm import Collective, Group
 from graphshard.cost.machine import collective_us
 from graphshard.cost.presets import preset
+from graphshard.cost.whatif import Cluster, peak_bytes_formula, step_time_formula, what_if
 from graphshard.planner.problem import Claim
 from graphshard.schedule.plan import Category, PricedOn
 from graphshard.schedule.replay import critical_path, replayed
-from graphshard.whatif import Cluster, peak_bytes_formula, step_time_formula, what_if
 
 H100 = preset("h100")
 HERE = Cluster(H100, 2, 8)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from graphshard.errors import FileError
@@ -168,12 +169,11 @@ class Plan:
     def formula(self, figure: str) -> Any:
         """`"step_time"` (microseconds) or `"peak_bytes"` as a formula to print and to evaluate.
 
-        A `graphshard.cost.symbolic.Formula`; see `graphshard.whatif` for what it leaves out. Raises
-        ValueError for another figure, or a plan without costs.
+        A `graphshard.cost.symbolic.Formula`; see `graphshard.cost.whatif` for what it leaves out.
+        Raises ValueError for another figure, or a plan without costs.
         """
-        from graphshard.whatif import formula_of
-
-        return formula_of(self, figure)
+        # Costs are made of plans. Here is only where users look for a formula.
+        return import_module("graphshard.cost.whatif").formula_of(self, figure)
 
     def _estimated(self) -> dict[str, Any]:
         if self.estimate is None:
