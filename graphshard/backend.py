@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard import dynamo, fallback
 from graphshard.announce import announce
+from graphshard.capture import dynamo, fallback
 from graphshard.compiler import GraphCompiler, without_groups
 from graphshard.errors import DivergedRanks, GraphshardError, InfeasibleBudget
 from graphshard.options import Options, parse_options

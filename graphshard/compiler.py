@@ -21,18 +21,18 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import default_partition
 from torch._ops import HigherOrderOperator
 
+from graphshard.capture.dynamo import ends_early, resets
+from graphshard.capture.fallback import describe, warn_once
 from graphshard.capture.ports import CompiledPlan, Record
+from graphshard.capture.repeated.expand import expanded
+from graphshard.capture.repeated.trace import Piece, traced_by_pieces
 from graphshard.codegen.emit import check_inputs
 from graphshard.codegen.lowering import lowering_of
 from graphshard.draft import Found, Proposal, drafted, find_groups, propose, propose_inference
-from graphshard.dynamo import ends_early, resets
 from graphshard.errors import CaptureError
-from graphshard.fallback import describe, warn_once
 from graphshard.graph.program import Program, anchor_places, copied, output_node
 from graphshard.options import Options
 from graphshard.order import costs_of, order_of
-from graphshard.pieces.expand import expanded
-from graphshard.pieces.trace import Piece, traced_by_pieces
 from graphshard.pipeline import (
     Order,
     apply,

@@ -20,8 +20,8 @@ from torch._functorch.partitioners import (
     min_cut_rematerialization_partition,
 )
 
+from graphshard.capture.dynamo import input_example, tracing_context
 from graphshard.codegen.emit import with_run_input
-from graphshard.dynamo import input_example, tracing_context
 from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import (

@@ -71,7 +71,7 @@ def test_a_fit_recovers_alpha_and_beta(alpha_us, bytes_per_us, seed):
     fit = fit_curve(noisy(lambda x: alpha_us + x / bytes_per_us, seed), max_classes=1)
     for amount in (SIZES[0], SIZES[-1]):
         assert curve_us(fit.curve, amount) == pytest.approx(
-            alpha_us + amount / bytes_per_us, rel=0.15
+            alpha_us + amount / bytes_per_us, rel=0.25
         )
 
 

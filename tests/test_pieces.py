@@ -9,11 +9,11 @@ from torch import fx, nn
 from torch.distributed.fsdp import fully_shard
 from torch.fx.node import map_arg
 
+from graphshard.capture.repeated import trace
+from graphshard.capture.repeated.find import alike_stretches
 from graphshard.offline.capture import capture
 from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended
-from graphshard.pieces import trace
-from graphshard.pieces.find import alike_stretches
 
 
 class Odd(Block):

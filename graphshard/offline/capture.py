@@ -16,14 +16,14 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 
 from graphshard import backend
+from graphshard.capture.dynamo import input_example
+from graphshard.capture.repeated.expand import expanded
+from graphshard.capture.repeated.trace import Piece, traced_by_pieces
 from graphshard.codegen.lowering import lowering_of
 from graphshard.draft import Draft, drafted, find_groups
-from graphshard.dynamo import input_example
 from graphshard.errors import CaptureError, GraphshardError
 from graphshard.offline.world import Fake, Place
 from graphshard.options import Options
-from graphshard.pieces.expand import expanded
-from graphshard.pieces.trace import Piece, traced_by_pieces
 
 
 @dataclass(frozen=True, slots=True)

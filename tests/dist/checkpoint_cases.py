@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 )
 
 import graphshard
-from graphshard import fallback
+from graphshard.capture import fallback
 
 WIDTH = 8
 FLAVOURS = ("plain", "late stop", "reentrant", "hooks", "wrapper", "selective", "none")

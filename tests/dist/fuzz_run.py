@@ -46,7 +46,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 import graphshard
-from graphshard import fallback
+from graphshard.capture import fallback
 from graphshard.capture.ports import port_of, records_under
 from graphshard.schedule.plan import StepKind
 

@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard import fallback, order, pipeline
+from graphshard import order, pipeline
+from graphshard.capture import fallback
+from graphshard.capture.fallback import calls
 from graphshard.capture.ports import records_under
-from graphshard.fallback import calls
 
 pytestmark = [
     pytest.mark.dist,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import graphshard
-from graphshard import dynamo
+from graphshard.capture import dynamo
 from graphshard.capture.ports import port_of
 
 pytestmark = pytest.mark.dist

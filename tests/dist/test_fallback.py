@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard import fallback, pipeline
+from graphshard import pipeline
+from graphshard.capture import fallback
 from graphshard.capture.ports import records_under
 from graphshard.runtime import travel
 

@@ -21,7 +21,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
-from graphshard import dynamo
+from graphshard.capture import dynamo
 from graphshard.capture.ports import port_of
 from graphshard.errors import RuntimeStateError
 

@@ -18,8 +18,8 @@ from test_freed import WIDTH, in_place, sharded, steps_of, wrapped
 
 import graphshard
 from graphshard.capture import entrance
+from graphshard.capture.dynamo import entry
 from graphshard.capture.ports import all_records
-from graphshard.dynamo import entry
 from graphshard.fsdp2 import layouts
 from graphshard.runtime import leftovers, live
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from graphshard import dynamo
+from graphshard.capture import dynamo
+from graphshard.capture.fallback.causes import named_groups, warn_once
 from graphshard.capture.ports import Port, Record, all_records, port_of, records_under
 from graphshard.errors import CaptureError
-from graphshard.fallback.causes import named_groups, warn_once
 from graphshard.options import Options
 from graphshard.runtime.calls import current_task
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
-from graphshard.dynamo import hooks
+from graphshard.capture.dynamo import hooks
 
 _T = TypeVar("_T")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from graphshard.capture.fallback.causes import describe, warn_once
 from graphshard.capture.ports import Record
 from graphshard.errors import DivergedRanks
-from graphshard.fallback.causes import describe, warn_once
 from graphshard.options import Options
 from graphshard.runtime.agree import leave
 from graphshard.runtime.aside import stand_aside

@@ -9,7 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from graphshard import dynamo, fsdp2
+from graphshard import fsdp2
+from graphshard.capture import dynamo
+from graphshard.capture.fallback.causes import named_groups, warn_once
+from graphshard.capture.fallback.together import open_roots
+from graphshard.capture.fallback.watch import Watch
 from graphshard.capture.ports import (
     Port,
     Record,
@@ -20,9 +24,6 @@ from graphshard.capture.ports import (
     unfinished_records,
 )
 from graphshard.errors import CollectiveFailed, DivergedRanks, UnsupportedModel, cleaning_up
-from graphshard.fallback.causes import named_groups, warn_once
-from graphshard.fallback.together import open_roots
-from graphshard.fallback.watch import Watch
 from graphshard.options import Options
 from graphshard.runtime.agree import IDLE, mark
 from graphshard.runtime.calls import PendingGraph, current_task, pending_graphs

@@ -5,9 +5,9 @@ backend and nothing for eager FSDP2: the substitutes ask at trace time whose gra
 built, and the patched entry point acts only for contexts of this backend.
 """
 
-from graphshard.dynamo.entry import install
-from graphshard.dynamo.hooks import substitute_grouped_hooks
-from graphshard.dynamo.state import (
+from graphshard.capture.dynamo.entry import install
+from graphshard.capture.dynamo.hooks import substitute_grouped_hooks
+from graphshard.capture.dynamo.state import (
     CONTROL_FLOW,
     GraphBreak,
     compile_variant,

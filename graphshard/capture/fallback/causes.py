@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 
-from graphshard import dynamo
+from graphshard.capture import dynamo
 from graphshard.errors import GraphshardError, GraphshardWarning
 from graphshard.files.information import printable
 

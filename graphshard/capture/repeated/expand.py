@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
+from graphshard.capture.repeated.trace import PIECE, PIECE_GRAD, Piece
 from graphshard.graph.program import adopt, attribute_of, note_attributes
-from graphshard.pieces.trace import PIECE, PIECE_GRAD, Piece
 
 _CHECKPOINT = "ac_graph_id"  # of one call of torch.utils.checkpoint; they rise in call order
 _MANY = 1_000_000  # more than there are checkpoints in one piece

@@ -2,7 +2,7 @@
 
 In: a graph that Dynamo captured. Out: the graph with a call of `graphshard::piece` in place of each
 stretch that repeats, and what the calls stand for. AOTAutograd sees that op and, in backward,
-`graphshard::piece_grad`; both carry layouts and never run (see `graphshard.pieces.expand`).
+`graphshard::piece_grad`; both carry layouts and never run (`graphshard.capture.repeated.expand`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from graphshard.capture.repeated.find import Stretch, alike_stretches
 from graphshard.codegen.lowering import Lowering
 from graphshard.graph.owners import owner
 from graphshard.graph.program import output_node
-from graphshard.pieces.find import Stretch, alike_stretches
 
 Traced = TypeVar("Traced")
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from graphshard.capture.repeated.content import example, layout, modes, told
 from graphshard.graph.program import attribute_of, is_unshard
-from graphshard.pieces.content import example, layout, modes, told
 
 # What these make of a view depends on where in its storage it begins, which no layout says.
 _ON_STORAGE = ("as_strided", "storage_offset", "untyped_storage", torch.as_strided)
@@ -28,7 +28,7 @@ FEWEST = 3
 class Stretch:
     """`nodes` in order, what they read from outside and what is read of them outside.
 
-    modes: before the first node and after the last (see `graphshard.pieces.content.modes`).
+    modes: before the first node and after the last (`graphshard.capture.repeated.content.modes`).
     """
 
     nodes: tuple[fx.Node, ...]

@@ -18,8 +18,8 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 
+from graphshard.capture.dynamo.hooks import is_ours, substitute_hooks, wrappers
 from graphshard.cost.profile import look_up
-from graphshard.dynamo.hooks import is_ours, substitute_hooks, wrappers
 from graphshard.options import Options, is_disabled, parse_options
 
 _LOOK_AGAIN = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
