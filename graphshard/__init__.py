@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from graphshard._version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import (
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from graphshard.offline.api import plan
-    from graphshard.profiling import profile
-    from graphshard.report import Measurement, Report, explain, measurements, plans
+    from graphshard.report.explain import Measurement, Report, explain, measurements, plans
+    from graphshard.report.profiling import profile
     from graphshard.schedule.plan import Plan
 
 _FSDP = (
@@ -68,16 +68,16 @@ _ERRORS = (
 _HOME = {
     **dict.fromkeys(_FSDP, "torch.distributed.fsdp"),
     **dict.fromkeys(_ERRORS, "graphshard.errors"),
-    "Measurement": "graphshard.report",
+    "Measurement": "graphshard.report.explain",
     "Plan": "graphshard.schedule.plan",
     "plan": "graphshard.offline.api",
-    "Report": "graphshard.report",
-    "explain": "graphshard.report",
+    "Report": "graphshard.report.explain",
+    "explain": "graphshard.report.explain",
     # PyTorch's function, with a better error for arguments of FSDP1.
     "fully_shard": "graphshard.migrate.fully_shard",
-    "measurements": "graphshard.report",
-    "plans": "graphshard.report",
-    "profile": "graphshard.profiling",
+    "measurements": "graphshard.report.explain",
+    "plans": "graphshard.report.explain",
+    "profile": "graphshard.report.profiling",
 }
 
 __all__ = [

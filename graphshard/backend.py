@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard.announce import announce
 from graphshard.capture import dynamo, fallback
-from graphshard.compiler import GraphCompiler, without_groups
+from graphshard.capture.install import install
+from graphshard.compiler.graph_compiler import GraphCompiler, without_groups
 from graphshard.errors import DivergedRanks, GraphshardError, InfeasibleBudget
 from graphshard.options import Options, parse_options
+from graphshard.report.announce import announce
 from graphshard.runtime.agree import COMPILING, leave, mark, refuse
 from graphshard.view.units import reason_text
 
@@ -142,11 +143,6 @@ def _give_up(compiler: GraphCompiler, error: Exception, settings: Options) -> Ca
 def _graph_name() -> str:
     compile_id = torch._guards.CompileContext.current_compile_id()
     return f"graph {compile_id}" if compile_id is not None else "graph"
-
-
-def install() -> None:
-    """Let Dynamo trace `fully_shard`ed models for backends of this package; once per process."""
-    dynamo.install(fallback.protected, fallback.unplugged)
 
 
 graphshard.is_graphshard_backend = True  # type: ignore[attr-defined]

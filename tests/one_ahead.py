@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import torch
 
+from graphshard.compiler.planning import apply, place
 from graphshard.graph.program import Program
-from graphshard.pipeline import apply, place
 from graphshard.pricing.op_costs import outline
 from graphshard.pricing.usage import GroupUse, Outline, Ready
 from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind

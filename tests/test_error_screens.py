@@ -12,10 +12,10 @@ from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, TangentAOTInput
 from torch.distributed.fsdp import fully_shard
 
-from graphshard import compiler
 from graphshard.capture.ports import records_under
 from graphshard.cli import main
 from graphshard.codegen.emit import check_inputs
+from graphshard.compiler import graph_compiler
 from graphshard.errors import (
     CaptureError,
     PlanError,
@@ -82,7 +82,7 @@ def test_a_tangent_of_no_output():
     tangent.meta["desc"] = TangentAOTInput(PlainAOTOutput(1))
     made.output((tangent,)).meta["desc"] = (PlainAOTOutput(0),)
     with pytest.raises(CaptureError, match="GS203: no output belongs to tangents_1"):
-        compiler._tangent_positions(fx.GraphModule(nn.Module(), made), 1)
+        graph_compiler._tangent_positions(fx.GraphModule(nn.Module(), made), 1)
 
 
 class Own(nn.Linear):

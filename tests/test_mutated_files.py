@@ -25,8 +25,8 @@ from test_comparison import as_predicted
 from test_comparison import planned as planned_by_hand
 from test_cost_profile import PROFILE
 
-from graphshard import plan_cache
 from graphshard.cli import main
+from graphshard.compiler import plan_cache
 from graphshard.cost.comm import Collective, Group
 from graphshard.cost.machine import collective_us, launch_us
 from graphshard.cost.presets import preset

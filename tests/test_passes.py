@@ -11,6 +11,7 @@ from plans import plan
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.codegen.emit import with_run_input
+from graphshard.compiler.planning import run_passes
 from graphshard.errors import CaptureError, VerifyError
 from graphshard.graph.marks import REDUCE_GRAD
 from graphshard.graph.program import Program, output_node, step_of, steps
@@ -24,7 +25,6 @@ from graphshard.passes.pin_meshes import pin_meshes
 from graphshard.passes.sink_views import sink_views
 from graphshard.passes.sum_gradients import sum_gradients
 from graphshard.passes.tag_recompute import tag_recompute
-from graphshard.pipeline import run_passes
 from graphshard.schedule.plan import StepKind
 
 HALF = torch.bfloat16

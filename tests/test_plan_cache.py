@@ -10,7 +10,7 @@ import pytest
 from planning import layers
 from plans import group, two_layers
 
-from graphshard import plan_cache
+from graphshard.compiler import plan_cache
 from graphshard.errors import FileError, GraphshardWarning, PlanError
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Lane, Problem, Region

@@ -13,8 +13,9 @@ from graphshard.planner.choices import Bucket, Choices
 from graphshard.planner.events import gather_events, region_events
 from graphshard.planner.plan_step import fsdp2, plan_step
 from graphshard.planner.problem import Category, Claim
-from graphshard.pricing import problem as pricing
+from graphshard.pricing import problem as posed
 from graphshard.pricing.op_costs import basis_of
+from graphshard.pricing.problem import MAX_PARTS, Freedom, price
 from graphshard.schedule.plan import Direction, Schedule
 
 OWN = GroupSettings(None, False, 2, 2, "lane 0", "lane 0", 64, 128, 4)
@@ -42,7 +43,7 @@ def priced(made, *, first=OWN, own=OWN, regroup=True):
     machine = preset("h100")
     basis = basis_of(made, machine, recompute=False)
     settings = [first, *[OWN] * (len(made.groups) - 2), own]
-    return pricing.price(basis, settings, machine, pricing.Freedom(regroup=regroup))
+    return price(basis, settings, machine, Freedom(regroup=regroup))
 
 
 def test_parts_add_up_to_the_group():
@@ -71,7 +72,7 @@ def test_the_root_may_travel_in_parts_and_is_neither_first_nor_last():
 
 
 def test_a_huge_group_may_travel_in_parts(monkeypatch):
-    monkeypatch.setattr(pricing, "HUGE", 1)
+    monkeypatch.setattr(posed, "HUGE", 1)
     problem = priced(groups_of(2, 2, 4, 2, 2, 2, 2))
     assert [len(g.parts) for g in problem.groups] == [2, 1, 4, 1, 2, 2, 2]
 
@@ -85,7 +86,7 @@ def test_a_part_is_due_when_its_parameters_are_read():
 
 def test_there_are_few_parts_and_small_parameters_go_together():
     sizes = [len(p.params) for p in priced(groups_of(1, 30)).groups[1].parts]
-    assert len(sizes) <= pricing.MAX_PARTS
+    assert len(sizes) <= MAX_PARTS
     assert sum(sizes) == 30
 
 
@@ -130,7 +131,7 @@ def late_gradient():
 def test_a_gradient_counts_from_the_op_that_makes_it(monkeypatch):
     machine = preset("h100")
     basis = basis_of(late_gradient(), machine, recompute=False, fused=True)
-    problem = pricing.price(basis, [OWN], machine, pricing.Freedom())
+    problem = price(basis, [OWN], machine, Freedom())
     (region,), (part,) = problem.backward, problem.groups[0].parts
     assert (part.gradient.first, part.gradient.bytes) == (0, 128)
     # When the third sum is there (64, and 4 x 64 that are added up, and the anchor), the gradient

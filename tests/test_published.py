@@ -12,13 +12,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.llama import LLAMA3_8B, LLAMA3_70B, Config, Llama
+from graphshard.compiler.planning_inputs import freedom_of
 from graphshard.cost.optimizer import ADAMW_PASSES, CLIP_PASSES, adamw_us
 from graphshard.cost.presets import preset
 from graphshard.cost.reserved import reserved_bytes
 from graphshard.offline.study import Point, Study
 from graphshard.offline.target import made_of
 from graphshard.options import parse_options
-from graphshard.order import freedom_of
 from graphshard.schedule.estimate import Category
 from graphshard.schedule.forecast import Forecast
 

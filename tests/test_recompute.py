@@ -7,13 +7,13 @@ import pytest
 from planning import layers
 from test_offline import llama, net
 
+from graphshard.compiler.partition import parts_of, repeating
+from graphshard.compiler.planning import is_worth
 from graphshard.cost.presets import preset
-from graphshard.draft import parts_of, repeating
 from graphshard.graph.program import copy_of
 from graphshard.offline.capture import capture
 from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended
-from graphshard.pipeline import is_worth
 from graphshard.planner.plan_step import plan_step
 from graphshard.pricing.liveness import saved_memory
 from graphshard.pricing.op_costs import basis_of

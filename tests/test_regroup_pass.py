@@ -5,13 +5,13 @@ from expecttest import assert_expected_inline
 from graphs import Sketch, aten, group, layers, program, text
 from plans import plan
 
+from graphshard.compiler.planning import run_passes
 from graphshard.errors import VerifyError
 from graphshard.graph.program import step_of, steps
 from graphshard.graph.verify import verify
 from graphshard.passes import PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.regroup import regroup
-from graphshard.pipeline import run_passes
 from graphshard.schedule.plan import StepKind
 
 BACKWARD = (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from plans import group, plan, two_layers
 
-from graphshard.schedule import signature as skeleton
+from graphshard.schedule import signature
 from graphshard.schedule.signature import Entry
 
 
@@ -63,39 +63,39 @@ def test_the_fingerprint_stays():
 
 def test_text_round_trip():
     made = two_layers().skeleton
-    assert skeleton.from_text(skeleton.to_text(made)) == made
+    assert signature.from_text(signature.to_text(made)) == made
     with pytest.raises((ValueError, TypeError)):
-        skeleton.from_text("[[1]]")
+        signature.from_text("[[1]]")
 
 
 A, B, C = (Entry("forward", "all_gather", name, "float32", 1024) for name in "abc")
 
 
 def test_the_first_difference_names_entry_and_ranks():
-    assert skeleton.difference({0: (A, B), 1: (A, B)}) is None
-    text = skeleton.difference({0: (A, B), 1: (A, C), 2: (A, B)})
+    assert signature.difference({0: (A, B), 1: (A, B)}) is None
+    text = signature.difference({0: (A, B), 1: (A, C), 2: (A, B)})
     assert text == (
         "collective 1 is ranks 0, 2: forward all_gather of b (float32, 1,024 bytes); "
         "rank 1: forward all_gather of c (float32, 1,024 bytes)"
     )
-    assert "rank 1: nothing more" in skeleton.difference({0: (A, B), 1: (A,)})
+    assert "rank 1: nothing more" in signature.difference({0: (A, B), 1: (A,)})
 
 
 def test_what_fsdp2_could_run_together():
-    assert skeleton.same_way({0: (A, B), 1: (A,)}, early={1})  # a graph break on rank 1
-    assert not skeleton.same_way({0: (A, B), 1: (A,)})  # rank 1 leaves out b
-    assert not skeleton.same_way({0: (A,), 1: (A, B)}, early={1})
-    assert not skeleton.same_way({0: (A, B, C), 1: (A, C)})  # a module skipped on rank 1
+    assert signature.same_way({0: (A, B), 1: (A,)}, early={1})  # a graph break on rank 1
+    assert not signature.same_way({0: (A, B), 1: (A,)})  # rank 1 leaves out b
+    assert not signature.same_way({0: (A,), 1: (A, B)}, early={1})
+    assert not signature.same_way({0: (A, B, C), 1: (A, C)})  # a module skipped on rank 1
     together = replace(A, group="a + b", size_bytes=2048)
-    assert skeleton.same_way({0: (A, B), 1: (together,)})  # merged on rank 1
+    assert signature.same_way({0: (A, B), 1: (together,)})  # merged on rank 1
 
 
 def test_fsdp2_reduces_what_has_a_gradient():
     grads = [Entry("backward", "reduce_scatter", name, "float32", 512) for name in "ab"]
     some = replace(grads[1], size_bytes=256)  # a parameter that rank 1 does not use
     merged = replace(grads[0], group="a + b", size_bytes=1024)
-    assert skeleton.same_way({0: (A, B, *grads), 1: (A, B, merged)})
-    assert not skeleton.same_way({0: (A, B, *grads), 1: (A, B, grads[0], some)})
-    assert not skeleton.same_way({0: (A, B, *grads), 1: (A, B, grads[0])})
-    assert skeleton.same_way({0: (A, B, *grads), 1: (A, B, grads[0])}, early={1})
-    assert skeleton.same_way({0: (A, B, *grads), 1: (A, B, grads[0], some)}, reduces_unused=True)
+    assert signature.same_way({0: (A, B, *grads), 1: (A, B, merged)})
+    assert not signature.same_way({0: (A, B, *grads), 1: (A, B, grads[0], some)})
+    assert not signature.same_way({0: (A, B, *grads), 1: (A, B, grads[0])})
+    assert signature.same_way({0: (A, B, *grads), 1: (A, B, grads[0])}, early={1})
+    assert signature.same_way({0: (A, B, *grads), 1: (A, B, grads[0], some)}, reduces_unused=True)

@@ -8,13 +8,13 @@ from graphs import Sketch, aten, group, layers, program
 from one_ahead import scheduled
 from plans import plan
 
-from graphshard import pipeline
+from graphshard.compiler import planning
+from graphshard.compiler.planning import run_passes
 from graphshard.errors import VerifyError
 from graphshard.graph.program import adopt, note_attributes, output_node, reduce_marks, steps
 from graphshard.graph.verify import RULES, verify
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.regroup import regroup
-from graphshard.pipeline import run_passes
 from graphshard.schedule.plan import StepKind
 
 
@@ -236,8 +236,8 @@ def test_a_pass_that_breaks_a_rule_is_named_and_is_the_last_to_run():
 
 def test_every_pass_is_followed_by_the_verifier(monkeypatch):
     checked = []
-    monkeypatch.setattr(pipeline, "verify", lambda program, after: checked.append(after))
-    pipeline.run_captured(joint_with())
+    monkeypatch.setattr(planning, "verify", lambda program, after: checked.append(after))
+    planning.run_captured(joint_with())
     scheduled(layers(1))
     assert checked == [p.__name__ for p in (*CAPTURED, *PLACEMENT)] + ["regroup", "apply_plan"]
 

@@ -101,7 +101,8 @@ class CompiledPlan:
 
     problem: the `graphshard.planner.problem.Problem`, if costs were known. before, measured: the
     plan that ran before this one, and what it was measured at. running: the
-    `graphshard.watch.Running` that runs it. generation: how often Dynamo had been reset before.
+    `graphshard.compiler.instrument.Running` that runs it. generation: how often Dynamo had been
+    reset before.
     """
 
     plan: Plan

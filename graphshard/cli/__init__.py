@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from graphshard import __version__
+from graphshard._version import __version__
 from graphshard.cli.calibrate import add_calibrate
 from graphshard.cli.common import (
     EXIT_CAPTURE,

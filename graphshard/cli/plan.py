@@ -103,10 +103,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     """Every combination of what is asked for."""
+    from graphshard.compiler.planning_inputs import freedom_of
     from graphshard.offline.api import RANKS_PER_NODE, is_fused, machine_of
     from graphshard.offline.study import Point
     from graphshard.options import parse_options
-    from graphshard.order import freedom_of
 
     machines = [machine_of(name) for name in args.hw]
     given: dict[str, object] = {"reshard": args.reshard, "micro_steps": args.micro_steps}

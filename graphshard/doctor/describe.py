@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from graphshard import fsdp2
 from graphshard.capture.ports import port_of
+from graphshard.compiler.planning_inputs import machine_for
 from graphshard.cost.comm import Collective
 from graphshard.cost.comm import Group as Ranks
 from graphshard.cost.machine import collective_us, launch_us
 from graphshard.doctor.facts import ROOT_NAME, Gradient, Group, Stack
-from graphshard.order import machine_for
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 CHUNK = 2**20

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import graphshard
+from graphshard._version import __version__
 from graphshard.doctor.environment import Probe
 from graphshard.doctor.examine import Examination
 from graphshard.doctor.findings import Finding, worst
@@ -22,7 +22,7 @@ LEVEL, CODE = 9, 8
 
 
 def environment_text(probes: Sequence[Probe]) -> str:
-    lines = [f"graphshard {graphshard.__version__}", ""]
+    lines = [f"graphshard {__version__}", ""]
     room = WIDTH - LEVEL - 14
     for probe in probes:
         lines.append(f"{probe.name:14}{_cut(probe.found, room):{room}}{probe.level:>{LEVEL}}")

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from graphshard import fsdp2
+from graphshard.compiler.planning_inputs import freedom_of
 from graphshard.cost.machine import Machine
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
@@ -18,7 +19,6 @@ from graphshard.offline.study import Point, Study
 from graphshard.offline.target import Sizes, made_of
 from graphshard.offline.world import Made
 from graphshard.options import parse_count, parse_options
-from graphshard.order import freedom_of
 from graphshard.schedule.plan import Plan
 
 # GPUs in one node of the usual servers (DGX and HGX A100, H100, H200, B200).

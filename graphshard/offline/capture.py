@@ -15,12 +15,12 @@ import torch._functorch.config
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 
-from graphshard import backend
 from graphshard.capture.dynamo import input_example
+from graphshard.capture.install import install
 from graphshard.capture.repeated.expand import expanded
 from graphshard.capture.repeated.trace import Piece, traced_by_pieces
 from graphshard.codegen.lowering import lowering_of
-from graphshard.draft import Draft, drafted, find_groups
+from graphshard.compiler.partition import Draft, drafted, find_groups
 from graphshard.errors import CaptureError, GraphshardError
 from graphshard.offline.world import Fake, Place
 from graphshard.options import Options
@@ -87,7 +87,7 @@ def capture(
             return traced_by_pieces(gm, lowering, trace) if by_pieces else trace(gm, ())
 
     only_capture.is_graphshard_backend = True  # type: ignore[attr-defined]
-    backend.install()
+    install()
     torch._dynamo.reset()
     compiled = torch.compile(
         fake.model, backend=only_capture, fullgraph=True, options={"fallback": "error"}

@@ -14,8 +14,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from graphshard.compiler.partition import Parts, decide, parts_of, priced_on, repeating
+from graphshard.compiler.planning import Order, best_plan, pose
 from graphshard.cost.machine import Machine
-from graphshard.draft import Parts, decide, parts_of, priced_on, repeating
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2 import fsdp_groups
 from graphshard.fsdp2.describe import describe
@@ -39,7 +40,6 @@ from graphshard.offline.world import (
     varying,
     world_of,
 )
-from graphshard.pipeline import Order, best_plan, pose
 from graphshard.pricing.op_costs import Basis, basis_of
 from graphshard.pricing.problem import Freedom
 from graphshard.pricing.recompute import Unit

@@ -15,7 +15,7 @@ from typing import Any
 
 from graphshard.errors import FileError
 from graphshard.files.decode import Count, DecodeError, Positive, decode, parse
-from graphshard.schedule import signature as skeleton
+from graphshard.schedule import signature
 from graphshard.schedule.comparison import Comparison, compare
 from graphshard.schedule.contradictions import (
     course_faults,
@@ -132,7 +132,7 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the skeleton; equal on ranks that may run together."""
-        return skeleton.fingerprint(self.skeleton)
+        return signature.fingerprint(self.skeleton)
 
     def residency(self) -> tuple[Residency, ...]:
         """When each group is gathered, over the forward steps followed by the backward steps."""

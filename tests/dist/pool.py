@@ -41,7 +41,12 @@ COLLECTIVE_S = 60.0  # process-group timeout
 # The threads of each of gloo's process groups wake up 100 times a second, used or not.
 MOST_GROUPS = 8
 # By the server that workers are forked from.
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "graphshard.compiler"]
+PRELOADED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "graphshard.compiler.graph_compiler",
+]
 
 
 @dataclass(frozen=True)

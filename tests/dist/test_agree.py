@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard import order, pipeline
 from graphshard.capture import fallback
 from graphshard.capture.fallback import calls
 from graphshard.capture.ports import records_under
+from graphshard.compiler import planning, planning_inputs
 
 pytestmark = [
     pytest.mark.dist,
@@ -172,9 +172,9 @@ def failing(ctx: Ctx, mode: str) -> tuple[str, float]:
     oracle, model = blocks(ctx, mesh), blocks(ctx, mesh)
     model.compile(backend="graphshard", options={"fallback": mode})
     expected = losses(oracle, ctx, range(2))
-    original, began = pipeline.PLACEMENT, time.monotonic()
+    original, began = planning.PLACEMENT, time.monotonic()
     if ctx.rank == 1:
-        pipeline.PLACEMENT = (boom,)
+        planning.PLACEMENT = (boom,)
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -187,7 +187,7 @@ def failing(ctx: Ctx, mode: str) -> tuple[str, float]:
                     losses(model, ctx, range(1))
                 text = str(error.value)
     finally:
-        pipeline.PLACEMENT = original
+        planning.PLACEMENT = original
     assert_clean(model)
     return text, time.monotonic() - began
 
@@ -289,11 +289,11 @@ def other_costs(ctx: Ctx) -> tuple[float, str, float]:
     model, began = build(case, ctx), time.monotonic()
     options = {"fallback": "error", "memory_budget": "1GiB"}
     model.compile(backend="graphshard", fullgraph=True, options=options)
-    original, order.machine_for = order.machine_for, machine_for
+    original, planning_inputs.machine_for = planning_inputs.machine_for, machine_for
     try:
         assert_equal(expected, train(model, case, ctx, 2))
     finally:
-        order.machine_for = original
+        planning_inputs.machine_for = original
     assert_clean(model)
     (plan,) = graphshard.plans(model)
     return own[0], plan.to_json(), time.monotonic() - began
@@ -321,11 +321,11 @@ def launched_twice(ctx: Ctx) -> None:
         raise AssertionError("the plan was on disk")
 
     first = run()
-    original, pipeline.plan_best = pipeline.plan_best, searched
+    original, planning.plan_best = planning.plan_best, searched
     try:
         assert run() == first
     finally:
-        pipeline.plan_best = original
+        planning.plan_best = original
 
 
 def test_a_second_launch_does_not_search(pool: Pool) -> None:

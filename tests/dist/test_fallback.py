@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard import pipeline
 from graphshard.capture import fallback
 from graphshard.capture.ports import records_under
+from graphshard.compiler import planning
 from graphshard.runtime import travel
 
 pytestmark = pytest.mark.dist
@@ -207,15 +207,15 @@ def broken_pass(ctx: Ctx, name: str) -> list[str]:
 
     oracle, model = two_heads(ctx), two_heads(ctx)
     model.compile(backend="graphshard")
-    original = getattr(pipeline, name)
-    setattr(pipeline, name, (boom,))
+    original = getattr(planning, name)
+    setattr(planning, name, (boom,))
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fallback.warn_once.cache_clear()
             assert_same(step(oracle, ctx), step(model, ctx))
     finally:
-        setattr(pipeline, name, original)
+        setattr(planning, name, original)
     assert_clean(model)
     assert_same(step(oracle, ctx, 1), step(model, ctx, 1))
     assert graphshard.plans(model) == []
@@ -239,13 +239,13 @@ def strict_failure(ctx: Ctx) -> None:
 
     oracle, model = two_heads(ctx), two_heads(ctx)
     model.compile(backend="graphshard", options={"fallback": "error"})
-    original = pipeline.PLACEMENT
-    pipeline.PLACEMENT = (boom,)
+    original = planning.PLACEMENT
+    planning.PLACEMENT = (boom,)
     try:
         with pytest.raises(Exception, match="Boom"):
             model(inputs(ctx))
     finally:
-        pipeline.PLACEMENT = original
+        planning.PLACEMENT = original
     assert_clean(model)
     torch._dynamo.reset()
     assert_same(step(oracle, ctx), step(model, ctx))

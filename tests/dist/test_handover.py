@@ -269,7 +269,7 @@ def test_a_rank_that_never_compiles_is_waited_for_as_its_collectives_are(pool: P
 
 def infeasible_on_one(ctx: Ctx) -> tuple[str, str]:
     """The budget is the same, but rank 1's plan is said not to fit."""
-    from graphshard import pipeline
+    from graphshard.compiler import planning
     from graphshard.errors import InfeasibleBudget
 
     def boom(*args: Any, **kwargs: Any) -> Any:
@@ -277,16 +277,16 @@ def infeasible_on_one(ctx: Ctx) -> tuple[str, str]:
 
     model = blocks(ctx, own_mesh(ctx))
     model.compile(backend="graphshard")
-    original = pipeline.PLACEMENT
+    original = planning.PLACEMENT
     if ctx.rank == 1:
-        pipeline.PLACEMENT = (boom,)
+        planning.PLACEMENT = (boom,)
     try:
         with pytest.raises(graphshard.GraphshardError) as error:
             losses(model, ctx, range(1))
         with pytest.raises(graphshard.GraphshardError, match=error.value.code):
             losses(model, ctx, range(1))
     finally:
-        pipeline.PLACEMENT = original
+        planning.PLACEMENT = original
     assert_clean(model)
     return type(error.value).__name__, str(error.value)
 

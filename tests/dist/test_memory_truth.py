@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import graphshard
 from bench.models import CONFIGS, Llama, WithLoss, make_batch
 from bench.peaks import resident_bytes, step_peaks
-from graphshard import watch
+from graphshard.compiler import instrument
 from graphshard.runtime import run
 from graphshard.schedule.plan import Plan, Step, StepKind
 
@@ -116,7 +116,7 @@ def swept(ctx: Ctx) -> list[dict[str, Any]]:
         model, stretches = sharded(ctx), []
         options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
         model.compile(backend="graphshard", options={**options, "replan_after": 1000})
-        with patched(watch, "with_marks", recording(stretches)):
+        with patched(instrument, "with_marks", recording(stretches)):
             losses, params, optimizer = steps_of(model, ctx, 3)
         assert all(map(torch.equal, losses, expected[0]))
         assert all(map(torch.equal, params, expected[1]))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import graphshard
 from graphshard.capture.ports import records_under
+from graphshard.compiler.instrument import Running
 from graphshard.schedule.plan import Plan
-from graphshard.watch import Running
 
 pytestmark = pytest.mark.dist
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import graphshard
 from bench.models import Config, Llama, WithLoss, make_batch
-from graphshard import watch
 from graphshard.calibrate.calibrate import calibrate, groups_of
+from graphshard.compiler import instrument
 from graphshard.schedule.plan import Plan
 
 pytestmark = pytest.mark.dist
@@ -53,7 +53,7 @@ def trained(ctx: Ctx, path: str, asked: dict[str, Any]) -> tuple[str, list[int]]
     model, stretches = sharded(ctx.mesh), []
     options = {"fallback": "error", "machine": path, "replan_after": 1000, **asked}
     model.compile(backend="graphshard", fullgraph=True, options=options)
-    with patched(watch, "with_marks", recording(stretches)):
+    with patched(instrument, "with_marks", recording(stretches)):
         for step in range(3):
             model(*batch(2 * step + ctx.rank)).backward()
     model.zero_grad()

@@ -10,9 +10,9 @@ from pool import Ctx, Pool
 
 import graphshard
 from graphshard.capture.ports import records_under
+from graphshard.compiler.instrument import Running
 from graphshard.errors import MeasureError
 from graphshard.schedule.plan import Plan, StepKind
-from graphshard.watch import Running
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 

@@ -20,10 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard import pipeline
 from graphshard.capture.ports import port_of
-from graphshard.pricing import op_costs as sketch
-from graphshard.pricing import problem as pricing
+from graphshard.compiler import planning
+from graphshard.pricing import op_costs, problem
 from graphshard.runtime import reduce, rooms, travel
 from graphshard.schedule.plan import Plan, StepKind
 
@@ -47,7 +46,7 @@ def planned_as(name: str) -> Iterator[None]:
     def changed(original: Callable[[Any], Plan]) -> Callable[[Any], Plan]:
         return lambda *args: PLANS[name](original(*args))
 
-    with patched(pipeline, "plan_with_costs", changed):
+    with patched(planning, "plan_with_costs", changed):
         yield
 
 
@@ -314,7 +313,7 @@ def budgeted(ctx: Ctx, case_name: str, shares: list[float]) -> list[dict[str, An
         options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
         model.compile(backend="graphshard", fullgraph=True, options=options)
         # Small groups are split too, and nothing is computed again instead.
-        with patched(sketch, "units", nothing), patched(pricing, "HUGE", lambda _: 0):
+        with patched(op_costs, "units", nothing), patched(problem, "HUGE", lambda _: 0):
             assert_equal(expected, train(model, case, ctx, 2))
         with watch_gathered() as seen, count_collectives() as counts:
             case.loss(model, case.batch(2, ctx.rank, ctx.device)).backward()

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
 
-from graphshard import announce, compiler, feedback
+from graphshard.compiler import graph_compiler, replan
+from graphshard.report import announce
 from graphshard.runtime import agree, finish, gather, reduce
 
 # point -> the function, and where it is looked up when it is called
 POINTS: dict[str, tuple[Any, str]] = {
-    "capture": (compiler.GraphCompiler, "compile"),
+    "capture": (graph_compiler.GraphCompiler, "compile"),
     "agreement": (agree, "_ask"),
     "gather issue": (gather, "send"),
     "gather wait": (gather.Gather, "wait"),
@@ -22,7 +23,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "all-reduce": (reduce.Reduction, "_all_reduce"),
     "assign": (reduce.Reduction, "_assign"),
     "finish": (finish, "_finish"),
-    "replan": (feedback.Feedback, "_plan_again"),
+    "replan": (replan.Feedback, "_plan_again"),
     "save": (announce, "_stem"),
     "checkpoint": (FileSystemWriter, "write_data"),
 }

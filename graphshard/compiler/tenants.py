@@ -18,7 +18,8 @@ from typing import Any
 
 from graphshard.capture.ports import CompiledPlan, Record, port_of
 from graphshard.codegen.emit import code_of
-from graphshard.feedback import Feedback
+from graphshard.compiler.instrument import OBSERVER, Running
+from graphshard.compiler.replan import Feedback
 from graphshard.fsdp2 import modules_of
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import Program
@@ -38,7 +39,6 @@ from graphshard.runtime.run import Body
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.namesake import plan_for
 from graphshard.schedule.plan import Direction, GroupInfo, Plan, Reshard
-from graphshard.watch import OBSERVER, Running
 
 
 @dataclass(slots=True, eq=False)

@@ -15,13 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from graphshard.announce import announce
 from graphshard.capture.ports import CompiledPlan, Record, records_under
-from graphshard.errors import MeasureError
-from graphshard.runtime.agree import told
-from graphshard.schedule import measured as times
-from graphshard.schedule.measured import Measured
-from graphshard.watch import (
+from graphshard.compiler.instrument import (
     OBSERVER,
     Laps,
     Running,
@@ -32,6 +27,11 @@ from graphshard.watch import (
     unwatch,
     watch,
 )
+from graphshard.errors import MeasureError
+from graphshard.report.announce import announce
+from graphshard.runtime.agree import told
+from graphshard.schedule import measured as times
+from graphshard.schedule.measured import Measured
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from graphshard.compiler.instrument import Running, combined, laps_of, unwatch, watch
+from graphshard.compiler.planning import apply, plan_with_costs
 from graphshard.files.information import printable
 from graphshard.graph.program import Program, copied
-from graphshard.pipeline import apply, plan_with_costs
 from graphshard.planner.apart import reductions_apart
 from graphshard.planner.observed import observed
 from graphshard.runtime.agree import told
@@ -23,7 +24,6 @@ from graphshard.runtime.live import LiveGroup, ballots_of, part_reductions
 from graphshard.schedule import measured as times
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan, Reshard
-from graphshard.watch import Running, combined, laps_of, unwatch, watch
 
 logger = logging.getLogger(__name__)
 

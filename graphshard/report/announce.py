@@ -11,12 +11,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from graphshard.capture.ports import CompiledPlan
+from graphshard.compiler.instrument import Running
 from graphshard.files.information import informing, write_whole
-from graphshard.graph import structured_log as artifacts
+from graphshard.graph import structured_log
 from graphshard.schedule.plan import Plan
 from graphshard.view.log_text import collective_names, log_text
 from graphshard.view.trace import trace_text
-from graphshard.watch import Running
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def announce(compiled: CompiledPlan) -> None:
     if rank == 0 and logger.isEnabledFor(logging.INFO):
         with informing("the log of a plan", "the log"):
             logger.info("%s", log_text(plan, plan.measured or compiled.measured))
-    artifacts.plan_made(plan.to_json, lambda: list(collective_names(plan)))
+    structured_log.plan_made(plan.to_json, lambda: list(collective_names(plan)))
     if options.dump_dir is not None:
         with informing("dump_dir", options.dump_dir):
             _dump(compiled, _stem(options.dump_dir, rank, plan))

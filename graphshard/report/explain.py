@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from graphshard.capture.ports import CompiledPlan, Record, records_under
+from graphshard.compiler.instrument import Running
 from graphshard.files.information import printable
 from graphshard.fsdp2 import fsdp_groups, states_under
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan
 from graphshard.view.comparison import comparison_text
-from graphshard.watch import Running
 
 
 def plans(model: nn.Module) -> list[Plan]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphshard import plan_cache
+from graphshard.compiler import plan_cache
 from graphshard.cost.machine import Machine
 from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.settings import GroupSettings
-from graphshard.graph import structured_log as artifacts
+from graphshard.graph import structured_log
 from graphshard.graph.program import Program, note_attributes
 from graphshard.graph.verify import verify
 from graphshard.passes import CAPTURED, PLACEMENT
@@ -46,9 +46,9 @@ def _checked(program: Program, name: str) -> Program:
     """`program`, as pass `name` left it, if it breaks no rule."""
     verify(program, after=name)
     if program.joint is not None:
-        artifacts.graph_after(name, program.joint)
+        structured_log.graph_after(name, program.joint)
     for direction, module in program.by_direction.items():
-        artifacts.graph_after(f"{name}_{direction}", module)
+        structured_log.graph_after(f"{name}_{direction}", module)
     logger.debug("%s: %s done", program.name, name)
     return program
 

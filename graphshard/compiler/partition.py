@@ -22,6 +22,15 @@ from torch._functorch.partitioners import (
 
 from graphshard.capture.dynamo import input_example, tracing_context
 from graphshard.codegen.emit import with_run_input
+from graphshard.compiler.planning import (
+    Order,
+    best_plans,
+    is_worth,
+    place,
+    plan_with_costs,
+    pose,
+    run_captured,
+)
 from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import (
@@ -31,15 +40,6 @@ from graphshard.graph.program import (
     output_node,
     set_anchor_group,
     unshard_marks,
-)
-from graphshard.pipeline import (
-    Order,
-    best_plans,
-    is_worth,
-    place,
-    plan_with_costs,
-    pose,
-    run_captured,
 )
 from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import basis_of

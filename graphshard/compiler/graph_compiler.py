@@ -28,15 +28,24 @@ from graphshard.capture.repeated.expand import expanded
 from graphshard.capture.repeated.trace import Piece, traced_by_pieces
 from graphshard.codegen.emit import check_inputs
 from graphshard.codegen.lowering import lowering_of
-from graphshard.draft import Found, Proposal, drafted, find_groups, propose, propose_inference
-from graphshard.errors import CaptureError
-from graphshard.graph.program import Program, anchor_places, copied, output_node
-from graphshard.options import Options
-from graphshard.order import costs_of, order_of
-from graphshard.pipeline import (
+from graphshard.compiler.instrument import Running, executables
+from graphshard.compiler.partition import (
+    Found,
+    Proposal,
+    drafted,
+    find_groups,
+    propose,
+    propose_inference,
+)
+from graphshard.compiler.planning import (
     Order,
     apply,
 )
+from graphshard.compiler.planning_inputs import costs_of, order_of
+from graphshard.compiler.tenants import Shared, record_of
+from graphshard.errors import CaptureError
+from graphshard.graph.program import Program, anchor_places, copied, output_node
+from graphshard.options import Options
 from graphshard.planner.apart import reductions_apart
 from graphshard.runtime.agree import settle
 from graphshard.runtime.ballot import Ballot
@@ -44,8 +53,6 @@ from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, ballots_of, roots_of
 from graphshard.runtime.run import Body, guarded
 from graphshard.schedule.plan import Direction
-from graphshard.tenants import Shared, record_of
-from graphshard.watch import Running, executables
 
 logger = logging.getLogger(__name__)
 

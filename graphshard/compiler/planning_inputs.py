@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from graphshard.compiler.planning import Order
 from graphshard.cost.machine import Machine
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
 from graphshard.fsdp2.settings import settings_of
 from graphshard.options import Options
-from graphshard.pipeline import Order
 from graphshard.pricing.problem import Freedom
 from graphshard.runtime.agree import lead_costs
 from graphshard.runtime.ballot import Ballot

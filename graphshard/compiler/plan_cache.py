@@ -67,7 +67,7 @@ def key_of(
 @functools.cache
 def _planner() -> str:
     """Changes with every version of graphshard that may plan otherwise."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     schedule = [here / "schedule" / "plan.py", here / "schedule" / "steps.py"]
     files = [*schedule, *sorted((here / "planner").glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -1,0 +1,1 @@
+"""One captured graph through all stages: partitioned, planned, ordered, emitted, agreed upon."""

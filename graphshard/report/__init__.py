@@ -1,0 +1,1 @@
+"""What a run tells its user: the log, explain, measurements and profiles."""
