@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from graphs import Sketch, aten, group, program
 
+from graphshard.compiler.planning import run_passes
 from graphshard.cost.presets import preset
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.passes import PLACEMENT
-from graphshard.pipeline import run_passes
 from graphshard.planner.choices import Bucket, Choices
 from graphshard.planner.events import gather_events, region_events
 from graphshard.planner.plan_step import fsdp2, plan_step
