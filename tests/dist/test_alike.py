@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from alike_models import BATCH, LENGTH, OPS, WIDTH, AlmostAlike, BlockSpec, Row
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 from parity import difference
 from pool import Ctx, Pool
@@ -27,6 +27,8 @@ CASES = int(os.environ.get("GRAPHSHARD_ALIKE", "40"))
 SEED = os.environ.get("GRAPHSHARD_ALIKE_SEED")
 LIMIT_S = {"aten": 60.0, "inductor": 240.0}
 STEPS = 2
+REFUSED = "eager torch refuses the model"
+MOST_REFUSED = 0.05  # of the models
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,11 @@ def compiled_pool() -> Iterator[Pool]:
         yield workers
 
 
-def equals_eager(workers: Pool, case: Case, limit_s: float) -> None:
+def equals_eager(workers: Pool, case: Case, limit_s: float) -> bool:
+    """Whether there is something to compare with: eager torch may refuse a drawn model."""
     (why,) = workers.run(1, compared, case, timeout_s=limit_s)
-    assert why is None, f"{why}\n{case}"
+    assert why in (None, REFUSED), f"{why}\n{case}"
+    return why is None
 
 
 FOUND = [
@@ -114,13 +118,13 @@ FOUND = [
 
 @pytest.mark.parametrize("case", FOUND, ids=lambda case: case.rows[0].blocks[0].ops[0][0])
 def test_found_cases_equal_eager(pool: Pool, case: Case) -> None:
-    equals_eager(pool, case, LIMIT_S["aten"])
+    assert equals_eager(pool, case, LIMIT_S["aten"])
 
 
 @pytest.mark.slow
 def test_found_cases_equal_eager_with_inductor(compiled_pool: Pool) -> None:
     for case in FOUND[:1]:
-        equals_eager(compiled_pool, case, LIMIT_S["inductor"])
+        assert equals_eager(compiled_pool, case, LIMIT_S["inductor"])
 
 
 @pytest.mark.slow
@@ -128,6 +132,7 @@ def test_found_cases_equal_eager_with_inductor(compiled_pool: Pool) -> None:
 @pytest.mark.parametrize("compute", ["aten", *(["inductor"] if SEED else [])])
 def test_drawn_models_equal_eager(pool: Pool, compiled_pool: Pool, compute: str) -> None:
     workers = pool if compute == "aten" else compiled_pool
+    verdicts: list[bool] = []
 
     @seed(int(SEED or 0))
     @settings(
@@ -139,16 +144,24 @@ def test_drawn_models_equal_eager(pool: Pool, compiled_pool: Pool, compute: str)
     )
     @given(cases())
     def compare(case: Case) -> None:
-        equals_eager(workers, case, LIMIT_S[compute])
+        verdicts.append(equals_eager(workers, case, LIMIT_S[compute]))
+        assume(verdicts[-1])
 
     compare()
+    print(
+        f"{sum(verdicts)} models equal, {verdicts.count(False)} refused by eager torch ({compute})"
+    )
+    assert verdicts.count(False) <= MOST_REFUSED * len(verdicts)
 
 
 def compared(ctx: Ctx, case: Case) -> str | None:
     """What differs from eager FSDP2 first, or None."""
     torch.manual_seed(0)
     model = sharded(AlmostAlike(case.rows, case.turned), case)
-    expected = trace(model, case.loss)
+    try:
+        expected = trace(model, case.loss)
+    except RuntimeError:  # dtypes that do not fit, say
+        return REFUSED
     if case.each:
         for row in model.rows:
             for block in row:
