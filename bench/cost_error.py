@@ -30,7 +30,7 @@ from llama import Llama, LlamaConfig, rope_table  # (needs the path above)
 
 from graphshard.calibrate.calibrate import calibrate
 from graphshard.calibrate.measure import collective_time_us
-from graphshard.cost.comm import Collective, Group
+from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.machine import Machine, collective_us
 from graphshard.cost.presets import preset_for
 from graphshard.cost.profile import calibrated
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def collectives(
-    machines: tuple[Machine, ...], group: Group, ranks: dist.ProcessGroup, device: torch.device
+    machines: tuple[Machine, ...], group: RankGroup, ranks: dist.ProcessGroup, device: torch.device
 ) -> list[Any]:
     return [
         (
@@ -73,7 +73,7 @@ def collectives(
             collective_time_us(kind, size, ranks, device, 25),
             *(collective_us(m, kind, group, size) for m in machines),
         )
-        for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
         for size in SIZES_BYTES
     ]
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphshard.cost.comm import Collective, Group
+from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.machine import Machine, collective_us
 
 BACKEND = "emulated_gpu"
@@ -49,7 +49,7 @@ class EmulatedGroup(dist.ProcessGroup):
     """Rank 0 of `size`. delay_us: of a collective, as `graphshard.cost.comm` counts its bytes."""
 
     def __init__(
-        self, size: int, device: torch.device, delay_us: Callable[[Collective, int], float]
+        self, size: int, device: torch.device, delay_us: Callable[[CollectiveKind, int], float]
     ) -> None:
         super().__init__(0, size)
         self._delay_us, self._ranks = delay_us, size
@@ -71,7 +71,7 @@ class EmulatedGroup(dist.ProcessGroup):
         return Named()
 
     def _occupy(
-        self, kind: Collective, outputs: list[Tensor], inputs: list[Tensor], whole: list[Tensor]
+        self, kind: CollectiveKind, outputs: list[Tensor], inputs: list[Tensor], whole: list[Tensor]
     ) -> Occupied:
         """The collective: first its time, then what it writes."""
         delay_us = self._delay_us(kind, sum(tensor.nbytes for tensor in whole))
@@ -86,14 +86,14 @@ class EmulatedGroup(dist.ProcessGroup):
             done.record()
         return Occupied(done, [*outputs, *inputs])
 
-    def _write(self, kind: Collective, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+    def _write(self, kind: CollectiveKind, outputs: list[Tensor], inputs: list[Tensor]) -> None:
         for output, own in zip(outputs, inputs, strict=True):
-            if kind is Collective.ALL_GATHER:
+            if kind is CollectiveKind.ALL_GATHER:
                 first, rest = output.view(self._ranks, -1).split([1, self._ranks - 1])
                 if first.data_ptr() != own.data_ptr():  # it may stand there already
                     first.copy_(own.view(1, -1))
                 rest.copy_(own.view(1, -1))
-            elif kind is Collective.REDUCE_SCATTER:
+            elif kind is CollectiveKind.REDUCE_SCATTER:
                 output.view(-1).copy_(own.view(self._ranks, -1)[0])
 
     # -- what c10d calls, by its names in torch 2.11 and in later ones -------------------------
@@ -101,12 +101,12 @@ class EmulatedGroup(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
     ) -> Occupied:
-        return self._occupy(Collective.ALL_GATHER, outputs, inputs, outputs)
+        return self._occupy(CollectiveKind.ALL_GATHER, outputs, inputs, outputs)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
     ) -> Occupied:
-        return self._occupy(Collective.REDUCE_SCATTER, outputs, inputs, inputs)
+        return self._occupy(CollectiveKind.REDUCE_SCATTER, outputs, inputs, inputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> Occupied:
         return self.allgather_into_tensor_coalesced([output], [own])
@@ -118,10 +118,10 @@ class EmulatedGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Occupied:
-        return self._occupy(Collective.ALL_REDUCE, [], [], tensors)
+        return self._occupy(CollectiveKind.ALL_REDUCE, [], [], tensors)
 
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> Occupied:
-        return self._occupy(Collective.BROADCAST, [], [], tensors)
+        return self._occupy(CollectiveKind.BROADCAST, [], [], tensors)
 
     def barrier(self, options: Any = None) -> Occupied:
         return Occupied(None, ())
@@ -140,9 +140,9 @@ def cycles_per_us() -> float:
 
 def join(machine: Machine, ranks: int, ranks_per_node: int, device: torch.device) -> None:
     """Make this process rank 0 of `ranks`, once per process."""
-    group = Group(ranks, min(ranks, ranks_per_node))
+    group = RankGroup(ranks, min(ranks, ranks_per_node))
 
-    def delay_us(kind: Collective, size_bytes: int) -> float:
+    def delay_us(kind: CollectiveKind, size_bytes: int) -> float:
         return float(collective_us(machine, kind, group, size_bytes))
 
     def create(store: dist.Store, rank: int, size: int, timeout: Any) -> EmulatedGroup:

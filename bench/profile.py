@@ -34,20 +34,22 @@ from bench.modes import (
     make_trainer,
 )
 from graphshard.calibrate.calibrate import calibrate
-from graphshard.cost.comm import Collective, Group
+from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.curve import Fit, Sample, curve_us, line, scaled
-from graphshard.cost.profile import CommFit, Profile, read_profile
+from graphshard.cost.profile import CommFit, CostProfile, read_profile
 
 AMOUNTS = (1e4, 1e6)  # bytes; two samples are what a profile needs of a line
 FREE_GBIT = 1e6
 STEPS = 12
 
 
-def with_network(profile: Profile, *, num_ranks: int, gbit: float, alpha_us: float) -> Profile:
+def with_network(
+    profile: CostProfile, *, num_ranks: int, gbit: float, alpha_us: float
+) -> CostProfile:
     curve = line(alpha_us, gbit * emulator.BYTES_PER_US_OF_ONE_GBIT)
     samples = tuple(Sample(amount, float(curve_us(curve, amount))) for amount in AMOUNTS)
-    group = Group(num_ranks, num_ranks, emulator.BACKEND)
-    comm = tuple(CommFit(kind, group, Fit(curve, samples)) for kind in Collective)
+    group = RankGroup(num_ranks, num_ranks, emulator.BACKEND)
+    comm = tuple(CommFit(kind, group, Fit(curve, samples)) for kind in CollectiveKind)
     return replace(profile, comm=comm)
 
 
@@ -59,7 +61,7 @@ def write(folder: Path, compute: Path, *, num_ranks: int, gbit: float, alpha_us:
     return path
 
 
-def moved(profile: Profile, ratio: float) -> Profile:
+def moved(profile: CostProfile, ratio: float) -> CostProfile:
     """All compute takes `ratio` times as long. The samples stay as they were measured."""
 
     def slower(fit: Fit) -> Fit:
@@ -78,7 +80,7 @@ def path_in(folder: Path, compute: str) -> Path:
 
 
 def compute_ratio(
-    mode: Mode, profile: Profile, config: Config, num_ranks: int, network: Any
+    mode: Mode, profile: CostProfile, config: Config, num_ranks: int, network: Any
 ) -> float:
     """Measured over predicted time of forward and backward where collectives take no time."""
     mesh = init_device_mesh("cpu", (num_ranks,))

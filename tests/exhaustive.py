@@ -15,7 +15,7 @@ from graphshard.planner.events import (
     total_bytes,
     turns,
 )
-from graphshard.planner.kit import Kit
+from graphshard.planner.kit import Memo
 from graphshard.planner.stage import stage_of
 from graphshard.schedule.plan import Direction
 
@@ -258,7 +258,7 @@ def distinct_stages(kit, direction, base, cuts_list, weights):
 def optimum(problem, budget, best_us):
     """The least step time within `budget`, or None if nothing is faster than `best_us`."""
     weights = [times for _, times in turns(problem)]
-    kit = Kit(problem)
+    kit = Memo(problem)
     found = None
     for recompute in subsets(range(len(problem.recompute))):
         for kept, across in all_kept(problem):

@@ -8,7 +8,7 @@ import torch
 from graphshard.compiler.planning import apply, place
 from graphshard.graph.program import Program
 from graphshard.pricing.op_costs import outline
-from graphshard.pricing.usage import GroupUse, Outline, Ready
+from graphshard.pricing.usage import GradReady, GroupUse, Usage
 from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
 
 
@@ -30,7 +30,7 @@ def scheduled(program: Program) -> tuple[Program, Plan]:
     return apply(placed, plan), plan
 
 
-def one_ahead(outline: Outline) -> Schedule:
+def one_ahead(outline: Usage) -> Schedule:
     """Gather one group ahead in order of first use; reduce as soon as ready, wait at the end.
 
     A group is waited for right before its first use; right after that wait the next group's
@@ -57,13 +57,13 @@ def one_ahead(outline: Outline) -> Schedule:
     return Schedule(outline.direction, tuple(steps))
 
 
-def _busy_boundaries(outline: Outline) -> frozenset[int]:
+def _busy_boundaries(outline: Usage) -> frozenset[int]:
     firsts = {u.first for u in outline.uses}
     lasts = {u.last + 1 for u in outline.uses if u.last is not None}
     return frozenset(firsts | lasts | {r.after + 1 for r in outline.reductions})
 
 
-def _steps_before(outline: Outline, following: dict[int, GroupUse], op: int) -> Iterator[Step]:
+def _steps_before(outline: Usage, following: dict[int, GroupUse], op: int) -> Iterator[Step]:
     """Communication between compute op `op - 1` and compute op `op`.
 
     following: group -> the use whose gather is issued after that group's wait.
@@ -82,13 +82,13 @@ def _steps_before(outline: Outline, following: dict[int, GroupUse], op: int) -> 
                 yield _issue(outline, following[use.group])
 
 
-def _issue(outline: Outline, use: GroupUse) -> Step:
+def _issue(outline: Usage, use: GroupUse) -> Step:
     return Step(StepKind.GATHER_ISSUE, use.group, kept=_is_kept(outline, use))
 
 
-def _is_kept(outline: Outline, use: GroupUse) -> bool:
+def _is_kept(outline: Usage, use: GroupUse) -> bool:
     return outline.direction is Direction.BACKWARD and use.group in outline.kept
 
 
-def _ready_order(outline: Outline) -> list[Ready]:
+def _ready_order(outline: Usage) -> list[GradReady]:
     return sorted(outline.reductions, key=lambda r: (r.after, r.group))

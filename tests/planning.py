@@ -6,9 +6,9 @@ from dataclasses import replace
 from graphshard.planner.problem import (
     Category,
     Claim,
+    CollectiveLane,
     Gradient,
     Group,
-    Lane,
     Part,
     Problem,
     Recompute,
@@ -48,7 +48,8 @@ def layers(
     alive = [activations * (i + 1) for i in range(count)]
     return Problem(
         groups=tuple(groups),
-        lanes=(Lane("all-gather", 5.0),) + (() if shared_lane else (Lane("reduce", 5.0),)),
+        lanes=(CollectiveLane("all-gather", 5.0),)
+        + (() if shared_lane else (CollectiveLane("reduce", 5.0),)),
         forward=tuple(Region(compute_us, a, temporary) for a in alive),
         backward=tuple(Region(2 * compute_us, a, temporary) for a in reversed(alive)),
         **settings,
@@ -68,7 +69,10 @@ def random_problem(
         starts.append((num_forward, num_forward + length - 1))
         num_forward += length
     num_backward = num_forward
-    lanes = (Lane("gather", r.choice([0.0, 5.0, 30.0])), Lane("reduce", r.choice([0.0, 10.0])))
+    lanes = (
+        CollectiveLane("gather", r.choice([0.0, 5.0, 30.0])),
+        CollectiveLane("reduce", r.choice([0.0, 10.0])),
+    )
     shared = r.random() < 0.4
     rate = r.choice([0.2, 0.5, 1.0, 2.0])
     groups = tuple(

@@ -17,7 +17,7 @@ from exhaustive import optimum
 from planning import random_problem
 
 from graphshard.planner.infeasible import least_peak
-from graphshard.planner.kit import Kit
+from graphshard.planner.kit import Memo
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import TICK_US, checked
 
@@ -32,7 +32,7 @@ def small_problem(seed):
 
 def random_budget(seed, problem):
     """Between the least feasible peak and the peak without a limit, more often near the least."""
-    least = least_peak(Kit(problem)).peak_bytes
+    least = least_peak(Memo(problem)).peak_bytes
     most = plan_step(replace(problem, budget_bytes=UNLIMITED)).estimate.peak_bytes
     return int(least + random.Random(seed).random() ** 1.5 * max(0, most - least))
 

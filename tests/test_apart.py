@@ -8,7 +8,7 @@ from test_planner_random import check
 
 from graphshard.planner.apart import WORTH, plan_best, reductions_apart
 from graphshard.planner.plan_step import plan_step
-from graphshard.planner.problem import Lane, together
+from graphshard.planner.problem import CollectiveLane, together
 from graphshard.planner.wires import Wires
 
 OPEN = {"may_reduce_apart": True, "regroup_gathers": False, "most_ahead": 2}
@@ -18,7 +18,7 @@ def slow_launches(**more):
     """Collectives that are hardly more than a launch, and longer than compute."""
     problem = layers(8, compute_us=20.0, gather_us=60.0, reduce_us=60.0, shared_lane=True, **more)
     groups = tuple(replace(g, reshard=True) for g in problem.groups)
-    lanes = (Lane("all ranks", 55.0),)
+    lanes = (CollectiveLane("all ranks", 55.0),)
     return replace(problem, groups=groups, lanes=lanes, budget_bytes=10**6)
 
 
@@ -66,7 +66,10 @@ def test_there_and_back():
 
 
 def test_a_link_with_one_busy_lane_is_a_queue():
-    alone, shared = Wires((Lane("x", 5.0),)), Wires((Lane("x", 5.0, "x"), Lane("y", 5.0, "x")))
+    alone, shared = (
+        Wires((CollectiveLane("x", 5.0),)),
+        Wires((CollectiveLane("x", 5.0, "x"), CollectiveLane("y", 5.0, "x"))),
+    )
     for wires in (alone, shared):
         for job in range(4):
             wires.issue(job, 0, 20.0 + job, 3.0 * job)

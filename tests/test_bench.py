@@ -24,12 +24,12 @@ from bench import emulator, limits, peaks, profile, table  # noqa: E402
 from bench.launch import Measured, Rate, Request, StepTimes  # noqa: E402
 from bench.modes import ANY, BY_NAME, MODES, NO_LIMIT_BYTES  # noqa: E402
 from bench.step import TOLERANCE, LossesDiffer, budgets, check_losses, launch  # noqa: E402
-from graphshard.cost.comm import Collective, Group  # noqa: E402
+from graphshard.cost.comm import CollectiveKind, RankGroup  # noqa: E402
 from graphshard.cost.curve import Fit, line  # noqa: E402
 from graphshard.cost.machine import collective_us  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
-from graphshard.cost.profile import Origin, Profile, calibrated  # noqa: E402
-from graphshard.planner.problem import Lane  # noqa: E402
+from graphshard.cost.profile import CostProfile, Origin, calibrated  # noqa: E402
+from graphshard.planner.problem import CollectiveLane  # noqa: E402
 from graphshard.planner.wires import Wires  # noqa: E402
 
 ORIGIN = Origin("cpu", "", 1, 1, 1, "", "", "", "")
@@ -358,11 +358,15 @@ def test_every_budget_has_its_mode():
 
 
 def test_the_profile_has_the_emulators_arithmetic(network, lane):
-    empty = Profile(ORIGIN, (), (), (), Fit(line(1.0, 1.0), ()))
+    empty = CostProfile(ORIGIN, (), (), (), Fit(line(1.0, 1.0), ()))
     told = profile.with_network(empty, num_ranks=RANKS, gbit=1.0, alpha_us=ALPHA_US)
-    machine = calibrated(preset("cpu"), Profile.from_json(told.to_json()))
-    ranks = Group(RANKS, RANKS, "lane 0")
-    for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE):
+    machine = calibrated(preset("cpu"), CostProfile.from_json(told.to_json()))
+    ranks = RankGroup(RANKS, RANKS, "lane 0")
+    for kind in (
+        CollectiveKind.ALL_GATHER,
+        CollectiveKind.REDUCE_SCATTER,
+        CollectiveKind.ALL_REDUCE,
+    ):
         network.clear()
         collectives(lane)[kind]().wait()
         (sent,) = network.timeline()
@@ -387,7 +391,7 @@ def test_the_planner_and_the_network_share_a_link_alike(extension, network, seed
     """`graphshard.planner.wires` against the emulated network: the same collectives, two lanes."""
     random = Random(seed)
     lanes = [extension.EmulatedBackend(0, RANKS, network) for _ in range(2)]
-    wires = Wires(tuple(Lane(str(place), ALPHA_US, "link") for place in range(2)))
+    wires = Wires(tuple(CollectiveLane(str(place), ALPHA_US, "link") for place in range(2)))
     works = {}
     for job in range(12):
         place = random.randrange(2)

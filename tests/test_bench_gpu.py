@@ -16,7 +16,7 @@ from bench import gpu  # noqa: E402
 from bench.gpu_launch import Measured  # noqa: E402
 from bench.gpu_network import EmulatedGroup  # noqa: E402
 from bench.ways import choose, exists  # noqa: E402
-from graphshard.cost.comm import Collective  # noqa: E402
+from graphshard.cost.comm import CollectiveKind  # noqa: E402
 
 WAYS = choose("inductor,fsdp2_blocks,graphshard_aten")
 
@@ -91,4 +91,4 @@ def test_what_a_collective_writes_and_how_long_it_takes():
     mine = torch.zeros(2)
     group._reduce_scatter_base(mine, torch.arange(8.0)).wait()
     assert mine.tolist() == [0.0, 1.0]
-    assert asked == [(Collective.ALL_GATHER, 32), (Collective.REDUCE_SCATTER, 32)]
+    assert asked == [(CollectiveKind.ALL_GATHER, 32), (CollectiveKind.REDUCE_SCATTER, 32)]

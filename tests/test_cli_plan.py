@@ -11,7 +11,7 @@ from test_offline import EXAMPLES, HARDWARE
 from graphshard.cli import main
 from graphshard.offline.world import pretended
 from graphshard.schedule.plan import Plan
-from graphshard.view.offline import Row, pareto
+from graphshard.view.offline import SweepRow, pareto
 
 # Functions as a user writes them, right and wrong.
 TARGETS = """
@@ -129,7 +129,8 @@ def test_a_sweep_is_a_table_with_its_best_rows_marked(cli, tmp_path):
     lists = ("--batch", "1,2", "--seq", "4", "--budget", "1KiB,1GiB", "-o", "plans")
     status, out, _ = cli("good", *lists, "--json", world="8,16")
     rows = [
-        Row(**{**row, "sizes": tuple(map(tuple, row["sizes"]))}) for row in json.loads(out)["rows"]
+        SweepRow(**{**row, "sizes": tuple(map(tuple, row["sizes"]))})
+        for row in json.loads(out)["rows"]
     ]
     assert status == 3, "a row that does not fit"
     assert [(r.world_size, r.budget_bytes, dict(r.sizes)["batch"]) for r in rows] == [
@@ -149,9 +150,9 @@ def test_a_sweep_is_a_table_with_its_best_rows_marked(cli, tmp_path):
 
 def test_what_is_on_the_front():
     def row(us, peak):
-        return Row(8, "x", None, (), step_time_us=us, peak_bytes=peak)
+        return SweepRow(8, "x", None, (), step_time_us=us, peak_bytes=peak)
 
-    rows = [row(2.0, 10), row(1.0, 20), row(2.0, 20), row(2.0, 10), Row(8, "x", None, ())]
+    rows = [row(2.0, 10), row(1.0, 20), row(2.0, 20), row(2.0, 10), SweepRow(8, "x", None, ())]
     assert pareto(rows) == {0, 1, 3}
 
 

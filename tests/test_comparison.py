@@ -7,7 +7,7 @@ from planning import layers
 from plans import group, two_layers
 
 from graphshard.planner.plan_step import plan_step
-from graphshard.schedule.measured import Measured, Stretch
+from graphshard.schedule.measured import Measured, Segment
 from graphshard.schedule.plan import Direction, Plan, StepKind
 from graphshard.view.comparison import comparison_text
 
@@ -30,7 +30,7 @@ def as_predicted(plan, compute=1.0, comm=1.0):
         comm_us = {c.issue: comm * c.us for c in forecast.collectives}
         found.append(
             tuple(
-                Stretch(step, compute * time.work_us, time.exposed_us, comm_us.get(index))
+                Segment(step, compute * time.work_us, time.exposed_us, comm_us.get(index))
                 for index, (step, time) in enumerate(
                     zip(schedule.steps, forecast.steps, strict=True)
                 )
@@ -94,7 +94,7 @@ def test_finer_stretches_add_up_to_a_region_and_unseen_collectives_are_left_out(
         if stretch.step.kind is StepKind.COMPUTE:
             pieces = ((0, 0), (0, 1))
             forward += [
-                Stretch(replace(stretch.step, start=a, stop=b), 20.0 + b) for a, b in pieces
+                Segment(replace(stretch.step, start=a, stop=b), 20.0 + b) for a, b in pieces
             ]
         else:
             forward.append(replace(stretch, comm_us=None))

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.cost.comm import (
-    Collective,
-    Group,
-    Measured,
+    CollectiveKind,
+    MeasuredCurve,
     Network,
     Protocol,
+    RankGroup,
     bus_bytes_per_us,
     network_us,
     ring_steps,
@@ -34,10 +34,10 @@ from graphshard.cost.presets import (
     preset_names,
     sources,
 )
-from graphshard.cost.roofline import Work, op_us
+from graphshard.cost.roofline import OpWork, op_us
 from graphshard.errors import CostError, GraphshardWarning
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST = Collective
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST = CollectiveKind
 # A link of 1000 bytes/us, an adapter of 100; 10 us to start, 2 us a step inside, 5 us between.
 TOY = Network(1000.0, 100.0, (Protocol(10.0, 2.0, 5.0, 1.0),))
 
@@ -52,83 +52,83 @@ def test_bytes_of_a_ring_of_four(kind, wire):
 
 
 def test_steps_of_a_ring():
-    assert ring_steps(ALL_GATHER, Group(8, 8)) == (7, 0)
-    assert ring_steps(ALL_GATHER, Group(16, 8)) == (14, 1)
-    assert ring_steps(ALL_REDUCE, Group(16, 8)) == (28, 2)
-    assert ring_steps(ALL_GATHER, Group(4, 1)) == (0, 3)
+    assert ring_steps(ALL_GATHER, RankGroup(8, 8)) == (7, 0)
+    assert ring_steps(ALL_GATHER, RankGroup(16, 8)) == (14, 1)
+    assert ring_steps(ALL_REDUCE, RankGroup(16, 8)) == (28, 2)
+    assert ring_steps(ALL_GATHER, RankGroup(4, 1)) == (0, 3)
 
 
 def test_bus_bandwidth_by_where_the_ranks_are():
-    assert bus_bytes_per_us(TOY, Group(8, 8)) == 1000
-    assert bus_bytes_per_us(TOY, Group(2, 8)) == 1000
-    assert bus_bytes_per_us(TOY, Group(4, 1)) == 100
-    assert bus_bytes_per_us(TOY, Group(16, 4)) == 400
-    assert bus_bytes_per_us(TOY, Group(64, 32)) == 1000  # no more than the links inside
+    assert bus_bytes_per_us(TOY, RankGroup(8, 8)) == 1000
+    assert bus_bytes_per_us(TOY, RankGroup(2, 8)) == 1000
+    assert bus_bytes_per_us(TOY, RankGroup(4, 1)) == 100
+    assert bus_bytes_per_us(TOY, RankGroup(16, 4)) == 400
+    assert bus_bytes_per_us(TOY, RankGroup(64, 32)) == 1000  # no more than the links inside
 
 
 def test_times_by_hand():
-    assert network_us(TOY, ALL_GATHER, Group(4, 4), 4000) == 10 + 3 * 2 + 3
-    assert network_us(TOY, ALL_REDUCE, Group(4, 4), 4000) == 10 + 6 * 2 + 6
-    assert network_us(TOY, ALL_GATHER, Group(4, 1), 4000) == 10 + 3 * 5 + 30
-    assert network_us(TOY, ALL_GATHER, Group(4, 2), 4000) == 10 + 2 * 2 + 5 + 15
-    assert network_us(TOY, ALL_GATHER, Group(1, 1), 4000) == 0
+    assert network_us(TOY, ALL_GATHER, RankGroup(4, 4), 4000) == 10 + 3 * 2 + 3
+    assert network_us(TOY, ALL_REDUCE, RankGroup(4, 4), 4000) == 10 + 6 * 2 + 6
+    assert network_us(TOY, ALL_GATHER, RankGroup(4, 1), 4000) == 10 + 3 * 5 + 30
+    assert network_us(TOY, ALL_GATHER, RankGroup(4, 2), 4000) == 10 + 2 * 2 + 5 + 15
+    assert network_us(TOY, ALL_GATHER, RankGroup(1, 1), 4000) == 0
 
 
 def test_the_fastest_protocol_runs():
     quick = Protocol(1.0, 0.0, 0.0, 0.1)
     network = Network(1000.0, 100.0, (quick, *TOY.protocols))
-    assert network_us(network, ALL_GATHER, Group(2, 2), 200) == 1 + 1
-    assert network_us(network, ALL_GATHER, Group(2, 2), 200_000) == 10 + 2 + 100
+    assert network_us(network, ALL_GATHER, RankGroup(2, 2), 200) == 1 + 1
+    assert network_us(network, ALL_GATHER, RankGroup(2, 2), 200_000) == 10 + 2 + 100
 
 
 def test_a_library_may_move_more_than_a_ring():
     network = Network(1000.0, 100.0, TOY.protocols, ((REDUCE_SCATTER, 2.0),))
-    assert network_us(network, REDUCE_SCATTER, Group(2, 2), 2000) == 10 + 2 + 2
-    assert network_us(network, ALL_GATHER, Group(2, 2), 2000) == 10 + 2 + 1
+    assert network_us(network, REDUCE_SCATTER, RankGroup(2, 2), 2000) == 10 + 2 + 2
+    assert network_us(network, ALL_GATHER, RankGroup(2, 2), 2000) == 10 + 2 + 1
 
 
 def machine(*measured):
     return Machine("toy", preset("cpu").processor, TOY, measured)
 
 
-FOUND = Measured(ALL_GATHER, Group(4, 4, "dp"), line(32.0, 500.0))
+FOUND = MeasuredCurve(ALL_GATHER, RankGroup(4, 4, "dp"), line(32.0, 500.0))
 
 
 def test_a_measurement_wins_on_its_group():
     there = machine(FOUND)
-    assert collective_us(there, ALL_GATHER, Group(4, 4), 4000) == 32 + 6
-    assert collective_trust(there, ALL_GATHER, Group(4, 4)) is Trust.CALIBRATED
-    assert collective_us(there, ALL_REDUCE, Group(4, 4), 4000) == 10 + 6 * 2 + 6
-    assert collective_trust(there, ALL_REDUCE, Group(4, 4)) is Trust.PRESET
+    assert collective_us(there, ALL_GATHER, RankGroup(4, 4), 4000) == 32 + 6
+    assert collective_trust(there, ALL_GATHER, RankGroup(4, 4)) is Trust.CALIBRATED
+    assert collective_us(there, ALL_REDUCE, RankGroup(4, 4), 4000) == 10 + 6 * 2 + 6
+    assert collective_trust(there, ALL_REDUCE, RankGroup(4, 4)) is Trust.PRESET
 
 
 def test_a_measurement_is_carried_over_to_other_sizes_of_group():
     # The formula's constant grows from 10 + 3 * 2 = 16 to 10 + 7 * 2 = 24: by one half.
-    assert collective_us(machine(FOUND), ALL_GATHER, Group(8, 8), 8000) == 32 * 1.5 + 14
+    assert collective_us(machine(FOUND), ALL_GATHER, RankGroup(8, 8), 8000) == 32 * 1.5 + 14
     # With two nodes it is 10 + 6 * 2 + 5 = 27, and the bandwidth falls from 1000 to 400.
-    dp = Group(8, 4, "dp")
+    dp = RankGroup(8, 4, "dp")
     assert collective_us(machine(FOUND), ALL_GATHER, dp, 8000) == 32 * 27 / 16 + 14 / 0.4
 
 
 def test_the_groups_name_wins_then_the_nearest_of_its_sort():
-    small = Measured(ALL_GATHER, Group(2, 2), line(1.0, 1.0))
-    between = Measured(ALL_GATHER, Group(4, 1), line(7.0, 1.0))
+    small = MeasuredCurve(ALL_GATHER, RankGroup(2, 2), line(1.0, 1.0))
+    between = MeasuredCurve(ALL_GATHER, RankGroup(4, 1), line(7.0, 1.0))
     there = machine(small, FOUND, between)
-    assert collective_us(there, ALL_GATHER, Group(4, 4, "dp"), 4) < 33
-    assert collective_us(there, ALL_GATHER, Group(2, 2), 2) == 1 + 1
-    assert collective_us(there, ALL_GATHER, Group(4, 1), 4) == 7 + 3
-    assert collective_trust(machine(between), ALL_GATHER, Group(8, 8)) is Trust.PRESET
+    assert collective_us(there, ALL_GATHER, RankGroup(4, 4, "dp"), 4) < 33
+    assert collective_us(there, ALL_GATHER, RankGroup(2, 2), 2) == 1 + 1
+    assert collective_us(there, ALL_GATHER, RankGroup(4, 1), 4) == 7 + 3
+    assert collective_trust(machine(between), ALL_GATHER, RankGroup(8, 8)) is Trust.PRESET
 
 
-kinds = st.sampled_from(list(Collective))
-groups = st.builds(Group, st.integers(1, 2048), st.integers(1, 16))
+kinds = st.sampled_from(list(CollectiveKind))
+groups = st.builds(RankGroup, st.integers(1, 2048), st.integers(1, 16))
 
 
 @given(st.sampled_from(["h100", "a100-ethernet100", "cpu"]), kinds, groups,
        st.integers(0, 10**11), st.integers(0, 10**11))  # fmt: skip
 def test_more_bytes_are_never_cheaper(name, kind, group, first, second):
     low, high = sorted((first, second))
-    found = Measured(kind, Group(4, 4), line(20.0, 1e4))
+    found = MeasuredCurve(kind, RankGroup(4, 4), line(20.0, 1e4))
     for there in (
         preset(name),
         Machine("m", preset(name).processor, preset(name).network, (found,)),
@@ -140,7 +140,7 @@ def test_more_bytes_are_never_cheaper(name, kind, group, first, second):
 @given(kinds, st.integers(1, 512), st.integers(1, 10**10))
 def test_more_ranks_are_never_cheaper_on_one_kind_of_link(kind, ranks, size):
     h100 = preset("h100").network
-    one, more = (network_us(h100, kind, Group(n, 1), size) for n in (ranks, ranks + 1))
+    one, more = (network_us(h100, kind, RankGroup(n, 1), size) for n in (ranks, ranks + 1))
     assert one <= more * (1 + 1e-12)
 
 
@@ -189,10 +189,10 @@ def test_no_number_of_the_presets_is_without_a_source():
 
 def test_h100_by_hand():
     # 8 ranks, NVLink, 1 GB: Simple is fastest. 8.4 + 7 * 3.4 + 875 MB / 360 GB/s.
-    us = collective_us(preset("h100"), ALL_GATHER, Group(8, 8), 1e9)
+    us = collective_us(preset("h100"), ALL_GATHER, RankGroup(8, 8), 1e9)
     assert us == pytest.approx(8.4 + 7 * 3.4 + 875e6 / 360e3)
     # 4 KiB: LL. 6.6 + 7 * 0.6 + 3584 / 90 GB/s.
-    us = collective_us(preset("h100"), ALL_GATHER, Group(8, 8), 4096)
+    us = collective_us(preset("h100"), ALL_GATHER, RankGroup(8, 8), 4096)
     assert us == pytest.approx(6.6 + 7 * 0.6 + 3584 / 90e3)
 
 
@@ -209,7 +209,7 @@ def test_an_unknown_device_warns_once_and_is_slow():
             machine = preset_for("Quadro 9")
     assert [str(w.message)[:5] for w in seen] == ["GS502"]
     assert issubclass(seen[0].category, GraphshardWarning)
-    group = Group(8, 8)
+    group = RankGroup(8, 8)
     known = preset("a100")
     assert collective_us(machine, ALL_GATHER, group, 1e8) > collective_us(
         known, ALL_GATHER, group, 1e8
@@ -226,13 +226,13 @@ def test_no_such_preset(name):
 
 
 def test_launch_is_what_merging_saves():
-    assert launch_us(machine(), ALL_GATHER, Group(4, 4), 4000) == 10 + 3 * 2
-    assert launch_us(machine(FOUND), ALL_GATHER, Group(4, 4), 4000) == 32
+    assert launch_us(machine(), ALL_GATHER, RankGroup(4, 4), 4000) == 10 + 3 * 2
+    assert launch_us(machine(FOUND), ALL_GATHER, RankGroup(4, 4), 4000) == 32
 
 
 @pytest.mark.parametrize("before", [machine(), machine(FOUND)])
 def test_what_a_job_sees_moves_the_curve(before):
-    group = Group(4, 4, "dp")
+    group = RankGroup(4, 4, "dp")
     sizes = (4e6, 8e6, 16e6)
     seen = [(n, 3 * collective_us(before, ALL_GATHER, group, n)) for n in sizes]
     after = observed_collective(before, ALL_GATHER, group, seen)
@@ -250,6 +250,6 @@ def test_what_a_job_sees_moves_the_curve(before):
 def test_regions_that_took_longer_slow_down_the_others():
     before = machine()
     after = observed_compute(before, [2.0, 2.0, 9.0])
-    work = Work(1e9, 1e6)
+    work = OpWork(1e9, 1e6)
     assert op_us(after.processor, work) == pytest.approx(2 * op_us(before.processor, work))
     assert observed_compute(before, []) is before

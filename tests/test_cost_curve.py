@@ -13,8 +13,8 @@ from graphshard.cost.curve import Curve, Sample, SizeClass, Trust, curve_us, lin
 from graphshard.cost.roofline import (
     FREE,
     Arithmetic,
+    OpWork,
     Processor,
-    Work,
     arithmetic_of,
     copy_us,
     ends_us,
@@ -121,15 +121,15 @@ TOY = Processor(
 
 
 def test_an_op_takes_the_longer_of_arithmetic_and_memory():
-    assert op_us(TOY, Work(50_000, 100, "bfloat16")) == 5 + 50
-    assert op_us(TOY, Work(50_000, 1000, "bfloat16")) == 5 + 100
-    assert op_us(TOY, Work(50_000, 1000, "float32")) == 5 + 500
-    assert op_us(TOY, Work(0, 1000)) == 5 + 100
+    assert op_us(TOY, OpWork(50_000, 100, "bfloat16")) == 5 + 50
+    assert op_us(TOY, OpWork(50_000, 1000, "bfloat16")) == 5 + 100
+    assert op_us(TOY, OpWork(50_000, 1000, "float32")) == 5 + 500
+    assert op_us(TOY, OpWork(0, 1000)) == 5 + 100
 
 
 def test_views_are_free_and_fused_ops_do_not_launch():
     assert op_us(TOY, FREE) == 0
-    assert op_us(TOY, Work(0, 1000, launches=0)) == 100
+    assert op_us(TOY, OpWork(0, 1000, launches=0)) == 100
 
 
 def test_an_unlisted_dtype_is_not_thought_fast():
@@ -139,14 +139,14 @@ def test_an_unlisted_dtype_is_not_thought_fast():
 def test_attention_has_its_own_rate_where_it_was_measured():
     slow = Arithmetic("bfloat16", line(5.0, 500.0), Trust.CALIBRATED, attention=True)
     both = replace(TOY, arithmetic=(slow, *TOY.arithmetic))
-    work = Work(50_000, 0, "bfloat16", attention=True)
+    work = OpWork(50_000, 0, "bfloat16", attention=True)
     assert op_us(TOY, work) == 5 + 50
     assert op_us(both, work) == 5 + 100
     assert op_us(both, replace(work, attention=False)) == 5 + 50
 
 
 def test_a_region_is_the_sum_of_its_ops():
-    works = [Work(0, 10), FREE, Work(0, 20), Work(0, 30)]
+    works = [OpWork(0, 10), FREE, OpWork(0, 20), OpWork(0, 30)]
     assert region_us(TOY, works, 1, 3) == 7
     ends = ends_us(TOY, works)
     assert ends == (6, 6, 13, 21)

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from graphshard.cost.roofline import FREE, Work
+from graphshard.cost.roofline import FREE, OpWork
 from graphshard.cost.symbolic import BATCH, LENGTH, formula
 from graphshard.graph.program import compute_nodes
 from graphshard.pricing.flops import graph_work, total_work
@@ -151,7 +151,7 @@ def works(graph, *outputs, **options):
 def test_a_product_by_hand():
     graph, x, w = sketch()
     bytes_ = 4 * (4 * 8 + 8 * 16 + 4 * 16)
-    assert works(graph, graph.op(aten.mm.default, x, w)) == (Work(2 * 4 * 8 * 16, bytes_),)
+    assert works(graph, graph.op(aten.mm.default, x, w)) == (OpWork(2 * 4 * 8 * 16, bytes_),)
 
 
 def test_views_items_and_empty_tensors_are_free():
@@ -170,7 +170,7 @@ def test_an_input_counts_once_and_an_expanded_one_as_stored():
     graph, x, _ = sketch()
     row = graph.op(aten.expand.default, graph.op(aten.select.int, x, 0, 0), [4, 8])
     total = graph.op(aten.add.Tensor, row, row)
-    assert works(graph, total)[-1] == Work(0, 4 * 8 + 4 * 32)
+    assert works(graph, total)[-1] == OpWork(0, 4 * 8 + 4 * 32)
 
 
 def test_a_lookup_reads_what_it_yields():
@@ -178,7 +178,7 @@ def test_a_lookup_reads_what_it_yields():
     table, index = graph.input("table", 1000, 8), graph.input("index", 4)
     index.meta["val"] = torch.empty(4, dtype=torch.int64, device="meta")
     found = works(graph, graph.op(aten.embedding.default, table, index))
-    assert found == (Work(0, 4 * 32 + 8 * 4 + 4 * 32),)
+    assert found == (OpWork(0, 4 * 32 + 8 * 4 + 4 * 32),)
 
 
 def test_marks_are_free():
@@ -186,7 +186,7 @@ def test_marks_are_free():
     anchor = graph.anchor(0)
     weight = graph.unshard(anchor)
     token = graph.reduce(graph.op(aten.relu.default, weight), anchor)
-    assert works(graph, token) == (FREE, Work(0, 2 * 4 * 16), FREE)
+    assert works(graph, token) == (FREE, OpWork(0, 2 * 4 * 16), FREE)
 
 
 def test_fused_results_stay_out_of_memory():
@@ -198,7 +198,7 @@ def test_fused_results_stay_out_of_memory():
     size = 4 * 4 * 16
     mm, *fused = works(graph, total, fused_regions=[0])
     assert mm.launches == 1
-    assert fused == [Work(0, size, launches=0), Work(0, 0, launches=0), Work(0, 4)]
+    assert fused == [OpWork(0, size, launches=0), OpWork(0, 0, launches=0), OpWork(0, 4)]
 
 
 def test_fusion_ends_where_a_region_ends():
@@ -230,7 +230,7 @@ def test_a_custom_op_counts_bytes_and_is_unknown():
     graph, x, _ = sketch()
     out = graph.op(torch.ops.graphshard_test.twist.default, x, name="twist")
     found = works(graph, out)
-    assert found == (Work(0, 2 * 4 * 32, known=False),)
+    assert found == (OpWork(0, 2 * 4 * 32, known=False),)
     assert total_work(found, 0, 1) == (0, 256, 1)
 
 

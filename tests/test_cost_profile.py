@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from graphshard.cost.comm import Collective, Group
+from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.curve import Curve, Fit, Sample, SizeClass, Trust, line
 from graphshard.cost.machine import collective_us
 from graphshard.cost.presets import preset
-from graphshard.cost.profile import CommFit, Origin, Profile, calibrated, read_profile
-from graphshard.cost.roofline import Work, arithmetic_of, op_us
+from graphshard.cost.profile import CommFit, CostProfile, Origin, calibrated, read_profile
+from graphshard.cost.roofline import OpWork, arithmetic_of, op_us
 from graphshard.errors import CostError
 from graphshard.view.costs import profile_lines
 
@@ -19,9 +19,9 @@ GATHER = Fit(
     Curve(100.0, (SizeClass(4096.0, 0.001), SizeClass(INF, 0.002))),
     (Sample(4096.0, 110.0), Sample(8192.0, 112.296)),
 )
-PROFILE = Profile(
+PROFILE = CostProfile(
     Origin("cpu (x86_64)", "node1", 2, 1, 2, "gloo", "2.13.0", "2026-01-01T00:00:00+00:00", "run"),
-    (CommFit(Collective.ALL_GATHER, Group(2, 2, "world"), GATHER),),
+    (CommFit(CollectiveKind.ALL_GATHER, RankGroup(2, 2, "world"), GATHER),),
     (("float32", Fit(line(2.0, 50_000.0), (Sample(1e6, 22.0), Sample(2e6, 42.0)))),),
     (("float32", Fit(line(3.0, 10_000.0), (Sample(1e6, 103.0), Sample(2e6, 203.0)))),),
     Fit(line(1.0, 20_000.0), (Sample(1e4, 1.5), Sample(1e6, 51.0))),
@@ -30,21 +30,21 @@ PROFILE = Profile(
 
 def test_round_trip():
     text = PROFILE.to_json()
-    assert Profile.from_json(text) == PROFILE
+    assert CostProfile.from_json(text) == PROFILE
     assert json.loads(text)["comm"][0]["residuals"] == [-0.0537, -0.0001]
 
 
 def test_what_was_measured_wins():
     machine = calibrated(preset("cpu"), PROFILE)
-    assert op_us(machine.processor, Work(1e6, 0)) == 2 + 20
-    assert op_us(machine.processor, Work(1e6, 0, attention=True)) == 3 + 100
-    assert op_us(machine.processor, Work(0, 20_000)) == 1 + 1
+    assert op_us(machine.processor, OpWork(1e6, 0)) == 2 + 20
+    assert op_us(machine.processor, OpWork(1e6, 0, attention=True)) == 3 + 100
+    assert op_us(machine.processor, OpWork(0, 20_000)) == 1 + 1
     assert arithmetic_of(machine.processor, "float32").trust is Trust.CALIBRATED
     assert arithmetic_of(machine.processor, "bfloat16").trust is Trust.PRESET
-    group = Group(2, 2, "world")
-    assert collective_us(machine, Collective.ALL_GATHER, group, 16384) == pytest.approx(112.288)
-    assert collective_us(machine, Collective.BROADCAST, group, 16384) == collective_us(
-        preset("cpu"), Collective.BROADCAST, group, 16384
+    group = RankGroup(2, 2, "world")
+    assert collective_us(machine, CollectiveKind.ALL_GATHER, group, 16384) == pytest.approx(112.288)
+    assert collective_us(machine, CollectiveKind.BROADCAST, group, 16384) == collective_us(
+        preset("cpu"), CollectiveKind.BROADCAST, group, 16384
     )
 
 
@@ -114,5 +114,5 @@ def test_as_text():
 
 
 def test_nodes_are_told():
-    comm = replace(PROFILE.comm[0], group=Group(16, 8, "world"))
+    comm = replace(PROFILE.comm[0], group=RankGroup(16, 8, "world"))
     assert "world, 2 x 8 ranks" in profile_lines(replace(PROFILE, comm=(comm,)))

@@ -8,21 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphshard.cost import symbolic
-from graphshard.cost.comm import Collective, Group, Measured
+from graphshard.cost.comm import CollectiveKind, MeasuredCurve, RankGroup
 from graphshard.cost.curve import Curve, SizeClass
 from graphshard.cost.machine import collective_us
 from graphshard.cost.memory import OPTIMIZERS, ParamFacts, group_bytes
 from graphshard.cost.presets import preset
-from graphshard.cost.roofline import Work, ends_us
+from graphshard.cost.roofline import OpWork, ends_us
 from graphshard.cost.symbolic import BATCH, LENGTH, WORLD, formula, with_symbolic_network
 
 H100 = preset("h100")
 MEASURED = replace(
     H100,
     measured=(
-        Measured(
-            Collective.ALL_GATHER,
-            Group(8, 8, "dp"),
+        MeasuredCurve(
+            CollectiveKind.ALL_GATHER,
+            RankGroup(8, 8, "dp"),
             Curve(30.0, (SizeClass(2**20, 1e-4), SizeClass(float("inf"), 3e-6))),
         ),
     ),
@@ -32,16 +32,16 @@ PARAMS = (ParamFacts((1001, 64), 4, 2, 4), ParamFacts((64,), 4, 2, 4))
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(list(Collective)),
+    st.sampled_from(list(CollectiveKind)),
     st.integers(1, 4096),
     st.sampled_from([1, 4, 8]),
     st.integers(1, 10**10),
     st.sampled_from([H100, MEASURED, preset("cpu")]),
 )
 def test_collectives_are_the_same_as_formulas_and_as_numbers(kind, ranks, per_node, size, machine):
-    numeric = collective_us(machine, kind, Group(ranks, per_node, "dp"), size)
+    numeric = collective_us(machine, kind, RankGroup(ranks, per_node, "dp"), size)
     bytes_ = sympy.Symbol("bytes", positive=True)
-    found = formula(collective_us(machine, kind, Group(WORLD, per_node, "dp"), bytes_))
+    found = formula(collective_us(machine, kind, RankGroup(WORLD, per_node, "dp"), bytes_))
     assert found.evaluate(W=ranks, bytes=size) == pytest.approx(numeric)
 
 
@@ -59,9 +59,9 @@ def layer(batch, length):
     """A projection, its activation and attention's product, 64 wide."""
     tokens = batch * length
     return [
-        Work(2 * tokens * 64 * 64, 2 * (2 * tokens * 64 + 64 * 64), "bfloat16"),
-        Work(0, 4 * tokens * 64, "bfloat16"),
-        Work(2 * batch * length * length * 64, 2 * (2 * tokens * 64 + batch * length**2)),
+        OpWork(2 * tokens * 64 * 64, 2 * (2 * tokens * 64 + 64 * 64), "bfloat16"),
+        OpWork(0, 4 * tokens * 64, "bfloat16"),
+        OpWork(2 * batch * length * length * 64, 2 * (2 * tokens * 64 + batch * length**2)),
     ]
 
 
@@ -76,7 +76,7 @@ def test_compute_is_the_same_as_a_formula_and_as_a_number(batch, length):
 
 def test_bandwidth_and_latency_are_symbols_too():
     machine = with_symbolic_network(MEASURED)
-    found = formula(collective_us(machine, Collective.ALL_GATHER, Group(WORLD, 8), 10**8))
+    found = formula(collective_us(machine, CollectiveKind.ALL_GATHER, RankGroup(WORLD, 8), 10**8))
     names = ("W", "inter_bytes_per_us", "intra_bytes_per_us", "latency_us")
     assert found.free_symbols == names
     values = {"inter_bytes_per_us": 46e3, "intra_bytes_per_us": 360e3, "latency_us": 8.4}

@@ -8,7 +8,7 @@ import torch
 
 from graphshard.graph.program import compute_nodes
 from graphshard.pricing.region_cuts import crossing_bytes, late_params, snapped
-from graphshard.pricing.usage import GroupUse, Outline, ParamUse, Ready
+from graphshard.pricing.usage import GradReady, GroupUse, ParamUse, Usage
 from graphshard.schedule.plan import Direction
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ def forward(*blocks, num_ops, direction=Direction.FORWARD):
     """blocks: (first, last) op that reads each group, of one parameter."""
     uses = tuple(GroupUse(g, first, last) for g, (first, last) in enumerate(blocks))
     params = tuple(ParamUse(g, 0, first, last) for g, (first, last) in enumerate(blocks))
-    return Outline(direction, num_ops, uses, (), frozenset(), params)
+    return Usage(direction, num_ops, uses, (), frozenset(), params)
 
 
 def test_a_wait_and_the_release_before_it_share_the_cheapest_cut():
@@ -48,8 +48,8 @@ def test_a_wait_is_not_moved_over_long_compute():
 
 def test_a_reduction_waits_for_the_next_cut_if_that_is_near():
     outline = forward((0, 4), (6, 9), num_ops=12, direction=Direction.BACKWARD)
-    near, far = Ready(0, 4, ((0, 2),)), Ready(1, 9, ((0, 9),))
-    outline = Outline(Direction.BACKWARD, 12, outline.uses, (near, far), params=outline.params)
+    near, far = GradReady(0, 4, ((0, 2),)), GradReady(1, 9, ((0, 9),))
+    outline = Usage(Direction.BACKWARD, 12, outline.uses, (near, far), params=outline.params)
     us = [10.0] * 5 + [1.0] + [10.0] * 4 + [0.1] * 2
     found = snapped(outline, [0] + [5] * 4 + [1] * 2 + [5] * 4 + [3, 0], us)
     assert found.regions == (0, 5, 12)
@@ -110,8 +110,8 @@ def test_nothing_is_cut_inside_where_nothing_is_gathered():
 def test_the_gradients_of_what_is_read_late_are_reduced_first():
     uses = (GroupUse(0, 5, 9), GroupUse(1, 0, 4))
     params = (ParamUse(1, 0, 0, 4), ParamUse(0, 1, 5, 6), ParamUse(0, 0, 8, 9))
-    ready = (Ready(1, 4, ((0, 4),)), Ready(0, 9, ((0, 9), (1, 6), (2, 5))))
-    outline = Outline(Direction.BACKWARD, 10, uses, ready, frozenset(), params)
+    ready = (GradReady(1, 4, ((0, 4),)), GradReady(0, 9, ((0, 9), (1, 6), (2, 5))))
+    outline = Usage(Direction.BACKWARD, 10, uses, ready, frozenset(), params)
     crossing, us = [0, *[9] * 4, 1, *[9] * 4, 0], [1.0] * 10
     assert snapped(outline, crossing, us).regions == (0, 5, 10)
     found = snapped(outline, crossing, us, late={(0, 1): 1, (0, 2): 2})

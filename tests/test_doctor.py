@@ -15,9 +15,9 @@ from graphshard.cli import main
 from graphshard.doctor import attach, environment, lints, verdict
 from graphshard.doctor.environment import Probe
 from graphshard.doctor.examine import Examination, judge
-from graphshard.doctor.facts import Facts, Gradient, Group, Stack, Step
+from graphshard.doctor.facts import Facts, GradientFacts, GroupFacts, Stack, StepFacts
 from graphshard.doctor.findings import Level, fault, warning, worst
-from graphshard.doctor.launch import Run, run_watched
+from graphshard.doctor.launch import LaunchedRun, run_watched
 from graphshard.doctor.text import WIDTH, environment_text, examination_dict, examination_text
 from graphshard.errors import DoctorError
 
@@ -26,18 +26,18 @@ MIB = 2**20
 
 
 def group(name, *, kind="Block", size=4 * MIB, in_graph=True, **changes):
-    made = Group(name, kind, size // 4, size, 2, "float32", ran=True, in_graph=in_graph)
+    made = GroupFacts(name, kind, size // 4, size, 2, "float32", ran=True, in_graph=in_graph)
     return replace(made, **changes)
 
 
 def gradient(name, *norms):
-    return Gradient(name, norms, tuple(norm and 0.5 * norm for norm in norms))
+    return GradientFacts(name, norms, tuple(norm and 0.5 * norm for norm in norms))
 
 
 def step(loss=2.0, **norms):
     gradients = norms or {"a": (1.0, 2.0), "b": (3.0,)}
     found = tuple(gradient(name, *values) for name, values in gradients.items())
-    return Step((loss,), found, 5, 3, 0, 1000.0)
+    return StepFacts((loss,), found, 5, 3, 0, 1000.0)
 
 
 def facts(rank=0, mode="eager", **changes):
@@ -273,7 +273,9 @@ def test_a_wrong_forward_of_a_script_that_repeats_itself():
 
 
 def run(found, status=0, steps_wanted=2, tail=()):
-    return Run(found[0].mode if found else "eager", tuple(found), status, steps_wanted, tail)
+    return LaunchedRun(
+        found[0].mode if found else "eager", tuple(found), status, steps_wanted, tail
+    )
 
 
 def examined(*runs):

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 import graphshard
 from examples.llama import Config, Llama
 from graphshard.errors import OptionsError
-from graphshard.pricing.usage import GroupUse, Outline, Ready
+from graphshard.pricing.usage import GradReady, GroupUse, Usage
 from graphshard.schedule.plan import Category, Direction, Plan
 
 SMALL = Config(256, 6, 4, 512, num_kv_heads=2, vocabulary=512, recompute="none")
@@ -81,5 +81,5 @@ def test_another_way_to_compute_is_refused():
 
 def test_regions_start_where_something_is_communicated():
     uses = (GroupUse(0, 0, 3), GroupUse(1, 3, None))
-    made = Outline(Direction.BACKWARD, 9, uses, (Ready(0, 6),))
+    made = Usage(Direction.BACKWARD, 9, uses, (GradReady(0, 6),))
     assert made.cuts == (0, 3, 4, 7, 9)

@@ -27,11 +27,11 @@ from test_cost_profile import PROFILE
 
 from graphshard.cli import main
 from graphshard.compiler import plan_cache
-from graphshard.cost.comm import Collective, Group
+from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.machine import collective_us, launch_us
 from graphshard.cost.presets import preset
-from graphshard.cost.profile import Profile, calibrated, read_profile
-from graphshard.cost.roofline import Work, op_us
+from graphshard.cost.profile import CostProfile, calibrated, read_profile
+from graphshard.cost.roofline import OpWork, op_us
 from graphshard.errors import GraphshardError, GraphshardWarning
 from graphshard.schedule.plan import Plan, StepKind
 from graphshard.schedule.steps import direction_range_name, range_name
@@ -205,14 +205,14 @@ def test_profiles(tmp_path):
             profile = read_profile(file)
         except GraphshardError:
             return
-        assert Profile.from_json(profile.to_json()) == profile
+        assert CostProfile.from_json(profile.to_json()) == profile
         profile_lines(profile)
         machine = calibrated(preset("cpu"), profile)
-        for kind in Collective:
-            for group in (Group(2, 2, "world"), Group(16, 8, "world"), Group(1, 1)):
+        for kind in CollectiveKind:
+            for group in (RankGroup(2, 2, "world"), RankGroup(16, 8, "world"), RankGroup(1, 1)):
                 assert collective_us(machine, kind, group, 2**20) >= 0
                 assert launch_us(machine, kind, group, 2**20) >= 0
-        assert op_us(machine.processor, Work(1e9, 1e6)) >= 0
+        assert op_us(machine.processor, OpWork(1e9, 1e6)) >= 0
 
     assert failures("profile", 0.15, case) == []
 

@@ -18,7 +18,7 @@ from graphshard.offline.study import Point, Study
 from graphshard.offline.target import made_of, target_of
 from graphshard.offline.world import built, pretended
 from graphshard.pricing.op_costs import basis_of
-from graphshard.pricing.problem import Freedom
+from graphshard.pricing.problem import PlanningPolicy
 from graphshard.schedule.plan import Direction, Plan
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -124,7 +124,7 @@ def llama(recompute, depth=DEPTH):
 
 
 def point(world=8, sizes=(), *, budget=None, recompute=True, hardware="h100"):
-    return Point(world, 8, machine_of(hardware), Freedom(budget, recompute=recompute), sizes)
+    return Point(world, 8, machine_of(hardware), PlanningPolicy(budget, recompute=recompute), sizes)
 
 
 def study(build, points=(), *, whole=False):

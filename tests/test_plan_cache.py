@@ -13,10 +13,12 @@ from plans import group, two_layers
 from graphshard.compiler import plan_cache
 from graphshard.errors import FileError, GraphshardWarning, PlanError
 from graphshard.planner.plan_step import plan_step
-from graphshard.planner.problem import Lane, Problem, Region
+from graphshard.planner.problem import CollectiveLane, Problem, Region
 from graphshard.schedule.plan import Plan
 
-PROBLEM = Problem(groups=(), lanes=(Lane("lane 0"),), forward=(Region(5.0),), budget_bytes=100)
+PROBLEM = Problem(
+    groups=(), lanes=(CollectiveLane("lane 0"),), forward=(Region(5.0),), budget_bytes=100
+)
 PLAN = two_layers()
 
 

@@ -12,9 +12,9 @@ from graphshard.errors import InfeasibleBudget
 from graphshard.planner.choices import Choices
 from graphshard.planner.events import region_events
 from graphshard.planner.fsdp2 import fsdp2_choices
-from graphshard.planner.kit import Kit
+from graphshard.planner.kit import Memo
 from graphshard.planner.plan_step import fsdp2, plan_step
-from graphshard.planner.score import Bench, candidate
+from graphshard.planner.score import SearchContext, candidate
 from graphshard.schedule.plan import Direction
 
 # The acceptance run is GRAPHSHARD_EXAMPLES=500 (a quarter of an hour); CI takes fewer.
@@ -41,7 +41,7 @@ def test_gradients_that_come_late(seed, share):
     problem = with_absent(random_problem(seed, 30, fewest=6), seed)
     check(problem, share)
     # Within FSDP2's own peak there is always something to be found.
-    bench = Bench(Kit(problem), fsdp2(problem).peak_bytes)
+    bench = SearchContext(Memo(problem), fsdp2(problem).peak_bytes)
     assert candidate(bench, fsdp2_choices(problem)) is not None
     for event in region_events(problem, Choices(), Direction.BACKWARD):
         assert -event.brief_bytes <= min(event.alloc_bytes, event.free_bytes)

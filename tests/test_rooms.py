@@ -9,8 +9,8 @@ from graphshard.capture.ports import records_under
 from graphshard.offline.world import pretended
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.rooms import (
-    Layout,
-    Room,
+    GatherBuffer,
+    GatherLayout,
     give_back,
     layout_of,
     own_room,
@@ -36,11 +36,11 @@ def live_of(model: nn.Module) -> LiveGroup:
     return next(live for live in records_under(model)[0].groups if live.fqn == "0")
 
 
-def layout(live: LiveGroup) -> Layout:
+def layout(live: LiveGroup) -> GatherLayout:
     return layout_of(live, live.places, live.dtypes, 1)
 
 
-def held_bytes(room: Room) -> int:
+def held_bytes(room: GatherBuffer) -> int:
     return sum(storage.nbytes() for storage in room.storages)
 
 

@@ -6,7 +6,7 @@ import pytest
 from plans import group, plan, two_layers
 
 from graphshard.schedule import signature
-from graphshard.schedule.signature import Entry
+from graphshard.schedule.signature import SignatureEntry
 
 
 def test_a_kept_gather_is_no_collective():
@@ -24,12 +24,12 @@ def test_bytes_and_dtypes_on_the_wire():
     one = replace(group(0, "a", 100), reduce_dtype="float32", reduce_bytes=200)
     made = plan([one], "issue 0, wait 0, compute 1, release 0", "compute 2, reduce 0, reduced 0")
     assert made.skeleton == (
-        Entry("forward", "all_gather", "a", "float32", 100),
-        Entry("backward", "reduce_scatter", "a", "float32", 200),
+        SignatureEntry("forward", "all_gather", "a", "float32", 100),
+        SignatureEntry("backward", "reduce_scatter", "a", "float32", 200),
     )
     mixed = (*one.params, replace(one.params[0], dtype="bfloat16", gathered_bytes=50))
     made = replace(made, groups=(replace(one, params=mixed),))
-    assert made.skeleton[0] == Entry("forward", "all_gather", "a", "bytes", 150)
+    assert made.skeleton[0] == SignatureEntry("forward", "all_gather", "a", "bytes", 150)
 
 
 def test_merged_groups_are_one_collective():
@@ -68,7 +68,7 @@ def test_text_round_trip():
         signature.from_text("[[1]]")
 
 
-A, B, C = (Entry("forward", "all_gather", name, "float32", 1024) for name in "abc")
+A, B, C = (SignatureEntry("forward", "all_gather", name, "float32", 1024) for name in "abc")
 
 
 def test_the_first_difference_names_entry_and_ranks():
@@ -91,7 +91,7 @@ def test_what_fsdp2_could_run_together():
 
 
 def test_fsdp2_reduces_what_has_a_gradient():
-    grads = [Entry("backward", "reduce_scatter", name, "float32", 512) for name in "ab"]
+    grads = [SignatureEntry("backward", "reduce_scatter", name, "float32", 512) for name in "ab"]
     some = replace(grads[1], size_bytes=256)  # a parameter that rank 1 does not use
     merged = replace(grads[0], group="a + b", size_bytes=1024)
     assert signature.same_way({0: (A, B, *grads), 1: (A, B, merged)})

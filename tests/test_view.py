@@ -7,7 +7,7 @@ from plans import group, plan, two_layers
 
 from graphshard.schedule.plan import Direction, Lane
 from graphshard.view.text import bytes_text, summary_lines
-from graphshard.view.timeline import POINT_SHARE, Bar, Segment, axis_edges, timeline
+from graphshard.view.timeline import POINT_SHARE, Bar, LaneSegment, axis_edges, timeline
 
 
 def segments(rows, lane):
@@ -53,7 +53,7 @@ def test_compute_segments_keep_program_order_and_count_ops():
 def test_an_issue_without_a_wait_runs_to_the_end_of_its_direction():
     rows = timeline(plan([group(0, "")], "issue 0, compute 2", "compute 3"))
     (segment,) = segments(rows, Lane.ALL_GATHER)
-    assert segment == Segment(Lane.ALL_GATHER, Direction.FORWARD, 0, 1, group=0, awaited=False)
+    assert segment == LaneSegment(Lane.ALL_GATHER, Direction.FORWARD, 0, 1, group=0, awaited=False)
 
 
 def test_a_group_gathered_twice_in_one_direction_has_two_segments():

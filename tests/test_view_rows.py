@@ -11,7 +11,7 @@ from graphshard.view.axis import axis_of
 from graphshard.view.groups import table_of
 from graphshard.view.headline import headline
 from graphshard.view.lanes import lane_rows
-from graphshard.view.marks import Mark, Row, Words, packed
+from graphshard.view.marks import AxisMark, MarkRow, Words, packed
 from graphshard.view.memory import byte_ticks, memory_of
 from graphshard.view.residency import residency_rows
 from graphshard.view.sheet import sheet_of
@@ -240,8 +240,8 @@ def test_other_units():
 
 def test_packed_marks_share_their_words():
     words = Words()
-    marks = tuple(Mark("held", i, i + 0.12345, "x", (("size", "1 B"),), (i,)) for i in range(2))
-    (row,) = packed([Row("layers.0", marks)], words, 3)
+    marks = tuple(AxisMark("held", i, i + 0.12345, "x", (("size", "1 B"),), (i,)) for i in range(2))
+    (row,) = packed([MarkRow("layers.0", marks)], words, 3)
     assert sorted(words.texts) == ["", "0", "1", "1 B", "held", "size", "x"]
     assert [mark[1:4] for mark in row["marks"]] == [[0, 0.123, 0], [1, 1.123, 0]]
     assert [words.texts[mark[4]] for mark in row["marks"]] == ["0", "1"]

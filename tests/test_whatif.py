@@ -7,7 +7,7 @@ from planning import layers, random_problem
 from plans import two_layers
 from test_comparison import planned
 
-from graphshard.cost.comm import Collective, Group
+from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.machine import collective_us
 from graphshard.cost.presets import preset
 from graphshard.cost.whatif import Cluster, peak_bytes_formula, step_time_formula, what_if
@@ -22,10 +22,10 @@ SIZE = 10**8
 
 def priced(cluster, count=4):
     """A plan of equal layers whose collectives cost what the cost model says for `cluster`."""
-    ranks = Group(cluster.world_size, cluster.ranks_per_node)
+    ranks = RankGroup(cluster.world_size, cluster.ranks_per_node)
     gather_us, reduce_us = (
         collective_us(cluster.machine, kind, ranks, SIZE)
-        for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
     )
     problem = layers(
         count, gather_us=gather_us, reduce_us=reduce_us, size=SIZE, regroup_gathers=False,
@@ -76,8 +76,8 @@ def test_nothing_changes_where_nothing_changes():
 def test_times_elsewhere_are_those_of_the_same_schedule_priced_there(there):
     plan = priced(HERE)
     found = what_if(plan, HERE, there)
-    ranks = Group(there.world_size, there.ranks_per_node)
-    kinds = {"gather": Collective.ALL_GATHER, "reduce": Collective.REDUCE_SCATTER}
+    ranks = RankGroup(there.world_size, there.ranks_per_node)
+    kinds = {"gather": CollectiveKind.ALL_GATHER, "reduce": CollectiveKind.REDUCE_SCATTER}
     us = {name: collective_us(there.machine, kind, ranks, SIZE) for name, kind in kinds.items()}
     expected = sum(
         replayed(

@@ -1,9 +1,13 @@
 """When collectives end: queues, and links that several lanes share."""
 
-from graphshard.planner.problem import Lane
+from graphshard.planner.problem import CollectiveLane
 from graphshard.planner.wires import Wires
 
-LANES = (Lane("gather", 10.0, "net"), Lane("reduce", 10.0, "net"), Lane("other", 10.0))
+LANES = (
+    CollectiveLane("gather", 10.0, "net"),
+    CollectiveLane("reduce", 10.0, "net"),
+    CollectiveLane("other", 10.0),
+)
 
 
 def test_a_lane_is_a_queue():
@@ -42,7 +46,13 @@ def test_an_unknown_collective_never_ends():
 
 
 def test_to_wait_on_one_link_leaves_the_other_where_it_is():
-    wires = Wires((Lane("a", 0.0, "a"), Lane("b", 0.0, "b"), Lane("c", 0.0, "a")))
+    wires = Wires(
+        (
+            CollectiveLane("a", 0.0, "a"),
+            CollectiveLane("b", 0.0, "b"),
+            CollectiveLane("c", 0.0, "a"),
+        )
+    )
     wires.issue(0, 0, 100.0, 0.0)
     wires.issue(1, 1, 10.0, 0.0)
     assert wires.end_us(1) == 10.0

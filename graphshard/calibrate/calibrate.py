@@ -29,9 +29,9 @@ from graphshard.calibrate.measure import (
     matmul_time_us,
     pointwise_time_us,
 )
-from graphshard.cost.comm import Collective, Group, wire_bytes
+from graphshard.cost.comm import CollectiveKind, RankGroup, wire_bytes
 from graphshard.cost.curve import Fit, Sample
-from graphshard.cost.profile import CommFit, Origin, Profile
+from graphshard.cost.profile import CommFit, CostProfile, Origin
 from graphshard.errors import CostError, GraphshardWarning
 from graphshard.pricing.sizes import dtype_name
 
@@ -66,7 +66,7 @@ def calibrate(
     repetitions: int = REPETITIONS,
     command: str = "",
     say: Callable[[str], None] | None = None,
-) -> Profile:
+) -> CostProfile:
     """Sweep collectives on every group; matrix products, attention, pointwise ops on the device.
 
     Collective over all ranks of the job. Groups of one rank are left out. sizes_bytes: of the
@@ -110,7 +110,7 @@ def calibrate(
     )
     if memory is None:
         raise CostError("GS505", "times of pointwise ops make no sense: the machine is too busy")
-    profile = Profile(_origin(device, command), tuple(comm), arithmetic, attention, memory)
+    profile = CostProfile(_origin(device, command), tuple(comm), arithmetic, attention, memory)
     return _from_rank_0(profile)
 
 
@@ -153,7 +153,7 @@ def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     return {name: mesh.get_group(dim) for dim, name in enumerate(names)}
 
 
-def calibrate_job(sizes_bytes: Sequence[int] | None, repetitions: int, command: str) -> Profile:
+def calibrate_job(sizes_bytes: Sequence[int] | None, repetitions: int, command: str) -> CostProfile:
     """What the command line runs under torchrun: start the job, calibrate, end it.
 
     Groups: "world"; with several nodes also "intra" (the ranks of a node) and "inter" (the ranks
@@ -198,10 +198,10 @@ def _sweep_group(
 ) -> list[CommFit]:
     facts = _group_facts(name, group)
     fits = []
-    for kind in Collective:
+    for kind in CollectiveKind:
         tell(f"{kind} on {name}, {group.size()} ranks")
 
-        def times(kind: Collective = kind) -> dict[float, float]:
+        def times(kind: CollectiveKind = kind) -> dict[float, float]:
             return {
                 _amount(kind, size, group): collective_time_us(
                     kind, size, group, device, repetitions
@@ -215,7 +215,7 @@ def _sweep_group(
     return fits
 
 
-def _amount(kind: Collective, size_bytes: int, group: dist.ProcessGroup) -> float:
+def _amount(kind: CollectiveKind, size_bytes: int, group: dist.ProcessGroup) -> float:
     return float(wire_bytes(kind, group.size(), size_bytes))
 
 
@@ -277,10 +277,10 @@ def _from_rank_0(value: Value) -> Value:
     return box[0]
 
 
-def _group_facts(name: str, group: dist.ProcessGroup) -> Group:
+def _group_facts(name: str, group: dist.ProcessGroup) -> RankGroup:
     hosts: list[Any] = [None] * group.size()
     dist.all_gather_object(hosts, platform.node(), group=group)
-    return Group(group.size(), max(Counter(hosts).values()), name)
+    return RankGroup(group.size(), max(Counter(hosts).values()), name)
 
 
 def _origin(device: torch.device, command: str) -> Origin:

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from graphshard.cost.comm import Collective
+from graphshard.cost.comm import CollectiveKind
 
 # The shape of common language models: heads of 64 or 128.
 ATTENTION_HEADS = 8
@@ -30,7 +30,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 def collective_time_us(
-    kind: Collective,
+    kind: CollectiveKind,
     size_bytes: int,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -75,7 +75,10 @@ def pointwise_time_us(size_bytes: int, device: torch.device, repetitions: int) -
 
 
 def _round_us(
-    run: Callable[[], dist.Work], kind: Collective, group: dist.ProcessGroup, device: torch.device
+    run: Callable[[], dist.Work],
+    kind: CollectiveKind,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> float:
     """One collective, without the time that a rank waits for peers that have not come yet.
 
@@ -89,25 +92,25 @@ def _round_us(
     mine = torch.tensor([own], dtype=torch.float64, device=device)
     _all_gather(every, mine, group=group)
     durations = every.tolist()
-    if kind is Collective.BROADCAST and len(durations) > 1:
+    if kind is CollectiveKind.BROADCAST and len(durations) > 1:
         durations = durations[1:]
     return float(min(durations))
 
 
 def _collective(
-    kind: Collective, size_bytes: int, group: dist.ProcessGroup, device: torch.device
+    kind: CollectiveKind, size_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], dist.Work]:
     ranks = group.size()
     part = torch.zeros(max(1, size_bytes // 4 // ranks), device=device)
     whole = torch.zeros(part.numel() * ranks, device=device)
     match kind:
-        case Collective.ALL_GATHER:
+        case CollectiveKind.ALL_GATHER:
             return lambda: _all_gather(whole, part, group=group, async_op=True)
-        case Collective.REDUCE_SCATTER:
+        case CollectiveKind.REDUCE_SCATTER:
             return lambda: _reduce_scatter(part, whole, group=group, async_op=True)
-        case Collective.ALL_REDUCE:
+        case CollectiveKind.ALL_REDUCE:
             return lambda: dist.all_reduce(whole, group=group, async_op=True)
-        case Collective.BROADCAST:
+        case CollectiveKind.BROADCAST:
             root = dist.get_global_rank(group, 0)
             return lambda: dist.broadcast(whole, root, group=group, async_op=True)
 

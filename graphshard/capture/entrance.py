@@ -1,6 +1,6 @@
 """What entering a `fully_shard` group means to the traced code, as plain constants.
 
-In: FSDP2's view of one group. Out: an `Entrance`, which Dynamo takes as a constant, and the links
+In: FSDP2's view of one group. Out: an `GroupSpec`, which Dynamo takes as a constant, and the links
 that it relies on. True afterwards: groups of equal entrances are traced alike, so that "the
 entrance is the one that was traced" is all that has to be guarded, once per group; identical
 blocks have the same entrance, and so has a group whose flags were flipped and flipped back.
@@ -25,7 +25,7 @@ CALLED = -1  # the home of what is below the module that is being called
 
 
 @dataclass(frozen=True, slots=True)
-class Full:
+class GatheredParam:
     """One gathered parameter, as its `unshard` mark says it."""
 
     size: tuple[int, ...]
@@ -35,7 +35,7 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParamHolder:
     """A module that holds parameters of the group, by its way from a home.
 
     home: `CALLED`, or an index into `Layout.homes`. slots: name and index of each parameter.
@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Entrance:
+class GroupSpec:
     """One group's pre- and post-forward: casts, devices, and which parameters go where.
 
     mesh: the ranks that the group is sharded and replicated over. Tracing does not ask for it, but
@@ -59,13 +59,13 @@ class Entrance:
     moves_inputs: bool
     input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
-    params: tuple[Full, ...]
-    places: tuple[Place, ...]
+    params: tuple[GatheredParam, ...]
+    places: tuple[ParamHolder, ...]
     mesh: Ranks | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PathStep:
     """`modules[key]` is `module`: one step on the way to a place."""
 
     modules: dict[str, Any]
@@ -74,43 +74,47 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Registration:
     """Where a group's parameters are registered now.
 
     homes: modules from which places are reached, unless it is the one that is called. links: what
     has to hold for the places to be right.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[ParamHolder, ...]
     homes: tuple[nn.Module, ...]
-    links: tuple[Link, ...]
+    links: tuple[PathStep, ...]
 
 
 # Weak: an entrance lives as long as a group that has it or a graph that is guarded by it.
-_ENTRANCES: weakref.WeakKeyDictionary[Entrance, weakref.ref[Entrance]] = weakref.WeakKeyDictionary()
+_ENTRANCES: weakref.WeakKeyDictionary[GroupSpec, weakref.ref[GroupSpec]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def interned(entrance: Entrance) -> Entrance:
+def interned(entrance: GroupSpec) -> GroupSpec:
     """The one object that stands for all entrances equal to this one, so that `is` compares."""
     known = _ENTRANCES.setdefault(entrance, weakref.ref(entrance))()
     return entrance if known is None else known
 
 
-def entrance_of(state: State, group: FsdpGroup | None, places: tuple[Place, ...]) -> Entrance:
+def entrance_of(
+    state: State, group: FsdpGroup | None, places: tuple[ParamHolder, ...]
+) -> GroupSpec:
     """What entering `group` means now. A state without parameters has no group, and casts only."""
     policy, device = fsdp2.cast_policy(state), fsdp2.device_of(state)
     params = () if group is None else group.params
     full = tuple(
-        Full(p.size, p.dtype, layout_number(p.unsharded_spec), p.sharded.requires_grad)
+        GatheredParam(p.size, p.dtype, layout_number(p.unsharded_spec), p.sharded.requires_grad)
         for p in params
     )
     moves_inputs = fsdp2.is_root(state) and device.type != "cpu"
     mesh = None if group is None else ranks_of(group)
     casts = policy.input_dtype, policy.output_dtype
-    return interned(Entrance(device, moves_inputs, *casts, full, places, mesh))
+    return interned(GroupSpec(device, moves_inputs, *casts, full, places, mesh))
 
 
-def lay_out(roots: Sequence[nn.Module], group: FsdpGroup | None) -> Layout:
+def lay_out(roots: Sequence[nn.Module], group: FsdpGroup | None) -> Registration:
     """Ways from `roots`, the modules of one `fully_shard` call, to the group's parameters.
 
     They are the ways that the model's own code takes, so that Dynamo sees each module under one
@@ -118,8 +122,8 @@ def lay_out(roots: Sequence[nn.Module], group: FsdpGroup | None) -> Layout:
     """
     ways = _ways(roots)
     homes = list(roots) if len(roots) > 1 else []
-    places: list[Place] = []
-    links: list[Link] = []
+    places: list[ParamHolder] = []
+    links: list[PathStep] = []
     for module, slots in _by_module(group).items():
         home, path = ways.get(module, (len(homes), ()))
         if module not in ways:
@@ -127,8 +131,8 @@ def lay_out(roots: Sequence[nn.Module], group: FsdpGroup | None) -> Layout:
         elif len(roots) == 1:
             home = CALLED
         links += _links(roots[0] if home == CALLED else homes[home], path)
-        places.append(Place(home, path, slots))
-    return Layout(tuple(places), tuple(homes), tuple(_each_once(links)))
+        places.append(ParamHolder(home, path, slots))
+    return Registration(tuple(places), tuple(homes), tuple(_each_once(links)))
 
 
 def _ways(roots: Sequence[nn.Module]) -> dict[nn.Module, tuple[int, tuple[str, ...]]]:
@@ -148,14 +152,14 @@ def _by_module(group: FsdpGroup | None) -> dict[nn.Module, tuple[tuple[str, int]
     return found
 
 
-def _links(home: nn.Module, path: Iterable[str]) -> Iterator[Link]:
+def _links(home: nn.Module, path: Iterable[str]) -> Iterator[PathStep]:
     module = home
     for key in path:
         below = module._modules[key]
         assert below is not None
-        yield Link(module._modules, key, below)
+        yield PathStep(module._modules, key, below)
         module = below
 
 
-def _each_once(links: Sequence[Link]) -> Iterable[Link]:
+def _each_once(links: Sequence[PathStep]) -> Iterable[PathStep]:
     return {(id(link.modules), link.key): link for link in links}.values()

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors
 
 from graphshard.capture.dtensors import unshard_dtensor
-from graphshard.capture.entrance import CALLED, Entrance
-from graphshard.capture.ports import Port
+from graphshard.capture.entrance import CALLED, GroupSpec
+from graphshard.capture.ports import CaptureHandle
 from graphshard.fsdp2.layouts import PLAIN
 from graphshard.graph.marks import UNSHARD
 
 
-def enter_group(module: nn.Module, entrance: Entrance, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def enter_group(module: nn.Module, entrance: GroupSpec, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """FSDP2's pre-forward: inputs to device, cast, accumulation boundary, parameters in."""
-    port: Port = module._graphshard_port  # type: ignore[assignment]
+    port: CaptureHandle = module._graphshard_port  # type: ignore[assignment]
     if entrance.moves_inputs:
         args, kwargs = _mapped(_mover(entrance.device), args, kwargs)
     if entrance.input_dtype is not None:
@@ -52,7 +52,7 @@ def enter_group(module: nn.Module, entrance: Entrance, args: Any, kwargs: Any) -
     return args, kwargs
 
 
-def _gathered(port: Port, entrance: Entrance) -> list[Tensor]:
+def _gathered(port: CaptureHandle, entrance: GroupSpec) -> list[Tensor]:
     full: list[Tensor] = []
     for param in entrance.params:
         anchor = port.anchor if param.trainable else port.frozen_anchor
@@ -66,7 +66,7 @@ def _gathered(port: Port, entrance: Entrance) -> list[Tensor]:
 
 def leave_group(module: nn.Module, output: Any) -> Any:
     """FSDP2's post-forward: sharded parameters back in, output cast."""
-    port: Port = module._graphshard_port  # type: ignore[assignment]
+    port: CaptureHandle = module._graphshard_port  # type: ignore[assignment]
     entrance, replaced, port.entered["top"] = port.entered["top"]
     for registered, name, param in replaced:
         registered[name] = param

@@ -1,4 +1,4 @@
-"""What Dynamo may look at: one `Port` per `fully_shard` call, plain Python on the module.
+"""What Dynamo may look at: one `CaptureHandle` per `fully_shard` call, plain Python on the module.
 
 `prepare` attaches ports to every module of a root at once, so that a graph captured for one
 block fits its identical siblings without a recompile.
@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from graphshard import fsdp2
-from graphshard.capture.entrance import Entrance, Link, entrance_of, lay_out
+from graphshard.capture.entrance import GroupSpec, PathStep, entrance_of, lay_out
 from graphshard.capture.plain import modules_to_leave, run_plainly
 from graphshard.fsdp2 import FsdpGroup, State
 from graphshard.runtime.agree import mark
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 PORT = "_graphshard_port"
 
 # Weak: lets an exception in a compiled function find the models that it was calling.
-_RECORDS: weakref.WeakSet[Record] = weakref.WeakSet()
+_RECORDS: weakref.WeakSet[RootState] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
-class Record:
+class RootState:
     """What is known about one FSDP root: its groups, its compiled plans, its eager parts.
 
     reasons: group FQN -> why it always runs through eager FSDP2.
@@ -48,7 +48,7 @@ class Record:
     """
 
     states: list[State]
-    ports: list[Port] = field(default_factory=list)
+    ports: list[CaptureHandle] = field(default_factory=list)
     plans: dict[str, CompiledPlan] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class CompiledPlan:
 
     problem: the `graphshard.planner.problem.Problem`, if costs were known. before, measured: the
     plan that ran before this one, and what it was measured at. running: the
-    `graphshard.compiler.instrument.Running` that runs it. generation: how often Dynamo had been
+    `graphshard.compiler.instrument.Executable` that runs it. generation: how often Dynamo had been
     reset before.
     """
 
@@ -115,7 +115,7 @@ class CompiledPlan:
     generation: int = 0
 
 
-class Port:
+class CaptureHandle:
     """Everything the traced hooks read, and the little they write, for one `fully_shard` call.
 
     entered: under "top" the call of the group that is being traced, as (entrance, registered
@@ -125,7 +125,7 @@ class Port:
     own, because the graph around them breaks.
     """
 
-    def __init__(self, state: State, group: FsdpGroup | None, record: Record) -> None:
+    def __init__(self, state: State, group: FsdpGroup | None, record: RootState) -> None:
         self.live: LiveGroup | None = None
         self.eager = False
         self.apart = False
@@ -134,14 +134,14 @@ class Port:
         self.record = record
         self.state = state
         self._group = group
-        self._links: tuple[Link, ...] = ()
+        self._links: tuple[PathStep, ...] = ()
         self._facts: object = None
-        self._entrance: Entrance | None = None
+        self._entrance: GroupSpec | None = None
         if group is not None:
             self.live = register(group)
             self.anchor, self.frozen_anchor = self.live.anchor, self.live.frozen_anchor
 
-    def entrance(self) -> Entrance | None:
+    def entrance(self) -> GroupSpec | None:
         """What entering the group means now; None leaves it to FSDP2's own hooks.
 
         Asked before every compiled call. What costs more than to compare is done after a change.
@@ -194,18 +194,18 @@ def prepare(state: State) -> bool:
     first = fsdp2.modules_of(state)[0]
     if PORT not in first.__dict__:
         _attach(fsdp2.siblings(state))
-    record: Record = first.__dict__[PORT].record
+    record: RootState = first.__dict__[PORT].record
     record.traces += 1
     mark(record.ballots, str(record.traces))
     return True
 
 
 def _attach(states: list[State]) -> None:
-    record = Record(states)
+    record = RootState(states)
     _RECORDS.add(record)
     for state in states:
         groups = fsdp2.fsdp_groups(state)
-        port = Port(state, groups[0] if groups else None, record)
+        port = CaptureHandle(state, groups[0] if groups else None, record)
         for group in groups:
             reason = group.unsupported()
             if reason is not None:
@@ -222,7 +222,7 @@ def _attach(states: list[State]) -> None:
     follow(root)
 
 
-def _leave_modules(record: Record) -> None:
+def _leave_modules(record: RootState) -> None:
     """Leave modules that Dynamo cannot capture, and their groups, to eager FSDP2."""
     root = next(s for s in record.states if fsdp2.is_root(s))
     home = fsdp2.modules_of(root)[0]
@@ -235,27 +235,27 @@ def _leave_modules(record: Record) -> None:
                 record.reasons.setdefault(port.live.fqn, reason)
 
 
-def port_of(module: nn.Module) -> Port | None:
+def port_of(module: nn.Module) -> CaptureHandle | None:
     return module.__dict__.get(PORT)
 
 
-def is_entered_as(entrance: Entrance | None, module: nn.Module) -> bool:
+def is_entered_as(entrance: GroupSpec | None, module: nn.Module) -> bool:
     """Entering the module's group means what it meant when `entrance` was traced."""
     port = port_of(module)
     return port is not None and port.entrance() is entrance
 
 
-def records_under(model: nn.Module) -> list[Record]:
+def records_under(model: nn.Module) -> list[RootState]:
     """Records of the FSDP roots in `model` (a module, or what torch.compile made of it)."""
     ports = (port_of(m) for m in model.modules())
     return list(dict.fromkeys(p.record for p in ports if p is not None))
 
 
-def unfinished_records() -> list[Record]:
+def unfinished_records() -> list[RootState]:
     """Records of roots that an exception left in the middle of a forward, captured or eager."""
     return [r for r in all_records() if r.is_unfinished()]
 
 
-def all_records() -> list[Record]:
+def all_records() -> list[RootState]:
     """Records of all FSDP roots that are alive in this process."""
     return list(_RECORDS)

@@ -23,7 +23,7 @@ from graphshard.cli.common import (
     size,
     write_text,
 )
-from graphshard.view.offline import Effort, Row, plan_text, sweep_text
+from graphshard.view.offline import Effort, SweepRow, plan_text, sweep_text
 
 if TYPE_CHECKING:
     from graphshard.offline.study import Answer, Point
@@ -164,9 +164,9 @@ def _where(point: Point) -> str:
     return f"{point.world_size:,} ranks{shape}, {point.machine.name}{compute}"
 
 
-def _row(answer: Answer) -> Row:
+def _row(answer: Answer) -> SweepRow:
     point = answer.point
-    row = Row(point.world_size, point.machine.name, point.freedom.budget_bytes, point.sizes)
+    row = SweepRow(point.world_size, point.machine.name, point.freedom.budget_bytes, point.sizes)
     if answer.plan is None or answer.plan.estimate is None:
         return replace(row, why_not=str(answer.infeasible))
     estimate, sizes = answer.plan.estimate, dict(point.sizes)

@@ -43,7 +43,7 @@ class Artifacts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class CodeRegion:
     """`nodes` are run in order; `inputs` come from outside, `outputs` are read there.
 
     key: equal for regions that one compiled function can run.
@@ -61,7 +61,7 @@ class Sliced:
 
     module: fx.GraphModule
     homes: dict[fx.Node, int]
-    regions: dict[int, Region]
+    regions: dict[int, CodeRegion]
 
 
 def sliced(module: fx.GraphModule, starts: Collection[int]) -> Sliced:
@@ -74,7 +74,7 @@ def sliced(module: fx.GraphModule, starts: Collection[int]) -> Sliced:
 def compile_missing(slices: Sequence[Sliced], artifacts: Artifacts) -> None:
     """Make what the regions need. Raises what the compiler raises."""
     artifacts.num_regions = sum(len(part.regions) for part in slices)
-    missing: dict[str, tuple[fx.GraphModule, Region]] = {}
+    missing: dict[str, tuple[fx.GraphModule, CodeRegion]] = {}
     for part in slices:
         for region in part.regions.values():
             if region.key not in artifacts.by_key:
@@ -132,7 +132,7 @@ def _homes(graph: fx.Graph, starts: Collection[int]) -> dict[fx.Node, int]:
     return home
 
 
-def _regions(graph: fx.Graph, homes: dict[fx.Node, int]) -> Iterator[tuple[int, Region]]:
+def _regions(graph: fx.Graph, homes: dict[fx.Node, int]) -> Iterator[tuple[int, CodeRegion]]:
     members: dict[int, list[fx.Node]] = {}
     for node, number in homes.items():
         members.setdefault(number, []).append(node)
@@ -142,7 +142,7 @@ def _regions(graph: fx.Graph, homes: dict[fx.Node, int]) -> Iterator[tuple[int, 
     for number, (nodes, inputs) in needs.items():
         outputs = tuple(n for n in members[number] if n in read)
         if outputs or any(map(_writes, nodes)):
-            yield number, Region(nodes, inputs, outputs, _key(nodes, inputs, outputs))
+            yield number, CodeRegion(nodes, inputs, outputs, _key(nodes, inputs, outputs))
 
 
 def _needed(
@@ -217,7 +217,7 @@ def _layout(value: Any) -> str:
 # -- making them ---------------------------------------------------------------------------------
 
 
-def _body(module: fx.GraphModule, region: Region) -> fx.GraphModule:
+def _body(module: fx.GraphModule, region: CodeRegion) -> fx.GraphModule:
     """The region as a graph of its own. Names are numbers, so alike regions have equal graphs."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}

@@ -23,22 +23,22 @@ from torch._ops import HigherOrderOperator
 
 from graphshard.capture.dynamo import ends_early, resets
 from graphshard.capture.fallback import describe, warn_once
-from graphshard.capture.ports import CompiledPlan, Record
+from graphshard.capture.ports import CompiledPlan, RootState
 from graphshard.capture.repeated.expand import expanded
-from graphshard.capture.repeated.trace import Piece, traced_by_pieces
+from graphshard.capture.repeated.trace import RepeatedBlock, traced_by_pieces
 from graphshard.codegen.emit import check_inputs
 from graphshard.codegen.lowering import lowering_of
-from graphshard.compiler.instrument import Running, executables
+from graphshard.compiler.instrument import Executable, executables
 from graphshard.compiler.partition import (
     Found,
-    Proposal,
+    PlannedPartition,
     drafted,
     find_groups,
     propose,
     propose_inference,
 )
 from graphshard.compiler.planning import (
-    Order,
+    PlanningInputs,
     apply,
 )
 from graphshard.compiler.planning_inputs import costs_of, order_of
@@ -78,7 +78,7 @@ class GraphCompiler:
         self._shared: Shared | None = None
         self._first: CompiledPlan | None = None
         self._asked: set[Direction] = set()
-        self._pieces: tuple[Piece, ...] = ()
+        self._pieces: tuple[RepeatedBlock, ...] = ()
         self._lowering = lowering_of(options, trains=torch.is_grad_enabled())
         self.found = find_groups(gm)
         self._device = self.groups[0].fsdp.device if self.groups else torch.device("cpu")
@@ -101,7 +101,7 @@ class GraphCompiler:
         captured = self._gm
         assert captured is not None
 
-        def trace(gm: fx.GraphModule, pieces: tuple[Piece, ...]) -> Callable[..., Any]:
+        def trace(gm: fx.GraphModule, pieces: tuple[RepeatedBlock, ...]) -> Callable[..., Any]:
             self._pieces = pieces
             return backend(gm, example_inputs)
 
@@ -158,7 +158,7 @@ class GraphCompiler:
 
     # -- parts -----------------------------------------------------------------------------
 
-    def _schedule(self, proposal: Proposal, order: Order) -> None:
+    def _schedule(self, proposal: PlannedPartition, order: PlanningInputs) -> None:
         """Agree on the plan, and put the program in the plan's order."""
         placed, problem, plan = proposal.parts.placed, proposal.problem, proposal.plan
         if self.ballots:
@@ -170,7 +170,7 @@ class GraphCompiler:
         spare = copied(placed) if feeds_back else None
         infos = self.found.infos
         self._program = program = apply(placed, plan)
-        template = Running(
+        template = Executable(
             program,
             plan,
             problem,
@@ -196,7 +196,7 @@ class GraphCompiler:
         )
         self._first = self._shared.let_in(self.groups)
 
-    def _code(self, running: Running) -> dict[Direction, Callable[[list[Any]], Any]]:
+    def _code(self, running: Executable) -> dict[Direction, Callable[[list[Any]], Any]]:
         """What runs; if Inductor fails, say without a C++ compiler, the ops one by one."""
         modules = running.program.by_direction
         try:
@@ -218,7 +218,7 @@ class GraphCompiler:
         return self.found.groups
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[RootState]:
         """The FSDP roots that this graph belongs to."""
         return [record_of(root) for root in roots_of(self.groups)]
 

@@ -1,6 +1,6 @@
 """Running graphs under a stopwatch: marks in, times of all ranks out, and the unmarked code back.
 
-In goes a `Running`, one graph pair with its plan. Between `watch` and `unwatch` every run of it
+In goes a `Executable`, one graph pair with its plan. Between `watch` and `unwatch` every run of it
 leaves a lap; `combined` makes one `Measured` of the laps of all ranks. What is computed stays the
 same: only calls of `run.mark` are added between the steps.
 """
@@ -23,16 +23,16 @@ from graphshard.planner.observed import travelling
 from graphshard.planner.problem import Problem
 from graphshard.runtime.run import Body
 from graphshard.schedule import measured as times
-from graphshard.schedule.measured import Issued, Lap, Measured
+from graphshard.schedule.measured import DirectionRun, Issued, Measured
 from graphshard.schedule.plan import Direction, Plan, Step
 from graphshard.schedule.steps import ISSUES
 
-Laps: TypeAlias = dict[Direction, list[Lap]]
+Laps: TypeAlias = dict[Direction, list[DirectionRun]]
 Stretches: TypeAlias = dict[Direction, tuple[Step, ...]]
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class Executable:
     """One graph pair as it runs now, for those FSDP roots that call it together.
 
     artifacts: its compiled regions; None if ops run one by one. stretches: what its marks separate;
@@ -55,7 +55,7 @@ class Running:
 
 
 def executables(
-    running: Running, modules: Mapping[Direction, fx.GraphModule]
+    running: Executable, modules: Mapping[Direction, fx.GraphModule]
 ) -> dict[Direction, Callable[[list[Any]], Any]]:
     """The boxed callables of a graph pair, marked or not. Raises what the compiler raises."""
     artifacts = running.artifacts
@@ -69,7 +69,7 @@ def executables(
 class Observer(Protocol):
     """Whoever measures what runs."""
 
-    def before_forward(self, running: Running) -> None:
+    def before_forward(self, running: Executable) -> None:
         """`running` is about to run forward."""
 
 
@@ -77,7 +77,7 @@ class Observer(Protocol):
 OBSERVER: ContextVar[Observer | None] = ContextVar("graphshard observer", default=None)
 
 
-def watch(running: Running) -> None:
+def watch(running: Executable) -> None:
     """Every run from now on leaves a lap, until `unwatch`."""
     schedules = {schedule.direction: schedule for schedule in running.plan.schedules}
     marked = {}
@@ -90,7 +90,7 @@ def watch(running: Running) -> None:
         running.bodies[direction].watched = True
 
 
-def unwatch(running: Running) -> None:
+def unwatch(running: Executable) -> None:
     """Back to the code of `running.program`, without marks; the laps are gone."""
     running.stretches.clear()
     for direction, call in executables(running, running.program.by_direction).items():
@@ -99,12 +99,12 @@ def unwatch(running: Running) -> None:
         body.watches.clear()
 
 
-def num_laps(running: Running) -> int:
+def num_laps(running: Executable) -> int:
     """Complete runs since `watch`: of the direction that has fewest."""
     return min((len(running.bodies[d].watches) for d in running.stretches), default=0)
 
 
-def laps_of(running: Running) -> Laps:
+def laps_of(running: Executable) -> Laps:
     """The laps of this rank; blocks until the device is done with them."""
     return {d: [w.lap() for w in running.bodies[d].watches] for d in running.stretches}
 

@@ -1,9 +1,9 @@
 """From a captured graph to a proposal: partitioned, placed and planned, in no order yet.
 
-In come the graph that AOTAutograd hands over, the groups that it uses, and an `Order` (settings,
-machine, freedom). Out comes a `Proposal`: the two graphs as they were partitioned, the program
-with its communication placed naively, and its plan. A run and a plan made offline differ only in
-where the order comes from. Nothing here communicates.
+In come the graph that AOTAutograd hands over, the groups that it uses, and `PlanningInputs`
+(settings, machine, freedom). Out comes a `PlannedPartition`: the two graphs as they were
+partitioned, the program with its communication placed naively, and its plan. A run and a plan made
+offline differ only in where the order comes from. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._functorch.partitioners import (
 from graphshard.capture.dynamo import input_example, tracing_context
 from graphshard.codegen.emit import with_run_input
 from graphshard.compiler.planning import (
-    Order,
+    PlanningInputs,
     best_plans,
     is_worth,
     place,
@@ -43,7 +43,7 @@ from graphshard.graph.program import (
 )
 from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import basis_of
-from graphshard.pricing.recompute import Unit, kept_beside, tag
+from graphshard.pricing.recompute import RecomputeUnit, kept_beside, tag
 from graphshard.runtime.live import LiveGroup, find
 from graphshard.schedule.plan import GroupInfo, Plan, PricedOn
 
@@ -61,7 +61,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class JointGraph:
     """A joint graph after the passes on the captured form, and AOTAutograd's ways to cut it.
 
     split: saves what backward reads; the flag asks for what Inductor does instead, which is to
@@ -74,7 +74,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Partition:
     """The two graphs of a partition, and a program made from copies of them, placed naively."""
 
     forward: fx.GraphModule
@@ -83,10 +83,10 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class PlannedPartition:
     """problem: what the placed program of `parts` poses; `plan` is its answer."""
 
-    parts: Parts
+    parts: Partition
     problem: Problem
     plan: Plan
 
@@ -104,7 +104,7 @@ def find_groups(gm: fx.GraphModule) -> Found:
 
 def drafted(
     name: str, joint: fx.GraphModule, inputs: Any, outputs: int, found: Found, kwargs: Any
-) -> Draft:
+) -> JointGraph:
     """What AOTAutograd asks to be partitioned; the arguments are those of its `partition_fn`."""
     _name_anchors(joint, found)
     program = run_captured(Program(name, found.infos, outputs, joint=joint))
@@ -118,10 +118,10 @@ def drafted(
         with context():
             return partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
 
-    return Draft(program, split)
+    return JointGraph(program, split)
 
 
-def propose(draft: Draft, order: Order) -> Proposal:
+def propose(draft: JointGraph, order: PlanningInputs) -> PlannedPartition:
     """The plan of a draft, whose joint graph is used up. Raises InfeasibleBudget."""
     joint = draft.program.joint
     assert joint is not None
@@ -131,8 +131,13 @@ def propose(draft: Draft, order: Order) -> Proposal:
 
 
 def repeating(
-    draft: Draft, joint: fx.GraphModule, parts: Parts, chosen: Sequence[Unit], *, fused: bool
-) -> Parts:
+    draft: JointGraph,
+    joint: fx.GraphModule,
+    parts: Partition,
+    chosen: Sequence[RecomputeUnit],
+    *,
+    fused: bool,
+) -> Partition:
     """`joint`, of which `parts` was made, cut so that backward computes `chosen` again; `joint` is
     used up.
 
@@ -142,23 +147,25 @@ def repeating(
     return parts_of(draft, joint, chosen, kept, fused=fused)
 
 
-def propose_inference(name: str, gm: fx.GraphModule, found: Found, order: Order) -> Proposal:
+def propose_inference(
+    name: str, gm: fx.GraphModule, found: Found, order: PlanningInputs
+) -> PlannedPartition:
     """The plan of a graph under no_grad. Raises InfeasibleBudget."""
     _name_anchors(gm, found)
     outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
     program = run_captured(Program(name, found.infos, outputs, forward=gm))
     placed = place(replace(program, forward=with_run_input(gm)))
-    return decide(Parts(gm, None, placed), order, lambda chosen: Parts(gm, None, placed))
+    return decide(Partition(gm, None, placed), order, lambda chosen: Partition(gm, None, placed))
 
 
 def parts_of(
-    draft: Draft,
+    draft: JointGraph,
     joint: fx.GraphModule,
-    repeated: Sequence[Unit] = (),
+    repeated: Sequence[RecomputeUnit] = (),
     kept: Collection[str] = (),
     *,
     fused: bool = False,
-) -> Parts:
+) -> Partition:
     """`joint` cut in two, with the ops of `repeated` in both; it is used up.
 
     kept: names of nodes that are saved in any case. fused: see Draft.
@@ -171,10 +178,12 @@ def parts_of(
         forward=with_run_input(forward),
         backward=with_run_input(backward),
     )
-    return Parts(forward, backward, place(cut))
+    return Partition(forward, backward, place(cut))
 
 
-def decide(parts: Parts, order: Order, again: Callable[[tuple[Unit, ...]], Parts]) -> Proposal:
+def decide(
+    parts: Partition, order: PlanningInputs, again: Callable[[tuple[RecomputeUnit, ...]], Partition]
+) -> PlannedPartition:
     """Plan `parts`, or what `again` makes of the graph where something is to be computed again.
 
     The second is planned anew, since the graph is another one then; what it is really worth counts.
@@ -186,15 +195,17 @@ def decide(parts: Parts, order: Order, again: Callable[[tuple[Unit, ...]], Parts
     )
     problem = pose(basis, order)
     plan, without = best_plans(basis, order, problem)
-    proposal = Proposal(parts, problem, plan)
+    proposal = PlannedPartition(parts, problem, plan)
     if plan.recompute:
         units = tuple(u for u in basis.units if basis.groups[u.group].fqn in plan.recompute)
-        plain = None if without is None else Proposal(parts, problem, without)
+        plain = None if without is None else PlannedPartition(parts, problem, without)
         proposal = _better(_repeating(again(units), plan.recompute, order, problem), plain)
     return replace(proposal, plan=replace(proposal.plan, priced_on=priced_on(order)))
 
 
-def _better(repeating: Proposal | InfeasibleBudget, plain: Proposal | None) -> Proposal:
+def _better(
+    repeating: PlannedPartition | InfeasibleBudget, plain: PlannedPartition | None
+) -> PlannedPartition:
     """The second, unless the first is worth it. Raises what the first is if there is no second."""
     if isinstance(repeating, InfeasibleBudget):
         if plain is None:
@@ -204,8 +215,8 @@ def _better(repeating: Proposal | InfeasibleBudget, plain: Proposal | None) -> P
 
 
 def _repeating(
-    parts: Parts, names: tuple[str, ...], order: Order, baseline: Problem
-) -> Proposal | InfeasibleBudget:
+    parts: Partition, names: tuple[str, ...], order: PlanningInputs, baseline: Problem
+) -> PlannedPartition | InfeasibleBudget:
     """The plan of `parts`, whose backward computes groups `names` again, or why there is none."""
     basis = basis_of(
         parts.placed, order.machine,
@@ -216,10 +227,10 @@ def _repeating(
         plan = plan_with_costs(basis, problem, order.freedom.reshard, baseline)
     except InfeasibleBudget as error:
         return error
-    return Proposal(parts, problem, replace(plan, recompute=names))
+    return PlannedPartition(parts, problem, replace(plan, recompute=names))
 
 
-def priced_on(order: Order) -> PricedOn:
+def priced_on(order: PlanningInputs) -> PricedOn:
     return PricedOn(order.machine.name, order.settings[0].ranks_per_node, order.fused)
 
 

@@ -41,7 +41,7 @@ PART_SUFFIX, PART_AGE_S = ".part", 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     """What a file holds: `plan` as text, and the SHA-256 of that text."""
 
     key: str
@@ -97,7 +97,7 @@ def load(key: str, name: str, check: Callable[[Plan], None] = lambda plan: None)
 
 
 def _plan_of(key: str, path: Path) -> Plan:
-    found: Entry = decode(Entry, read_json(path))
+    found: CacheEntry = decode(CacheEntry, read_json(path))
     if found.key != key:
         raise DecodeError("it is the file of another plan")
     if hashlib.sha256(found.plan.encode(errors="replace")).hexdigest() != found.sha256:
@@ -138,7 +138,7 @@ def save(key: str, plan: Plan) -> None:
     """Write `plan` under `key`: a reader sees the whole file or none."""
     with informing("the plan cache", os.environ.get("GRAPHSHARD_CACHE_DIR", "~/.cache/graphshard")):
         text = plan.to_json(indent=None)
-        entry = Entry(key, hashlib.sha256(text.encode()).hexdigest(), text)
+        entry = CacheEntry(key, hashlib.sha256(text.encode()).hexdigest(), text)
         path = _path(key)
         if path.is_dir():  # in the place of a file: not ours to delete
             return

@@ -20,8 +20,8 @@ from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.regroup import regroup
 from graphshard.planner.apart import plan_best
 from graphshard.planner.problem import Problem
-from graphshard.pricing.op_costs import Basis
-from graphshard.pricing.problem import Freedom, price
+from graphshard.pricing.op_costs import GraphCosts
+from graphshard.pricing.problem import PlanningPolicy, price
 from graphshard.pricing.recompute import offered
 from graphshard.schedule.plan import Figures, GroupInfo, Plan, Reshard, Schedule
 
@@ -61,7 +61,7 @@ def run_captured(program: Program) -> Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PlanningInputs:
     """What a plan with the cost model needs to know.
 
     fused: compute is priced as a compiler fuses it (see `graphshard.pricing.op_costs.basis_of`).
@@ -69,7 +69,7 @@ class Order:
 
     settings: tuple[GroupSettings, ...]
     machine: Machine
-    freedom: Freedom
+    freedom: PlanningPolicy
     fused: bool = False
 
     @property
@@ -83,12 +83,12 @@ def place(program: Program) -> Program:
     return run_passes(program, PLACEMENT)
 
 
-def pose(basis: Basis, order: Order) -> Problem:
+def pose(basis: GraphCosts, order: PlanningInputs) -> Problem:
     """The problem that a placed program poses, as it was partitioned."""
     return price(basis, order.settings, order.machine, order.freedom)
 
 
-def best_plan(basis: Basis, order: Order, problem: Problem) -> Plan:
+def best_plan(basis: GraphCosts, order: PlanningInputs, problem: Problem) -> Plan:
     """The best plan of what `basis` poses; backward computes something again if the budget needs
     that, or if it is worth it.
 
@@ -97,7 +97,9 @@ def best_plan(basis: Basis, order: Order, problem: Problem) -> Plan:
     return best_plans(basis, order, problem)[0]
 
 
-def best_plans(basis: Basis, order: Order, problem: Problem) -> tuple[Plan, Plan | None]:
+def best_plans(
+    basis: GraphCosts, order: PlanningInputs, problem: Problem
+) -> tuple[Plan, Plan | None]:
     """The best plan, and the best one that computes nothing again if that is another one."""
     reshard = order.freedom.reshard
     if not order.freedom.recompute or not basis.units:
@@ -117,7 +119,7 @@ def is_worth(repeating: Plan, without: Plan) -> bool:
     return gain_us - DEARER * max(0.0, added_us) >= WORTHWHILE * theirs.step_time_us
 
 
-def _or_none(basis: Basis, problem: Problem, reshard: Reshard) -> Plan | None:
+def _or_none(basis: GraphCosts, problem: Problem, reshard: Reshard) -> Plan | None:
     """The plan, or None if nothing fits the budget."""
     try:
         return plan_with_costs(basis, problem, reshard)
@@ -135,7 +137,7 @@ def _busy_us(figures: Figures) -> float:
 
 
 def plan_with_costs(
-    program: Program | Basis,
+    program: Program | GraphCosts,
     problem: Problem,
     reshard: Reshard,
     baseline: Problem | None = None,

@@ -9,20 +9,22 @@ from pathlib import Path
 
 import torch
 
-from graphshard.compiler.planning import Order
+from graphshard.compiler.planning import PlanningInputs
 from graphshard.cost.machine import Machine
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
 from graphshard.fsdp2.settings import settings_of
 from graphshard.options import Options
-from graphshard.pricing.problem import Freedom
+from graphshard.pricing.problem import PlanningPolicy
 from graphshard.runtime.agree import lead_costs
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.live import LiveGroup
 from graphshard.schedule.plan import Reshard
 
 
-def order_of(groups: Sequence[LiveGroup], options: Options, ballots: Sequence[Ballot]) -> Order:
+def order_of(
+    groups: Sequence[LiveGroup], options: Options, ballots: Sequence[Ballot]
+) -> PlanningInputs:
     """The order for a graph of `groups`. Costs are the lowest rank's, so that all plan alike."""
     fsdp = [live.fsdp for live in groups]
     machine = machine_for(options.machine, fsdp[0].device)
@@ -32,10 +34,10 @@ def order_of(groups: Sequence[LiveGroup], options: Options, ballots: Sequence[Ba
     settings = settings_of(fsdp, exact_sums=not fused)
     if not ballots:  # all ranks have to make a process group, or none
         settings = tuple(replace(own, may_reduce_apart=False) for own in settings)
-    return Order(settings, machine, freedom_of(options), fused)
+    return PlanningInputs(settings, machine, freedom_of(options), fused)
 
 
-def costs_of(order: Order) -> str:
+def costs_of(order: PlanningInputs) -> str:
     """The costs of an order, as other ranks read them."""
     return _text(order.machine)
 
@@ -44,15 +46,15 @@ def _text(machine: Machine) -> str:
     return pickle.dumps(machine).hex()
 
 
-def freedom_of(options: Options) -> Freedom:
+def freedom_of(options: Options) -> PlanningPolicy:
     """With a budget or `reshard="auto"` the planner decides everything that the user left open.
 
     Otherwise it keeps gathered what FSDP2 keeps, and like FSDP2 one group ahead.
     """
     budget, count = options.memory_budget_bytes, options.micro_steps
     if budget is None and options.reshard != "auto":
-        return Freedom(most_ahead=1, micro_steps=count)
-    return Freedom(
+        return PlanningPolicy(most_ahead=1, micro_steps=count)
+    return PlanningPolicy(
         budget,
         reshard=Reshard.AUTO if options.reshard == "auto" else Reshard.OPEN,
         recompute=budget is not None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from graphshard.compiler.instrument import Running, combined, laps_of, unwatch, watch
+from graphshard.compiler.instrument import Executable, combined, laps_of, unwatch, watch
 from graphshard.compiler.planning import apply, plan_with_costs
 from graphshard.files.information import printable
 from graphshard.graph.program import Program, copied
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Feedback:
+class Replan:
     """One graph pair that is watched from its second step on and planned again after `after`.
 
     placed: the program as it was before its plan was applied. adopt: takes the plan that ran until
     then and what it was measured at; `running` has the new one.
     """
 
-    running: Running
+    running: Executable
     placed: Program
     reshard: Reshard
     after: int

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from graphshard.capture.ports import CompiledPlan, Record, port_of
+from graphshard.capture.ports import CompiledPlan, RootState, port_of
 from graphshard.codegen.emit import code_of
-from graphshard.compiler.instrument import OBSERVER, Running
-from graphshard.compiler.replan import Feedback
+from graphshard.compiler.instrument import OBSERVER, Executable
+from graphshard.compiler.replan import Replan
 from graphshard.fsdp2 import modules_of
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import Program
@@ -50,11 +50,11 @@ class Tenant:
     records say of it.
     """
 
-    running: Running
+    running: Executable
     infos: tuple[GroupInfo, ...]
     first: int
     compiled: CompiledPlan
-    feedback: Feedback | None = None
+    feedback: Replan | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class Shared:
     announce: Callable[[CompiledPlan], None]
     anchors: Mapping[int, int]
     infos: tuple[GroupInfo, ...]
-    template: Running
+    template: Executable
     placed: Program | None
     reshard: Reshard
     costs: str
@@ -130,7 +130,7 @@ class Shared:
             join(ballots_of(groups), tenant.compiled.plan, terms, self.costs)
         if self.placed is not None and self.options.replan_after is not None:
             adopt = partial(self._adopt, tenant, [weakref.ref(root) for root in roots])
-            tenant.feedback = Feedback(
+            tenant.feedback = Replan(
                 running=tenant.running,
                 placed=self.placed,
                 reshard=self.reshard,
@@ -160,7 +160,7 @@ class Shared:
 
     def _tenant(self, groups: Sequence[LiveGroup]) -> Tenant:
         own, made = infos_of(groups), self.template
-        running = Running(
+        running = Executable(
             made.program,
             plan_for(made.plan, self.infos, own),
             made.problem,
@@ -173,7 +173,7 @@ class Shared:
         return Tenant(running, own, first.number, self._compiled(running))
 
     def _compiled(
-        self, running: Running, before: Plan | None = None, measured: Measured | None = None
+        self, running: Executable, before: Plan | None = None, measured: Measured | None = None
     ) -> CompiledPlan:
         code = code_of(running.program.forward), code_of(running.program.backward)
         return CompiledPlan(
@@ -201,7 +201,7 @@ def infos_of(groups: Sequence[LiveGroup]) -> tuple[GroupInfo, ...]:
     return tuple(describe(number, live.fsdp) for number, live in enumerate(groups))
 
 
-def record_of(root: Root) -> Record:
+def record_of(root: Root) -> RootState:
     port = port_of(modules_of(next(iter(root.groups)))[0])
     assert port is not None
     return port.record

@@ -19,7 +19,7 @@ from graphshard.cost.algebra import Quantity, ceil_div, if_one, is_number, least
 from graphshard.cost.curve import Curve, Trust, curve_us, line, scaled
 
 
-class Collective(StrEnum):
+class CollectiveKind(StrEnum):
     """The collectives that FSDP2 issues."""
 
     ALL_GATHER = "all_gather"
@@ -29,7 +29,7 @@ class Collective(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """The ranks of a process group, `ranks_per_node` of them (or fewer) on each node.
 
     name: of the mesh dimension or process group, by which measurements are found. All ranks of a
@@ -69,33 +69,33 @@ class Network:
     intra_bytes_per_us: Quantity
     inter_bytes_per_us: Quantity
     protocols: tuple[Protocol, ...]
-    traffic: tuple[tuple[Collective, float], ...] = ()
+    traffic: tuple[tuple[CollectiveKind, float], ...] = ()
     in_place: bool = False
     concurrent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCurve:
     """A curve over the ring's bytes that was fitted to one kind on one group."""
 
-    kind: Collective
-    group: Group
+    kind: CollectiveKind
+    group: RankGroup
     curve: Curve
     trust: Trust = Trust.CALIBRATED
 
 
-def wire_bytes(kind: Collective, ranks: Quantity, size_bytes: Quantity) -> Quantity:
+def wire_bytes(kind: CollectiveKind, ranks: Quantity, size_bytes: Quantity) -> Quantity:
     """Bytes that each rank sends in a ring of `ranks`.
 
     (N-1)/N of the size for an all-gather or reduce-scatter, twice that for an all-reduce, all of
     it for a broadcast (nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth").
     """
-    if kind is Collective.BROADCAST:
+    if kind is CollectiveKind.BROADCAST:
         return if_one(ranks, 0, size_bytes)
     return _rounds(kind) * (ranks - 1) * size_bytes / ranks
 
 
-def ring_steps(kind: Collective, group: Group) -> tuple[Quantity, Quantity]:
+def ring_steps(kind: CollectiveKind, group: RankGroup) -> tuple[Quantity, Quantity]:
     """Steps of the ring inside nodes and between nodes, one after the other.
 
     N-1 in all, of which (nodes-1) between nodes; twice for an all-reduce (NCCL, tuning.cc,
@@ -105,7 +105,7 @@ def ring_steps(kind: Collective, group: Group) -> tuple[Quantity, Quantity]:
     return _rounds(kind) * (group.ranks - 1 - inter), _rounds(kind) * inter
 
 
-def bus_bytes_per_us(network: Network, group: Group) -> Quantity:
+def bus_bytes_per_us(network: Network, group: RankGroup) -> Quantity:
     """Bus bandwidth of the group's rings.
 
     Inside a node it is the rank's link. Between nodes the group uses the adapters of all its
@@ -118,14 +118,20 @@ def bus_bytes_per_us(network: Network, group: Group) -> Quantity:
 
 
 def ring_us(
-    network: Network, protocol: Protocol, kind: Collective, group: Group, size_bytes: Quantity
+    network: Network,
+    protocol: Protocol,
+    kind: CollectiveKind,
+    group: RankGroup,
+    size_bytes: Quantity,
 ) -> Quantity:
     """base + steps inside * hop + steps between * hop + moved bytes / (bus bandwidth * rate)."""
     curve = line(_alpha_us(protocol, kind, group), bus_bytes_per_us(network, group) * protocol.rate)
     return curve_us(curve, _moved(network, kind, group, size_bytes))
 
 
-def network_us(network: Network, kind: Collective, group: Group, size_bytes: Quantity) -> Quantity:
+def network_us(
+    network: Network, kind: CollectiveKind, group: RankGroup, size_bytes: Quantity
+) -> Quantity:
     """The fastest protocol's time; nothing for a group of one rank.
 
     NCCL likewise runs the protocol that its model finds fastest for the size.
@@ -135,7 +141,7 @@ def network_us(network: Network, kind: Collective, group: Group, size_bytes: Qua
 
 
 def measured_us(
-    network: Network, measured: Measured, group: Group, size_bytes: Quantity
+    network: Network, measured: MeasuredCurve, group: RankGroup, size_bytes: Quantity
 ) -> Quantity:
     """A measured curve's time, carried over to `group`."""
     curve = bulk_curve(network, measured, measured.kind, group)
@@ -144,7 +150,7 @@ def measured_us(
 
 
 def bulk_curve(
-    network: Network, measured: Measured | None, kind: Collective, group: Group
+    network: Network, measured: MeasuredCurve | None, kind: CollectiveKind, group: RankGroup
 ) -> Curve:
     """Time of large messages over the ring's bytes: the measured curve carried over to `group`.
 
@@ -160,7 +166,9 @@ def bulk_curve(
     return scaled(measured.curve, base, rate / bus_bytes_per_us(network, origin))
 
 
-def nearest(measured: tuple[Measured, ...], kind: Collective, group: Group) -> Measured | None:
+def nearest(
+    measured: tuple[MeasuredCurve, ...], kind: CollectiveKind, group: RankGroup
+) -> MeasuredCurve | None:
     """The measurement of `kind` to use for `group`, or None.
 
     One with the group's name if there is any, else one on a group of the same sort (inside a
@@ -173,22 +181,24 @@ def nearest(measured: tuple[Measured, ...], kind: Collective, group: Group) -> M
     return min(alike, key=lambda m: _distance(m.group, group), default=None)
 
 
-def _sort(group: Group) -> tuple[bool, bool]:
+def _sort(group: RankGroup) -> tuple[bool, bool]:
     return group.nodes > 1, min(group.ranks, group.ranks_per_node) > 1
 
 
-def _distance(first: Group, second: Group) -> float:
+def _distance(first: RankGroup, second: RankGroup) -> float:
     return abs(math.log(first.ranks / second.ranks))
 
 
-def _rounds(kind: Collective) -> int:
-    return 2 if kind is Collective.ALL_REDUCE else 1
+def _rounds(kind: CollectiveKind) -> int:
+    return 2 if kind is CollectiveKind.ALL_REDUCE else 1
 
 
-def _alpha_us(protocol: Protocol, kind: Collective, group: Group) -> Quantity:
+def _alpha_us(protocol: Protocol, kind: CollectiveKind, group: RankGroup) -> Quantity:
     intra, inter = ring_steps(kind, group)
     return protocol.base_us + intra * protocol.intra_hop_us + inter * protocol.inter_hop_us
 
 
-def _moved(network: Network, kind: Collective, group: Group, size_bytes: Quantity) -> Quantity:
+def _moved(
+    network: Network, kind: CollectiveKind, group: RankGroup, size_bytes: Quantity
+) -> Quantity:
     return dict(network.traffic).get(kind, 1) * wire_bytes(kind, group.ranks, size_bytes)

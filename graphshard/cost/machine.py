@@ -11,10 +11,10 @@ from statistics import median
 
 from graphshard.cost.algebra import Quantity, most
 from graphshard.cost.comm import (
-    Collective,
-    Group,
-    Measured,
+    CollectiveKind,
+    MeasuredCurve,
     Network,
+    RankGroup,
     bulk_curve,
     measured_us,
     nearest,
@@ -31,11 +31,11 @@ class Machine:
     name: str
     processor: Processor
     network: Network
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[MeasuredCurve, ...] = ()
 
 
 def collective_us(
-    machine: Machine, kind: Collective, group: Group, size_bytes: Quantity
+    machine: Machine, kind: CollectiveKind, group: RankGroup, size_bytes: Quantity
 ) -> Quantity:
     """Microseconds of one collective of `size_bytes` (of the whole, see `graphshard.cost.comm`)."""
     found = nearest(machine.measured, kind, group)
@@ -44,13 +44,15 @@ def collective_us(
     return measured_us(machine.network, found, group, size_bytes)
 
 
-def collective_trust(machine: Machine, kind: Collective, group: Group) -> Trust:
+def collective_trust(machine: Machine, kind: CollectiveKind, group: RankGroup) -> Trust:
     """Where the numbers behind `collective_us` come from."""
     found = nearest(machine.measured, kind, group)
     return Trust.PRESET if found is None else found.trust
 
 
-def launch_us(machine: Machine, kind: Collective, group: Group, size_bytes: Quantity) -> Quantity:
+def launch_us(
+    machine: Machine, kind: CollectiveKind, group: RankGroup, size_bytes: Quantity
+) -> Quantity:
     """What two collectives of `size_bytes` take longer than one of twice the size, never below 0.
 
     In the alpha-beta model this is alpha: what merging saves and splitting costs.
@@ -60,7 +62,7 @@ def launch_us(machine: Machine, kind: Collective, group: Group, size_bytes: Quan
 
 
 def observed_collective(
-    machine: Machine, kind: Collective, group: Group, samples: Sequence[tuple[float, float]]
+    machine: Machine, kind: CollectiveKind, group: RankGroup, samples: Sequence[tuple[float, float]]
 ) -> Machine:
     """The machine after `kind` was seen on `group` in this job: (size_bytes, microseconds) pairs.
 
@@ -73,7 +75,7 @@ def observed_collective(
     ratio = median(ratios)
     found = nearest(machine.measured, kind, group)
     curve = bulk_curve(machine.network, found, kind, group)
-    seen = Measured(kind, group, scaled(curve, ratio, 1 / ratio), Trust.MEASURED)
+    seen = MeasuredCurve(kind, group, scaled(curve, ratio, 1 / ratio), Trust.MEASURED)
     others = (m for m in machine.measured if (m.kind, m.group) != (kind, group))
     return replace(machine, measured=(seen, *others))
 

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from graphshard.cost.comm import Collective, Network, Protocol
+from graphshard.cost.comm import CollectiveKind, Network, Protocol
 from graphshard.cost.curve import Trust, line
 from graphshard.cost.machine import Machine
 from graphshard.cost.roofline import Arithmetic, Processor
@@ -140,7 +140,9 @@ def _network(device: dict[str, Any], network: dict[str, Any], library: dict[str,
             Protocol(**{k: _number(v) for k, v in protocol.items() if k != "name"})
             for protocol in library["protocol"]
         ),
-        traffic=tuple((Collective(k), _number(v)) for k, v in library.get("traffic", {}).items()),
+        traffic=tuple(
+            (CollectiveKind(k), _number(v)) for k, v in library.get("traffic", {}).items()
+        ),
         in_place=library["in_place"]["value"],
         concurrent=library["concurrent"]["value"],
     )

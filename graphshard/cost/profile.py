@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from graphshard.cost import presets
-from graphshard.cost.comm import Collective, Group, Measured
+from graphshard.cost.comm import CollectiveKind, MeasuredCurve, RankGroup
 from graphshard.cost.curve import Curve, Fit, Sample, SizeClass, Trust
 from graphshard.cost.machine import Machine
 from graphshard.cost.roofline import Arithmetic
@@ -45,13 +45,13 @@ class Origin:
 class CommFit:
     """One kind of collective on one group; amounts are the ring's bytes per rank."""
 
-    kind: Collective
-    group: Group
+    kind: CollectiveKind
+    group: RankGroup
     fit: Fit
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class CostProfile:
     """Results of one calibration, the same on every rank.
 
     arithmetic, attention: matrix products and causal attention per dtype, amounts are flops.
@@ -78,7 +78,7 @@ class Profile:
         return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
     @staticmethod
-    def from_json(text: str | bytes) -> Profile:
+    def from_json(text: str | bytes) -> CostProfile:
         """Read what `to_json` wrote. Raises CostError (GS503) that names the place."""
         try:
             data = parse(text)
@@ -90,11 +90,11 @@ class Profile:
             raise CostError("GS503", str(error)) from error
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> CostProfile:
     """Raises FileError if it cannot be read, or CostError (GS503) that names the file."""
     raw = read_bytes(path)
     try:
-        return Profile.from_json(raw)
+        return CostProfile.from_json(raw)
     except CostError as error:
         raise CostError(error.code, f"{shown(path)}: {error.message}") from error
 
@@ -107,7 +107,7 @@ def look_up(machine: str) -> None:
         presets.preset(machine)
 
 
-def calibrated(preset: Machine, profile: Profile) -> Machine:
+def calibrated(preset: Machine, profile: CostProfile) -> Machine:
     """The preset with everything that the profile measured in place of its own numbers.
 
     A dtype or collective that was not measured keeps the preset's.
@@ -125,7 +125,7 @@ def calibrated(preset: Machine, profile: Profile) -> Machine:
         memory=profile.memory.curve,
         memory_trust=Trust.CALIBRATED,
     )
-    comm = tuple(Measured(c.kind, c.group, c.fit.curve) for c in profile.comm)
+    comm = tuple(MeasuredCurve(c.kind, c.group, c.fit.curve) for c in profile.comm)
     return replace(preset, processor=processor, measured=comm)
 
 
@@ -170,7 +170,7 @@ class _GroupFile:
 @dataclass(frozen=True, slots=True)
 class _CommFile(_FitFile):
     # Keyword-only, since the fit's last field has a default.
-    kind: Collective = field(kw_only=True)
+    kind: CollectiveKind = field(kw_only=True)
     group: _GroupFile = field(kw_only=True)
 
 
@@ -184,12 +184,12 @@ class _ProfileFile:
     memory: _FitFile
 
 
-def _profile_of(data: _ProfileFile) -> Profile:
+def _profile_of(data: _ProfileFile) -> CostProfile:
     comm = []
     for place, c in enumerate(data.comm):
-        group = Group(c.group.ranks, c.group.ranks_per_node, c.group.name)
+        group = RankGroup(c.group.ranks, c.group.ranks_per_node, c.group.name)
         comm.append(CommFit(c.kind, group, _fit_of(c, "comm", place)))
-    return Profile(
+    return CostProfile(
         origin=data.origin,
         comm=tuple(comm),
         arithmetic=tuple((k, _fit_of(fit, "arithmetic", k)) for k, fit in data.arithmetic.items()),

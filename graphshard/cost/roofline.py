@@ -16,7 +16,7 @@ from graphshard.cost.curve import Curve, Trust, curve_us
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OpWork:
     """What one op does. A view has no launch and costs nothing.
 
     launches: 0 also for an op that is fused into another kernel: its traffic counts, no launch.
@@ -33,7 +33,7 @@ class Work:
     attention: bool = False
 
 
-FREE = Work(0, 0, launches=0)
+FREE = OpWork(0, 0, launches=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Processor:
     capacity_bytes: int | None = None
 
 
-def op_us(processor: Processor, work: Work) -> Quantity:
+def op_us(processor: Processor, work: OpWork) -> Quantity:
     """max(arithmetic(flops), memory(bytes)); the constant of each curve is its launch."""
     memory = curve_us(processor.memory, work.bytes, work.launches)
     if is_number(work.flops) and work.flops == 0:
@@ -68,12 +68,12 @@ def op_us(processor: Processor, work: Work) -> Quantity:
     return most(curve_us(arithmetic, work.flops, work.launches), memory)
 
 
-def region_us(processor: Processor, works: Sequence[Work], start: int, stop: int) -> Quantity:
+def region_us(processor: Processor, works: Sequence[OpWork], start: int, stop: int) -> Quantity:
     """Time of compute ops [start, stop), one after the other."""
     return sum(op_us(processor, work) for work in works[start:stop])
 
 
-def ends_us(processor: Processor, works: Iterable[Work]) -> tuple[Quantity, ...]:
+def ends_us(processor: Processor, works: Iterable[OpWork]) -> tuple[Quantity, ...]:
     """When each op ends if all run one after the other: region times are differences of these."""
     return tuple(accumulate(op_us(processor, work) for work in works))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from graphshard.cost.algebra import Quantity
-from graphshard.cost.comm import Collective, Group
+from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.machine import Machine, collective_us
 from graphshard.cost.presets import preset
 from graphshard.cost.symbolic import INTER, INTRA, WORLD, Formula, formula
@@ -131,8 +131,8 @@ def _formula_us(
 ) -> Quantity:
     step = schedule.steps[found.issue]
     gathers = step.kind is StepKind.GATHER_ISSUE
-    kind = Collective.ALL_GATHER if gathers else Collective.REDUCE_SCATTER
-    ranks = Group(cluster.world_size, cluster.ranks_per_node)
+    kind = CollectiveKind.ALL_GATHER if gathers else CollectiveKind.REDUCE_SCATTER
+    ranks = RankGroup(cluster.world_size, cluster.ranks_per_node)
     groups = [g for g in plan.groups if g.id in step.groups]
     return collective_us(cluster.machine, kind, ranks, size_bytes(step, groups))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphshard.doctor.watch import Watch
+    from graphshard.doctor.watch import StepWatch
 
 MODE = "GRAPHSHARD_DOCTOR"
 FOLDER = "GRAPHSHARD_DOCTOR_DIR"
@@ -54,9 +54,9 @@ def attach() -> None:
     mode = os.environ.get(MODE)
     if mode is None or "torch._inductor.compile_worker" in " ".join(sys.orig_argv):
         return
-    from graphshard.doctor.watch import Watch
+    from graphshard.doctor.watch import StepWatch
 
-    watch = Watch(mode, Path(os.environ[FOLDER]), int(os.environ[STEPS]))
+    watch = StepWatch(mode, Path(os.environ[FOLDER]), int(os.environ[STEPS]))
     _seed(int(os.environ.get("RANK", 0)))
     _patch_sharding(watch)
     _patch_compile(watch)
@@ -86,7 +86,7 @@ def _seed(rank: int) -> None:
         numpy.random.seed(rank)
 
 
-def _patch_sharding(watch: Watch) -> None:
+def _patch_sharding(watch: StepWatch) -> None:
     from torch.distributed import fsdp
 
     from graphshard.doctor import watch as seen
@@ -111,7 +111,7 @@ def _patch_sharding(watch: Watch) -> None:
             place.fully_shard = fully_shard  # type: ignore[attr-defined]
 
 
-def _watch_forward(watch: Watch, module: Any) -> None:
+def _watch_forward(watch: StepWatch, module: Any) -> None:
     """In the eager run, where nothing traces it: a forward without FSDP2's hooks around it."""
     from graphshard import fsdp2
 
@@ -126,7 +126,7 @@ def _watch_forward(watch: Watch, module: Any) -> None:
     module.forward = forward
 
 
-def _compile_later(watch: Watch, module: Any) -> None:
+def _compile_later(watch: StepWatch, module: Any) -> None:
     """Compile the module at its first call if the script does not: it is in the place where
     `Module.compile` puts what it makes, which a call of the script overwrites."""
 
@@ -140,7 +140,7 @@ def _compile_later(watch: Watch, module: Any) -> None:
     module._compiled_call_impl = first_call
 
 
-def _is_compiled(watch: Watch, root: Any) -> bool:
+def _is_compiled(watch: StepWatch, root: Any) -> bool:
     """The script compiled it, a part of it, or what it is in."""
     parts = dict.fromkeys(map(id, root.modules()))
     return any(
@@ -155,7 +155,7 @@ def _forget_first_calls(root: Any) -> None:
             module._compiled_call_impl = None
 
 
-def _patch_compile(watch: Watch) -> None:
+def _patch_compile(watch: StepWatch) -> None:
     """Sharded modules are compiled for graphshard, whatever the script asks for."""
     import torch
     from torch import nn
@@ -192,7 +192,7 @@ def _same_random_numbers() -> None:
     config.fallback_random = True
 
 
-def _patch_training(watch: Watch) -> None:
+def _patch_training(watch: StepWatch) -> None:
     import torch
     from torch.optim import optimizer
 
@@ -235,7 +235,7 @@ def _patch_training(watch: Watch) -> None:
     torch.save = saved
 
 
-def _patch_collectives(watch: Watch) -> None:
+def _patch_collectives(watch: StepWatch) -> None:
     import torch.distributed as dist
 
     def counted(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
@@ -252,7 +252,7 @@ def _patch_collectives(watch: Watch) -> None:
             setattr(group, name, counted(getattr(group, name), kind))
 
 
-def _write_at_exit(watch: Watch) -> None:
+def _write_at_exit(watch: StepWatch) -> None:
     from graphshard.doctor import watch as seen
 
     show = sys.excepthook

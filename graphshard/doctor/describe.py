@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from graphshard import fsdp2
 from graphshard.capture.ports import port_of
 from graphshard.compiler.planning_inputs import machine_for
-from graphshard.cost.comm import Collective
-from graphshard.cost.comm import Group as Ranks
+from graphshard.cost.comm import CollectiveKind
+from graphshard.cost.comm import RankGroup as Ranks
 from graphshard.cost.machine import collective_us, launch_us
-from graphshard.doctor.facts import ROOT_NAME, Gradient, Group, Stack
+from graphshard.doctor.facts import ROOT_NAME, GradientFacts, GroupFacts, Stack
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 CHUNK = 2**20
@@ -64,7 +64,7 @@ def states_of(roots: Sequence[nn.Module]) -> Iterator[tuple[str, fsdp2.State]]:
             yield ", ".join(names[m] for m in fsdp2.modules_of(state) if m in names), state
 
 
-def describe_groups(roots: Sequence[nn.Module]) -> tuple[Group, ...]:
+def describe_groups(roots: Sequence[nn.Module]) -> tuple[GroupFacts, ...]:
     return tuple(
         _describe(name, state, group)
         for name, state in states_of(roots)
@@ -72,7 +72,7 @@ def describe_groups(roots: Sequence[nn.Module]) -> tuple[Group, ...]:
     )
 
 
-def _describe(name: str, state: fsdp2.State, group: fsdp2.FsdpGroup) -> Group:
+def _describe(name: str, state: fsdp2.State, group: fsdp2.FsdpGroup) -> GroupFacts:
     port = port_of(fsdp2.modules_of(state)[0])
     live = None if port is None else port.live
     captured = live is not None and live.counters.forwards > 0
@@ -84,7 +84,7 @@ def _describe(name: str, state: fsdp2.State, group: fsdp2.FsdpGroup) -> Group:
     # FsdpParam.dtype is known after lazy initialisation only.
     cast = fsdp2.mixed_precision(state).param_dtype
     dtypes = [cast or param.sharded.dtype for param in group.params]
-    return Group(
+    return GroupFacts(
         name=name,
         kind=", ".join(kinds),
         numel=sum(math.prod(param.size) for param in group.params),
@@ -147,21 +147,21 @@ def latency_bytes(ranks: int, device: torch.device) -> int:
         warnings.simplefilter("ignore")  # GS502 is the script's to see, when it compiles
         machine = machine_for(None, device)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    group, kind = Ranks(ranks, min(ranks, local)), Collective.ALL_GATHER
+    group, kind = Ranks(ranks, min(ranks, local)), CollectiveKind.ALL_GATHER
     whole = collective_us(machine, kind, group, BULK_BYTES)
     us_per_byte = (whole - collective_us(machine, kind, group, BULK_BYTES / 2)) / (BULK_BYTES / 2)
     start = launch_us(machine, kind, group, 4096)
     return int(start / us_per_byte) if us_per_byte else 0
 
 
-def gradients_of(roots: Sequence[nn.Module]) -> tuple[Gradient, ...]:
+def gradients_of(roots: Sequence[nn.Module]) -> tuple[GradientFacts, ...]:
     """What `.grad` of every sharded parameter holds on this rank now."""
     found = []
     for name, state in states_of(roots):
         for group in fsdp2.fsdp_groups(state):
             grads = [_local(param.sharded.grad) for param in group.params]
             norms, projections = zip(*map(_numbers, grads), strict=True)
-            found.append(Gradient(name, norms, projections))
+            found.append(GradientFacts(name, norms, projections))
     return tuple(found)
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from graphshard.doctor.attach import EAGER, OURS
 from graphshard.doctor.findings import Finding, Level, fault, worst
-from graphshard.doctor.launch import Run, run_watched
+from graphshard.doctor.launch import LaunchedRun, run_watched
 from graphshard.doctor.lints import lint
 from graphshard.doctor.verdict import Verdict, compare, starts_alike, verdict_of
 
-Launch = Callable[[str], Run]
+Launch = Callable[[str], LaunchedRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def examine(
     Raises DoctorError (GS1141) if the command cannot be started.
     """
 
-    def launch(mode: str) -> Run:
+    def launch(mode: str) -> LaunchedRun:
         say(f"running with {'eager FSDP2' if mode == EAGER else OURS}: {' '.join(command)}")
         return run_watched(command, mode, num_steps, limit_s)
 
@@ -63,15 +63,15 @@ def judge(command: tuple[str, ...], launch: Launch) -> Examination:
     return Examination(command, verdict_of(eager.facts, ours.facts), findings)
 
 
-def _has_steps(run: Run) -> bool:
+def _has_steps(run: LaunchedRun) -> bool:
     return run.is_whole and _steps(run) > 0
 
 
-def _steps(run: Run) -> int:
+def _steps(run: LaunchedRun) -> int:
     return min(len(rank.steps) for rank in run.facts)
 
 
-def _failed(run: Run) -> tuple[Finding, ...]:
+def _failed(run: LaunchedRun) -> tuple[Finding, ...]:
     """One finding, or none where the script ran but trained nothing that a lint explains."""
     if run.is_whole:
         what = f"the command made no optimizer step after a backward with {_words(run)}"
@@ -86,11 +86,11 @@ def _failed(run: Run) -> tuple[Finding, ...]:
     return (fault(code, f"the command fails with {_words(run)}: {run.why}", advice[run.mode]),)
 
 
-def _words(run: Run) -> str:
+def _words(run: LaunchedRun) -> str:
     return "eager FSDP2" if run.mode == EAGER else "graphshard"
 
 
-def _different(eager: Run, ours: Run) -> Finding:
+def _different(eager: LaunchedRun, ours: LaunchedRun) -> Finding:
     return fault(
         "GS1115",
         f"{len(eager.facts)} ranks made {_steps(eager)} steps with eager FSDP2, "

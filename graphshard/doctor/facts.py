@@ -14,7 +14,7 @@ ROOT_NAME = "(root)"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupFacts:
     """The parameters of one `fully_shard` call. kind: class of the module.
 
     numel: elements of its parameters, unsharded. gathered_bytes: of its all-gather's result.
@@ -47,7 +47,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
+class GradientFacts:
     """A group's gradients on this rank: of each parameter two numbers in double precision.
 
     norms: Euclidean. projections: onto fixed weights in [-1, 1], so that two gradients of one norm
@@ -60,7 +60,7 @@ class Gradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepFacts:
     """From one optimizer step to the next.
 
     losses: what backward was called on, micro-batch by micro-batch. gradients: after the last
@@ -69,7 +69,7 @@ class Step:
     """
 
     losses: tuple[float, ...]
-    gradients: tuple[Gradient, ...]
+    gradients: tuple[GradientFacts, ...]
     all_gathers: int
     reduce_scatters: int
     other_collectives: int
@@ -98,9 +98,9 @@ class Facts:
     device: str
     device_id: str
     numel: int
-    groups: tuple[Group, ...] = ()
+    groups: tuple[GroupFacts, ...] = ()
     stacks: tuple[Stack, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StepFacts, ...] = ()
     latency_bytes: int = 0
     peak_bytes: int = 0
     direct_forwards: tuple[tuple[str, int], ...] = ()
@@ -117,15 +117,15 @@ class Facts:
     def from_json(cls, text: str) -> Facts:
         """Raises ValueError or TypeError if `text` is none that `to_json` wrote."""
         given = {key: _frozen(value) for key, value in json.loads(text).items()}
-        given["groups"] = tuple(Group(**group) for group in given["groups"])
+        given["groups"] = tuple(GroupFacts(**group) for group in given["groups"])
         given["stacks"] = tuple(Stack(**stack) for stack in given["stacks"])
         given["steps"] = tuple(_step(step) for step in given["steps"])
         return cls(**given)
 
 
-def _step(given: dict[str, Any]) -> Step:
-    gradients = tuple(Gradient(**gradient) for gradient in given["gradients"])
-    return Step(**{**given, "gradients": gradients})
+def _step(given: dict[str, Any]) -> StepFacts:
+    gradients = tuple(GradientFacts(**gradient) for gradient in given["gradients"])
+    return StepFacts(**{**given, "gradients": gradients})
 
 
 def _frozen(value: Any) -> Any:

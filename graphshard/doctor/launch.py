@@ -29,7 +29,7 @@ TORCHRUN = "torch/distributed/elastic/multiprocessing/api.py"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LaunchedRun:
     """One run of the command. facts: by rank. status: None if it ran past its time limit.
 
     steps_wanted: after which it was ended; 0: it ran until its own end.
@@ -67,7 +67,7 @@ class Run:
         return f"only {len(self.facts)} of {self.facts[0].world_size} ranks reported"
 
 
-def run_watched(command: Sequence[str], mode: str, num_steps: int, limit_s: float) -> Run:
+def run_watched(command: Sequence[str], mode: str, num_steps: int, limit_s: float) -> LaunchedRun:
     """mode: "eager" or "graphshard". Raises DoctorError GS1141 if it cannot be started."""
     with tempfile.TemporaryDirectory(prefix="graphshard-doctor-") as name:
         folder = Path(name)
@@ -85,7 +85,7 @@ def run_watched(command: Sequence[str], mode: str, num_steps: int, limit_s: floa
         paths = folder.glob(f"{mode}.*.json")
         facts = [Facts.from_json(path.read_text(encoding="utf-8")) for path in paths]
         facts.sort(key=lambda rank: rank.rank)
-        return Run(mode, tuple(facts), status, num_steps, _tail(lines))
+        return LaunchedRun(mode, tuple(facts), status, num_steps, _tail(lines))
 
 
 def _tail(lines: Sequence[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from statistics import median
 
-from graphshard.doctor.facts import ROOT_NAME, Facts, Group, Stack
+from graphshard.doctor.facts import ROOT_NAME, Facts, GroupFacts, Stack
 from graphshard.doctor.findings import Finding, Level, fault, some, warning
 from graphshard.view.text import bytes_text, count_text
 
@@ -136,7 +136,7 @@ def early_compile(names: Sequence[str]) -> Iterator[Finding]:
         )
 
 
-def single_linears(groups: Sequence[Group]) -> Iterator[Finding]:
+def single_linears(groups: Sequence[GroupFacts]) -> Iterator[Finding]:
     linears = [group for group in groups if group.kind == "Linear"]
     if len(linears) >= MANY_LINEARS and 2 * len(linears) > len(groups):
         size = bytes_text(int(median(group.gathered_bytes for group in linears)))
@@ -165,7 +165,7 @@ def saved_shards(ranks: Sequence[Facts]) -> Iterator[Finding]:
     )
 
 
-def not_captured(groups: Sequence[Group]) -> Iterator[Finding]:
+def not_captured(groups: Sequence[GroupFacts]) -> Iterator[Finding]:
     outside = [group for group in groups if group.ran and not group.in_graph]
     if outside:
         reason = next((group.reason for group in outside if group.reason), NO_REASON)
@@ -183,7 +183,7 @@ def _not_captured(ranks: Sequence[Facts]) -> Iterator[Finding]:
             yield from not_captured(rank.groups)
 
 
-def too_small(groups: Sequence[Group], latency_bytes: int) -> Iterator[Finding]:
+def too_small(groups: Sequence[GroupFacts], latency_bytes: int) -> Iterator[Finding]:
     """The median all-gather takes longer to start than to send. One group cannot be fewer."""
     sent = [group for group in groups if group.ranks > 1]
     if len(sent) < 2:

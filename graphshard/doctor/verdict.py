@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from graphshard.doctor.facts import Facts, Gradient, Step
+from graphshard.doctor.facts import Facts, GradientFacts, StepFacts
 from graphshard.doctor.findings import Finding, fault, some, warning
 
 # What the tests of graphshard allow a tensor to differ by, as a share of its norm, after a few
@@ -110,7 +110,7 @@ def loss_differences(eager: Sequence[Facts], ours: Sequence[Facts]) -> list[floa
     return found
 
 
-def _loss_difference(a: Step, b: Step, scale: float) -> float:
+def _loss_difference(a: StepFacts, b: StepFacts, scale: float) -> float:
     if len(a.losses) != len(b.losses):
         return math.inf
     pairs = zip(a.losses, b.losses, strict=True)
@@ -132,14 +132,14 @@ def _step_differences(
         others = {g.group: g for g in right.steps[place].gradients}
         for gradient in left.steps[place].gradients:
             name = gradient.group
-            other = others.get(name, Gradient(name, (), ()))
+            other = others.get(name, GradientFacts(name, (), ()))
             gaps[name] = math.hypot(gaps.get(name, 0.0), _distance(gradient, other))
             norms[name] = math.hypot(norms.get(name, 0.0), *map(_number, gradient.norms))
     floor = FLOOR * math.hypot(*norms.values())
     return {name: share(gaps[name], max(norms[name], floor)) for name in gaps}
 
 
-def _distance(a: Gradient, b: Gradient) -> float:
+def _distance(a: GradientFacts, b: GradientFacts) -> float:
     if len(a.norms) != len(b.norms):
         return math.inf
     pairs = zip((*a.norms, *a.projections), (*b.norms, *b.projections), strict=True)

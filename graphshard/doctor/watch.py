@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from graphshard import fsdp2
 from graphshard.doctor import describe
-from graphshard.doctor.facts import Facts, Gradient, Step
+from graphshard.doctor.facts import Facts, GradientFacts, StepFacts
 
 US_PER_S = 1e6
 HIGH_WATER = "VmHWM:"
 
 
 @dataclass(slots=True)
-class Watch:
+class StepWatch:
     """What was seen so far. `began` is when this step began, `lost_s` what the doctor took of it.
 
     world: rank and world size. replaced: parameters that `fully_shard` replaced, by id; weak, so
@@ -50,9 +50,9 @@ class Watch:
     direct: dict[nn.Module, int] = field(default_factory=dict)
     stale: dict[int, tuple[str, int, int]] = field(default_factory=dict)
     saves: list[tuple[str, int, int]] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepFacts] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    gradients: tuple[Gradient, ...] = ()
+    gradients: tuple[GradientFacts, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
     stepped: bool = False
     began: float = field(default_factory=time.perf_counter)
@@ -69,7 +69,7 @@ class Watch:
         return describe.roots_of(self.sharded)
 
 
-def sharding(watch: Watch, modules: Sequence[nn.Module]) -> None:
+def sharding(watch: StepWatch, modules: Sequence[nn.Module]) -> None:
     """Before `fully_shard(modules)`."""
     for module in modules:
         parent = next((p for p in watch.sharded if _is_inside(module, p)), None)
@@ -90,7 +90,7 @@ def _wraps(module: nn.Module, compiled: nn.Module) -> bool:
     return getattr(module, "_orig_mod", None) is compiled
 
 
-def sharded(watch: Watch, modules: Sequence[nn.Module]) -> None:
+def sharded(watch: StepWatch, modules: Sequence[nn.Module]) -> None:
     """After it: what is still registered was not replaced."""
     watch.sharded += modules
     for module in modules:
@@ -101,7 +101,7 @@ def sharded(watch: Watch, modules: Sequence[nn.Module]) -> None:
 
 
 @contextmanager
-def aside(watch: Watch) -> Iterator[None]:
+def aside(watch: StepWatch) -> Iterator[None]:
     """Time and memory that the doctor itself takes do not count."""
     _synchronize(watch.device)
     began = time.perf_counter()
@@ -115,7 +115,7 @@ def aside(watch: Watch) -> Iterator[None]:
         watch.lost_s += time.perf_counter() - began
 
 
-def before_backward(watch: Watch, losses: Sequence[Tensor]) -> None:
+def before_backward(watch: StepWatch, losses: Sequence[Tensor]) -> None:
     """Ends the step before, if an optimizer made one; raises SystemExit after the last one."""
     if watch.stepped:
         _end_step(watch)
@@ -126,12 +126,12 @@ def before_backward(watch: Watch, losses: Sequence[Tensor]) -> None:
         watch.losses.append(float(sum(loss.detach().double().sum() for loss in losses)))
 
 
-def after_backward(watch: Watch) -> None:
+def after_backward(watch: StepWatch) -> None:
     with aside(watch):
         watch.gradients = describe.gradients_of(watch.roots)
 
 
-def before_update(watch: Watch, optimizer: torch.optim.Optimizer) -> None:
+def before_update(watch: StepWatch, optimizer: torch.optim.Optimizer) -> None:
     if id(optimizer) in watch.stale:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -139,20 +139,20 @@ def before_update(watch: Watch, optimizer: torch.optim.Optimizer) -> None:
     watch.stale[id(optimizer)] = (type(optimizer).__name__, stale, len(params))
 
 
-def _is_replaced(watch: Watch, param: Tensor) -> bool:
+def _is_replaced(watch: StepWatch, param: Tensor) -> bool:
     known = watch.replaced.get(id(param))
     return known is not None and known() is param
 
 
-def after_update(watch: Watch) -> None:
+def after_update(watch: StepWatch) -> None:
     _synchronize(watch.device)
     watch.stepped, watch.ended = True, time.perf_counter()
 
 
-def _end_step(watch: Watch) -> None:
+def _end_step(watch: StepWatch) -> None:
     count = watch.counts.get
     watch.steps.append(
-        Step(
+        StepFacts(
             losses=tuple(watch.losses),
             gradients=watch.gradients,
             all_gathers=count("all_gathers", 0),
@@ -165,7 +165,7 @@ def _end_step(watch: Watch) -> None:
     watch.stepped, watch.began, watch.lost_s = False, watch.ended, 0.0
 
 
-def saving(watch: Watch, value: Any, file: Any) -> None:
+def saving(watch: StepWatch, value: Any, file: Any) -> None:
     found = describe.sharded_tensors(value)
     if found:
         name = getattr(file, "name", None) or file
@@ -173,7 +173,7 @@ def saving(watch: Watch, value: Any, file: Any) -> None:
         watch.saves.append((path, len(found), describe.local_bytes(found)))
 
 
-def write(watch: Watch) -> None:
+def write(watch: StepWatch) -> None:
     """The facts so far; none of a process that is no rank: it neither sharded nor called backward.
 
     A rank that failed before has a failure to tell.
@@ -193,7 +193,7 @@ def write(watch: Watch) -> None:
     part.replace(path)  # what the parent finds is whole
 
 
-def facts_of(watch: Watch) -> Facts:
+def facts_of(watch: StepWatch) -> Facts:
     roots = watch.roots
     names = describe.names_of(roots)
     groups = describe.describe_groups(roots)

@@ -30,7 +30,7 @@ from graphshard.migrate.arguments import (
 )
 from graphshard.migrate.code import Sharded, buffer_line, lines_of
 from graphshard.migrate.meshes import Placed, device_type_of, mesh_for
-from graphshard.migrate.policies import Ignored, Unit, units_of
+from graphshard.migrate.policies import Ignored, WrapUnit, units_of
 from graphshard.migrate.prepare import broadcast, cast_buffers, materialize, own_modules
 from graphshard.migrate.record import Migrated, recorded, remember
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class Job:
     """One `fully_shard` call that is to be made."""
 
-    unit: Unit
+    unit: WrapUnit
     call: Call
     placed: Placed
     mesh_name: str

@@ -25,7 +25,7 @@ class Ignored:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class WrapUnit:
     """One module to shard; fqn is empty for the root. apart: left out of mixed precision."""
 
     fqn: str
@@ -36,7 +36,7 @@ class Unit:
 
 def units_of(
     root: nn.Module, policy: Any, arguments: Arguments, ignored: Ignored
-) -> tuple[Unit, ...]:
+) -> tuple[WrapUnit, ...]:
     """Children before parents, `root` last. Raises MigrateError (GS1002) for a bad policy."""
     # Modules hash by identity; the values are FSDP1's arguments of each.
     chosen: dict[nn.Module, Arguments] = {}
@@ -59,8 +59,8 @@ def units_of(
         alone = isinstance(module, apart)
         if alone or module in chosen:
             own = chosen.get(module, arguments)
-            units.append(Unit(names[module], module, own, alone))
-    return (*units, Unit("", root, arguments))
+            units.append(WrapUnit(names[module], module, own, alone))
+    return (*units, WrapUnit("", root, arguments))
 
 
 def post_order(root: nn.Module) -> Iterator[nn.Module]:

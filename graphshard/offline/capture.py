@@ -18,11 +18,11 @@ from torch._dynamo.backends.common import aot_autograd
 from graphshard.capture.dynamo import input_example
 from graphshard.capture.install import install
 from graphshard.capture.repeated.expand import expanded
-from graphshard.capture.repeated.trace import Piece, traced_by_pieces
+from graphshard.capture.repeated.trace import RepeatedBlock, traced_by_pieces
 from graphshard.codegen.lowering import lowering_of
-from graphshard.compiler.partition import Draft, drafted, find_groups
+from graphshard.compiler.partition import JointGraph, drafted, find_groups
 from graphshard.errors import CaptureError, GraphshardError
-from graphshard.offline.world import Fake, Place
+from graphshard.offline.world import Fake, InputDim
 from graphshard.options import Options
 
 
@@ -33,9 +33,9 @@ class Captured:
     symbols: names of the symbols that the graph has for sizes of inputs.
     """
 
-    draft: Draft
+    draft: JointGraph
     num_nodes: int
-    symbols: dict[Place, str]
+    symbols: dict[InputDim, str]
 
 
 class _Done(Exception):
@@ -48,7 +48,7 @@ class _Done(Exception):
 def capture(
     fake: Fake,
     name: str,
-    varying: Sequence[Place] = (),
+    varying: Sequence[InputDim] = (),
     *,
     by_pieces: bool = True,
 ) -> Captured:
@@ -67,7 +67,7 @@ def capture(
         # Fused compute is priced from whole ops, too: the prices were compared with real runs so.
         lowering = lowering_of(Options(compute="aten"), trains=True)
 
-        def trace(gm: fx.GraphModule, pieces: Sequence[Piece]) -> Any:
+        def trace(gm: fx.GraphModule, pieces: Sequence[RepeatedBlock]) -> Any:
             def stop(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kw: Any) -> Any:
                 joint = expanded(joint, pieces)
                 count = len(joint.graph.nodes)
@@ -102,7 +102,7 @@ def capture(
     raise CaptureError("GS910", "the model ran without being captured")
 
 
-def _symbols(gm: fx.GraphModule, leaves: Sequence[Tensor]) -> dict[Place, str]:
+def _symbols(gm: fx.GraphModule, leaves: Sequence[Tensor]) -> dict[InputDim, str]:
     """The symbols that stand for one size of one input each."""
     numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
     found = {}
@@ -112,7 +112,7 @@ def _symbols(gm: fx.GraphModule, leaves: Sequence[Tensor]) -> dict[Place, str]:
             continue
         for dim, size in enumerate(placeholder.meta["example_value"].shape):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                found[Place(leaf, dim)] = str(size.node.expr)
+                found[InputDim(leaf, dim)] = str(size.node.expr)
     return found
 
 

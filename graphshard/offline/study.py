@@ -14,8 +14,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from graphshard.compiler.partition import Parts, decide, parts_of, priced_on, repeating
-from graphshard.compiler.planning import Order, best_plan, pose
+from graphshard.compiler.partition import Partition, decide, parts_of, priced_on, repeating
+from graphshard.compiler.planning import PlanningInputs, best_plan, pose
 from graphshard.cost.machine import Machine
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2 import fsdp_groups
@@ -28,8 +28,8 @@ from graphshard.offline.target import Sizes
 from graphshard.offline.unroll import unrolled
 from graphshard.offline.world import (
     Fake,
+    InputDim,
     Made,
-    Place,
     Shapes,
     World,
     built,
@@ -40,9 +40,9 @@ from graphshard.offline.world import (
     varying,
     world_of,
 )
-from graphshard.pricing.op_costs import Basis, basis_of
-from graphshard.pricing.problem import Freedom
-from graphshard.pricing.recompute import Unit
+from graphshard.pricing.op_costs import GraphCosts, basis_of
+from graphshard.pricing.problem import PlanningPolicy
+from graphshard.pricing.recompute import RecomputeUnit
 from graphshard.schedule.plan import Plan
 from graphshard.view.offline import Effort
 
@@ -59,7 +59,7 @@ class Point:
     world_size: int
     ranks_per_node: int
     machine: Machine
-    freedom: Freedom
+    freedom: PlanningPolicy
     sizes: Sizes = ()
     fused: bool = False
 
@@ -79,8 +79,8 @@ class Study:
 
     Where blocks are alike, a few of them are captured and the rest is counted (see `repeats` and
     `unroll`); `whole` captures all of them, and so does a plan that computes some blocks again: in
-    a sweep (`Freedom.near`) what that saves and costs is estimated instead. say: is told what is
-    being done, for people who wait.
+    a sweep (`PlanningPolicy.near`) what that saves and costs is estimated instead. say: is told
+    what is being done, for people who wait.
     """
 
     name: str
@@ -92,9 +92,13 @@ class Study:
     _captures: dict[Sizes | None, Captured] = field(default_factory=dict)
     _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
     _arguments: dict[Sizes, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    _parts: dict[tuple[Sizes, tuple[Unit, ...], bool], Parts] = field(default_factory=dict)
-    _cuts: dict[tuple[int, tuple[Unit, ...], bool], Parts] = field(default_factory=dict)
-    _bases: dict[tuple[Sizes, str, bool, bool], Basis] = field(default_factory=dict)
+    _parts: dict[tuple[Sizes, tuple[RecomputeUnit, ...], bool], Partition] = field(
+        default_factory=dict
+    )
+    _cuts: dict[tuple[int, tuple[RecomputeUnit, ...], bool], Partition] = field(
+        default_factory=dict
+    )
+    _bases: dict[tuple[Sizes, str, bool, bool], GraphCosts] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
     _times: dict[str, float] = field(default_factory=lambda: {"capture": 0, "passes": 0, "plan": 0})
 
@@ -126,7 +130,7 @@ class Study:
     def _answer(self, point: Point) -> Answer:
         world = self._worlds[point.world_size, point.ranks_per_node]
         settings = tuple(replace(s, exact_sums=not point.fused) for s in world.settings)
-        order = Order(settings, point.machine, point.freedom, point.fused)
+        order = PlanningInputs(settings, point.machine, point.freedom, point.fused)
         try:
             if self._repeats:
                 basis = replace(self._basis(point), groups=world.infos)
@@ -191,7 +195,7 @@ class Study:
             self.say(f"a model with fewer blocks cannot be captured: {error}")
             return []
         for point in {self._key(point): point for point in self.points}.values():
-            basis: Basis | None = self._short_basis(point)
+            basis: GraphCosts | None = self._short_basis(point)
             for repeat in self._repeats:
                 basis = basis and unrolled(basis, repeat, infos)
             # A group that is used behind the captured blocks alone would be forgotten.
@@ -233,19 +237,19 @@ class Study:
             self.say(f"capturing for {', '.join(f'{k} {v:,}' for k, v in own)}")
             self._captures[own] = self._captured(self._fake(own))
 
-    def _captured(self, fake: Fake, varying: Sequence[Place] = ()) -> Captured:
+    def _captured(self, fake: Fake, varying: Sequence[InputDim] = ()) -> Captured:
         # Of a few blocks the middle ones are compared op by op: all are traced in the same way.
         return capture(fake, self.name, varying, by_pieces=not self._repeats)
 
     # -- parts and bases -----------------------------------------------------------------------
 
-    def _in_world(self, point: Point, chosen: tuple[Unit, ...] = ()) -> Parts:
+    def _in_world(self, point: Point, chosen: tuple[RecomputeUnit, ...] = ()) -> Partition:
         """The partition for a point, with its sizes and the groups of its world."""
         parts = self._cut(point.sizes, chosen, point.fused)
         infos = self._worlds[point.world_size, point.ranks_per_node].infos
         return replace(parts, placed=parts.placed.with_groups(infos))
 
-    def _cut(self, sizes: Sizes, chosen: tuple[Unit, ...], fused: bool) -> Parts:
+    def _cut(self, sizes: Sizes, chosen: tuple[RecomputeUnit, ...], fused: bool) -> Partition:
         if (sizes, chosen, fused) not in self._parts:
             symbolic = None in self._captures
             captured = self._captures[None if symbolic else sizes]
@@ -257,7 +261,9 @@ class Study:
             self._parts[sizes, chosen, fused] = replace(parts, placed=placed)
         return self._parts[sizes, chosen, fused]
 
-    def _partition(self, captured: Captured, chosen: tuple[Unit, ...], fused: bool) -> Parts:
+    def _partition(
+        self, captured: Captured, chosen: tuple[RecomputeUnit, ...], fused: bool
+    ) -> Partition:
         key = id(captured), chosen, fused
         if key not in self._cuts:
             joint = captured.draft.program.joint
@@ -273,10 +279,10 @@ class Study:
     def _key(self, point: Point) -> tuple[Sizes, str, bool, bool]:
         return point.sizes, point.machine.name, point.freedom.recompute, point.fused
 
-    def _basis(self, point: Point) -> Basis:
+    def _basis(self, point: Point) -> GraphCosts:
         return self._bases[self._key(point)]
 
-    def _short_basis(self, point: Point) -> Basis:
+    def _short_basis(self, point: Point) -> GraphCosts:
         placed = self._cut(point.sizes, (), point.fused).placed
         recompute = point.freedom.recompute
         return basis_of(placed, point.machine, recompute=recompute, fused=point.fused)

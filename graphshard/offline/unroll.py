@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 from graphshard.offline.repeats import CAPTURED, Repeat
 from graphshard.pricing.liveness import Live
-from graphshard.pricing.op_costs import Basis, Sketch
-from graphshard.pricing.recompute import Unit
-from graphshard.pricing.usage import GroupUse, ParamUse, Ready
+from graphshard.pricing.op_costs import GraphCosts, OpCosts
+from graphshard.pricing.recompute import RecomputeUnit
+from graphshard.pricing.usage import GradReady, GroupUse, ParamUse
 from graphshard.schedule.plan import Direction, GroupInfo
 
 # The captured blocks: two that come first in forward, two that come last.
 _EARLY = CAPTURED // 2
 # A group is named in a graph by a float32 scalar (`graphshard.runtime.live.register`).
 ANCHOR_BYTES = 4
-_Item = TypeVar("_Item", GroupUse, ParamUse, Ready)
+_Item = TypeVar("_Item", GroupUse, ParamUse, GradReady)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _Insert:
         return op + copy * self.period
 
 
-def unrolled(basis: Basis, repeat: Repeat, infos: Sequence[GroupInfo]) -> Basis | None:
+def unrolled(basis: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> GraphCosts | None:
     """`basis` with all blocks of `repeat`. infos: the groups of the whole model, in any order."""
     naming = _naming(basis, repeat, infos)
     if naming is None:
@@ -85,10 +85,10 @@ def unrolled(basis: Basis, repeat: Repeat, infos: Sequence[GroupInfo]) -> Basis 
         for direction, sketch in basis.sketches.items()
     }
     units = tuple(_units(basis.units, naming, inserts, repeat.count))
-    return Basis(basis.name, naming.groups, _with_kept(sketches, naming.groups), units)
+    return GraphCosts(basis.name, naming.groups, _with_kept(sketches, naming.groups), units)
 
 
-def _naming(basis: Basis, repeat: Repeat, infos: Sequence[GroupInfo]) -> _Naming | None:
+def _naming(basis: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _Naming | None:
     """None if the whole model lacks a group."""
     owner = {g.id: found for g in basis.groups if (found := _owner(g.fqn, repeat)) is not None}
     second = [g.id for g in basis.groups if owner.get(g.id, (None,))[0] == _EARLY - 1]
@@ -127,7 +127,7 @@ def _owner(fqn: str, repeat: Repeat) -> tuple[int, str] | None:
 # -- what repeats ----------------------------------------------------------------------------------
 
 
-def _insert(sketch: Sketch, naming: _Naming, copies: int) -> _Insert | None:
+def _insert(sketch: OpCosts, naming: _Naming, copies: int) -> _Insert | None:
     """None unless the second and the third block of this direction are alike, op by op."""
     firsts: dict[int, int] = {}
     for use in sketch.outline.uses:
@@ -151,12 +151,12 @@ def _insert(sketch: Sketch, naming: _Naming, copies: int) -> _Insert | None:
     return insert if alike else None
 
 
-def _cuts(sketch: Sketch, start: int, stop: int) -> list[int]:
+def _cuts(sketch: OpCosts, start: int, stop: int) -> list[int]:
     """Where compiled code is cut after `start` and until `stop`, counted from `start`."""
     return [cut - start for cut in sketch.outline.regions if start < cut <= stop]
 
 
-def _growth(sketch: Sketch, insert: _Insert) -> Live | None:
+def _growth(sketch: OpCosts, insert: _Insert) -> Live | None:
     """What one more block adds to the bytes alive; None if that differs from op to op."""
     second = sketch.live[insert.start : insert.stop]
     third = sketch.live[insert.stop : insert.stop + insert.period]
@@ -172,7 +172,7 @@ def _plus(live: Live, other: Live, times: int) -> Live:
     )
 
 
-def _items(sketch: Sketch, naming: _Naming, block: int, start: int) -> list[Any]:
+def _items(sketch: OpCosts, naming: _Naming, block: int, start: int) -> list[Any]:
     """Uses and gradients of one block, counted from its start."""
 
     def own(items: Sequence[_Item]) -> list[Any]:
@@ -186,7 +186,7 @@ def _items(sketch: Sketch, naming: _Naming, block: int, start: int) -> list[Any]
     return [own(outline.uses), own(outline.params), own(outline.reductions)]
 
 
-def _strangers(sketch: Sketch, naming: _Naming, inside: range) -> bool:
+def _strangers(sketch: OpCosts, naming: _Naming, inside: range) -> bool:
     """A group that is in no block is first or last used, or reduced, among the repeated ops."""
     outline = sketch.outline
     ends = [(u.group, op) for u in outline.uses for op in (u.first, u.last) if op is not None]
@@ -197,7 +197,7 @@ def _strangers(sketch: Sketch, naming: _Naming, inside: range) -> bool:
 # -- the whole row ---------------------------------------------------------------------------------
 
 
-def _longer(sketch: Sketch, naming: _Naming, insert: _Insert, count: int) -> Sketch:
+def _longer(sketch: OpCosts, naming: _Naming, insert: _Insert, count: int) -> OpCosts:
     start, stop, copies = insert.start, insert.stop, insert.copies
     us = sketch.us[:stop] + sketch.us[start:stop] * copies + sketch.us[stop:]
     old, growth = sketch.outline, _growth(sketch, insert)
@@ -234,7 +234,7 @@ def _longer(sketch: Sketch, naming: _Naming, insert: _Insert, count: int) -> Ske
         params=all_of(old.params),
         reductions=all_of(old.reductions),
     )
-    return Sketch(outline, us, tuple(_plus(one, held, 1) for one in live))
+    return OpCosts(outline, us, tuple(_plus(one, held, 1) for one in live))
 
 
 def _all_items(
@@ -256,15 +256,15 @@ def _all_items(
 
 def _shifted(item: _Item, at: Callable[[int], int]) -> _Item:
     """The item with other ops. at: old op -> new one."""
-    if isinstance(item, Ready):
+    if isinstance(item, GradReady):
         comes, made = (tuple((p, at(op)) for p, op in pairs) for pairs in (item.comes, item.made))
         return replace(item, after=at(item.after), comes=comes, made=made)
     return replace(item, first=at(item.first), last=None if item.last is None else at(item.last))
 
 
 def _with_kept(
-    sketches: Mapping[Direction, Sketch], groups: Sequence[GroupInfo]
-) -> dict[Direction, Sketch]:
+    sketches: Mapping[Direction, OpCosts], groups: Sequence[GroupInfo]
+) -> dict[Direction, OpCosts]:
     backward = sketches.get(Direction.BACKWARD)
     needed = {use.group for use in backward.outline.uses} if backward is not None else set()
     kept = frozenset(g.id for g in groups if not g.reshard_after_forward and g.id in needed)
@@ -272,8 +272,11 @@ def _with_kept(
 
 
 def _units(
-    units: Sequence[Unit], naming: _Naming, inserts: Mapping[Direction, _Insert], count: int
-) -> Iterator[Unit]:
+    units: Sequence[RecomputeUnit],
+    naming: _Naming,
+    inserts: Mapping[Direction, _Insert],
+    count: int,
+) -> Iterator[RecomputeUnit]:
     """What may be computed again in the whole. Nodes of copies are nowhere, so they name none."""
     if not units:
         return

@@ -28,7 +28,7 @@ from graphshard.schedule.plan import GroupInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class InputDim:
     """Dimension `dim` of the input tensor number `leaf`."""
 
     leaf: int
@@ -167,13 +167,13 @@ def world_of(fake: Fake, names: Sequence[str], ranks_per_node: int) -> World:
     return World(infos, tuple(replace(one, in_place=None) for one in settings))
 
 
-def varying(every: Sequence[Shapes]) -> tuple[Place, ...]:
+def varying(every: Sequence[Shapes]) -> tuple[InputDim, ...]:
     """Dimensions of input tensors that differ. Raises OfflineError (GS905) for other ranks."""
     kinds = {tuple(map(len, own)) for own in every}
     if len(kinds) > 1:
         raise OfflineError("GS905", "the inputs have other numbers of dimensions at other sizes")
     return tuple(
-        Place(leaf, dim)
+        InputDim(leaf, dim)
         for leaf, column in enumerate(zip(*every, strict=True))
         for dim, found in enumerate(zip(*column, strict=True))
         if len(set(found)) > 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.plan_step import Planned, plan_step
-from graphshard.planner.problem import Lane, Problem
+from graphshard.planner.problem import CollectiveLane, Problem
 from graphshard.schedule.plan import Estimate
 
 WORTH = 0.02
@@ -38,7 +38,7 @@ def reductions_apart(problem: Problem) -> Problem:
     lanes = [replace(x, link=links.get(i, x.link)) for i, x in enumerate(problem.lanes)]
     for lane in fresh:
         old = problem.lanes[lane]
-        lanes.append(Lane(f"{old.name}, reductions", old.launch_us, links[lane]))
+        lanes.append(CollectiveLane(f"{old.name}, reductions", old.launch_us, links[lane]))
     return replace(
         problem,
         lanes=tuple(lanes),

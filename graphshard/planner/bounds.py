@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import networkx as nx
 
-from graphshard.planner.events import Turn, turns
+from graphshard.planner.events import MicroStep, turns
 from graphshard.planner.fsdp2 import keeps
 from graphshard.planner.problem import Group, Problem, gather_of, use_of
 from graphshard.schedule.plan import Direction
@@ -48,7 +48,7 @@ def lower_bound_us(problem: Problem) -> float:
     )
 
 
-def _bounds(problem: Problem, direction: Direction, turn: Turn) -> Iterator[float]:
+def _bounds(problem: Problem, direction: Direction, turn: MicroStep) -> Iterator[float]:
     needs = [*_gathers(problem, direction, turn)]
     if direction is Direction.BACKWARD and (turn.last or problem.sync_each):
         needs += _reductions(problem)
@@ -63,7 +63,7 @@ def _bounds(problem: Problem, direction: Direction, turn: Turn) -> Iterator[floa
     yield _critical_path(problem, direction, needs)
 
 
-def _gathers(problem: Problem, direction: Direction, turn: Turn) -> Iterator[Need]:
+def _gathers(problem: Problem, direction: Direction, turn: MicroStep) -> Iterator[Need]:
     """The gathers that no choice can avoid."""
     for group in problem.groups:
         use = group.use_in(direction)
@@ -77,7 +77,7 @@ def _gathers(problem: Problem, direction: Direction, turn: Turn) -> Iterator[Nee
             yield Need(lane, group.id, us, transfer.before_us, unpack_us, -1, own.first)
 
 
-def _may_be_there(problem: Problem, group: Group, direction: Direction, turn: Turn) -> bool:
+def _may_be_there(problem: Problem, group: Group, direction: Direction, turn: MicroStep) -> bool:
     """Some choice of the planner finds the group gathered already."""
     both = all(group.use_in(d) is not None for d in Direction) and group.spread is None
     if direction is Direction.BACKWARD:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from graphshard.planner.kit import Kit, once
+from graphshard.planner.kit import Memo, once
 from graphshard.planner.problem import Group, Part, Problem, use_of
 from graphshard.schedule.plan import Direction
 
@@ -62,7 +62,7 @@ def parts_of(problem: Problem, bucket: Bucket) -> Iterator[tuple[Group, Part]]:
         yield from ((group, group.parts[index]) for index in chosen)
 
 
-def gather_buckets(kit: Kit, choices: Choices, direction: Direction) -> list[Bucket]:
+def gather_buckets(kit: Memo, choices: Choices, direction: Direction) -> list[Bucket]:
     """The all-gathers of one direction in order of first use; kept groups have none in backward."""
     problem = kit.problem
     kept = set(choices.kept) if direction is Direction.BACKWARD else set()
@@ -77,7 +77,7 @@ def gather_buckets(kit: Kit, choices: Choices, direction: Direction) -> list[Buc
     return sorted(found, key=lambda b: (first_use(kit, b, direction), b.groups, b.parts))
 
 
-def _by_first_use(kit: Kit, direction: Direction) -> list[Group]:
+def _by_first_use(kit: Memo, direction: Direction) -> list[Group]:
     def order() -> list[Group]:
         used = [g for g in kit.problem.groups if g.use_in(direction) is not None]
         return sorted(used, key=lambda g: (first_use(kit, Bucket((g.id,)), direction), g.id))
@@ -85,7 +85,7 @@ def _by_first_use(kit: Kit, direction: Direction) -> list[Group]:
     return once(kit, ("by first use", direction), order)
 
 
-def reduce_buckets(kit: Kit, choices: Choices) -> list[Bucket]:
+def reduce_buckets(kit: Memo, choices: Choices) -> list[Bucket]:
     """The reductions in the order in which their gradients are complete."""
 
     def order() -> list[Group]:
@@ -120,7 +120,7 @@ def _cut(groups: Iterable[Group], cuts: Cuts, lane_of: Callable[[Group], int]) -
     return buckets
 
 
-def first_use(kit: Kit, bucket: Bucket, direction: Direction) -> int:
+def first_use(kit: Memo, bucket: Bucket, direction: Direction) -> int:
     """The region before which `bucket` has to be gathered.
 
     A part that the direction does not read is due with the first that it does.
@@ -138,7 +138,7 @@ def first_use(kit: Kit, bucket: Bucket, direction: Direction) -> int:
     return once(kit, ("first use", bucket, direction), first)
 
 
-def ready_after(kit: Kit, bucket: Bucket) -> int:
+def ready_after(kit: Memo, bucket: Bucket) -> int:
     """The region after which all gradients of `bucket` are complete; -1: before the first."""
 
     def ready() -> int:

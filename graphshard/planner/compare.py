@@ -12,17 +12,17 @@ from typing import TypeAlias
 from graphshard.planner.choices import Choices
 from graphshard.planner.events import (
     Event,
-    Turn,
+    MicroStep,
     given_gradients,
     start_claims,
     total_bytes,
     turns,
 )
 from graphshard.planner.fsdp2 import fsdp2_placement
-from graphshard.planner.kit import Kit
+from graphshard.planner.kit import Memo
 from graphshard.planner.problem import Claim, Problem
-from graphshard.planner.score import Bench, Candidate, score, start_bytes
-from graphshard.planner.simulate import Run, Simulation, owners_at, play, report
+from graphshard.planner.score import Candidate, SearchContext, score, start_bytes
+from graphshard.planner.simulate import Played, Simulation, owners_at, play, report
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of
 from graphshard.schedule.forecast import CollectiveTime, Forecast, StepTime
 from graphshard.schedule.plan import Category, Direction, Schedule
@@ -30,9 +30,9 @@ from graphshard.schedule.plan import Category, Direction, Schedule
 Place: TypeAlias = Callable[[Problem, Stage], Placement]
 
 
-def placed_as(kit: Kit, choices: Choices, place: Place = fsdp2_placement) -> Candidate:
+def placed_as(kit: Memo, choices: Choices, place: Place = fsdp2_placement) -> Candidate:
     """`choices` with every direction placed by `place`."""
-    bench = Bench(kit, 0)
+    bench = SearchContext(kit, 0)
     found = []
     for direction in kit.problem.directions:
         stages = [stage_of(kit, choices, direction, turn) for turn, _ in turns(kit.problem)]
@@ -41,7 +41,7 @@ def placed_as(kit: Kit, choices: Choices, place: Place = fsdp2_placement) -> Can
     return Candidate(choices, tuple(found))
 
 
-def simulated(kit: Kit, chosen: Candidate) -> Simulation:
+def simulated(kit: Memo, chosen: Candidate) -> Simulation:
     """Everything about `chosen`. Its `step_us` and `peak_bytes` are those of `chosen`."""
     pairs = list(zip(kit.problem.directions, chosen.directions, strict=True))
     programs = {
@@ -54,10 +54,10 @@ def simulated(kit: Kit, chosen: Candidate) -> Simulation:
     return report(kit.problem, chosen.choices, programs)
 
 
-def forecasts(kit: Kit, chosen: Candidate) -> tuple[Forecast, ...]:
+def forecasts(kit: Memo, chosen: Candidate) -> tuple[Forecast, ...]:
     """What each step of the schedules of `chosen` is expected to take, one entry per direction."""
     found = []
-    start = start_claims(kit.problem, chosen.choices, Turn())
+    start = start_claims(kit.problem, chosen.choices, MicroStep())
     for direction, events in _events(kit, chosen):
         if direction is Direction.BACKWARD:
             start += given_gradients(kit.problem)
@@ -67,7 +67,7 @@ def forecasts(kit: Kit, chosen: Candidate) -> tuple[Forecast, ...]:
     return tuple(found)
 
 
-def schedules(kit: Kit, chosen: Candidate) -> tuple[Schedule, ...]:
+def schedules(kit: Memo, chosen: Candidate) -> tuple[Schedule, ...]:
     """The steps of `chosen`, one schedule per direction."""
     return tuple(
         Schedule(direction, tuple(event.step for event in events))
@@ -75,13 +75,13 @@ def schedules(kit: Kit, chosen: Candidate) -> tuple[Schedule, ...]:
     )
 
 
-def _events(kit: Kit, chosen: Candidate) -> Iterator[tuple[Direction, list[Event]]]:
+def _events(kit: Memo, chosen: Candidate) -> Iterator[tuple[Direction, list[Event]]]:
     for direction, scored in zip(kit.problem.directions, chosen.directions, strict=True):
-        stage = stage_of(kit, chosen.choices, direction, Turn())
+        stage = stage_of(kit, chosen.choices, direction, MicroStep())
         yield direction, assemble(stage, scored.placement)
 
 
-def _forecast(events: list[Event], run: Run, start: Sequence[Claim]) -> Forecast:
+def _forecast(events: list[Event], run: Played, start: Sequence[Claim]) -> Forecast:
     steps, collectives = [], []
     for index, (event, reached_us) in enumerate(zip(events, run.reached_us, strict=True)):
         waits = event.job >= 0 and event.lane < 0

@@ -20,7 +20,7 @@ from graphshard.schedule.plan import Direction, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class MicroStep:
     """One micro-step. The first finds nothing gathered, the last leaves nothing gathered."""
 
     first: bool = True
@@ -59,16 +59,20 @@ def total_bytes(claims: tuple[Claim, ...]) -> int:
     return sum(claim.bytes for claim in claims)
 
 
-def turns(problem: Problem) -> tuple[tuple[Turn, int], ...]:
+def turns(problem: Problem) -> tuple[tuple[MicroStep, int], ...]:
     """The different micro-steps of a step, and how often each comes."""
     count = problem.micro_steps
     if count == 1:
-        return ((Turn(), 1),)
-    ends = ((Turn(True, False), 1), (Turn(False, False), count - 2), (Turn(False, True), 1))
+        return ((MicroStep(), 1),)
+    ends = (
+        (MicroStep(True, False), 1),
+        (MicroStep(False, False), count - 2),
+        (MicroStep(False, True), 1),
+    )
     return tuple((turn, times) for turn, times in ends if times)
 
 
-def start_claims(problem: Problem, choices: Choices, turn: Turn) -> tuple[Claim, ...]:
+def start_claims(problem: Problem, choices: Choices, turn: MicroStep) -> tuple[Claim, ...]:
     """What is in memory when a micro-step starts."""
     claims = list(problem.resident)
     if not turn.first:
@@ -214,7 +218,7 @@ def _spread(problem: Problem, bucket: Bucket) -> tuple[Claim, ...]:
 
 
 def release_event(
-    problem: Problem, number: int, choices: Choices, direction: Direction, turn: Turn
+    problem: Problem, number: int, choices: Choices, direction: Direction, turn: MicroStep
 ) -> Event:
     """The end of a group's last use in one direction."""
     group = problem.groups[number]
@@ -233,7 +237,7 @@ def release_event(
 # -- reductions ----------------------------------------------------------------------------------
 
 
-def reduce_events(problem: Problem, bucket: Bucket, turn: Turn) -> tuple[Event, Event]:
+def reduce_events(problem: Problem, bucket: Bucket, turn: MicroStep) -> tuple[Event, Event]:
     """Issue and wait of one reduction. Without gradient sync the gradients stay where they are."""
     first = problem.groups[bucket.groups[0]]
     grads = [(g.id, p.gradient) for g, p in parts_of(problem, bucket) if p.gradient is not None]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphshard.planner.memory import Profile, View
+from graphshard.planner.memory import MemoryProfile, View
 from graphshard.planner.stage import (
     REDUCE_ISSUE,
     REDUCE_WAIT,
@@ -28,7 +28,7 @@ UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class FillPolicy:
     """gathers: at most so many in flight. buffers: reductions that gathers leave room for.
 
     room: gathers for which packing leaves room; it waits for a later slot if it must.
@@ -40,7 +40,7 @@ class Policy:
 
 
 def fill(
-    stage: Stage, profile: Profile, view: View, budget_bytes: int, policy: Policy
+    stage: Stage, profile: MemoryProfile, view: View, budget_bytes: int, policy: FillPolicy
 ) -> Placement | None:
     """The placement that `policy` gives; None if that does not fit the budget.
 
@@ -61,7 +61,9 @@ def fill(
     return Placement(tuple(gathers), latest_waits(stage, view, flying, budget_bytes))
 
 
-def _most_gathers(profile: Profile, view: View, budget_bytes: int, policy: Policy) -> list[int]:
+def _most_gathers(
+    profile: MemoryProfile, view: View, budget_bytes: int, policy: FillPolicy
+) -> list[int]:
     """For each event, how many gathers may have been issued before it."""
     sums, ahead, buffers = profile.gathers, policy.gathers, policy.buffers
     most, limit = [], len(sums) - 1

@@ -14,14 +14,14 @@ computes; a group that backward does not need is gathered in backward all the sa
 from __future__ import annotations
 
 from graphshard.planner.choices import Choices
-from graphshard.planner.fill import UNLIMITED, Policy, fill, wait_before
-from graphshard.planner.kit import Kit
+from graphshard.planner.fill import UNLIMITED, FillPolicy, fill, wait_before
+from graphshard.planner.kit import Memo
 from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.stage import Placement, Reduced, Stage, position_before
 from graphshard.schedule.plan import Direction, StepKind
 
-ONE_AHEAD = Policy(gathers=1)
+ONE_AHEAD = FillPolicy(gathers=1)
 
 
 def fsdp2_choices(problem: Problem) -> Choices:
@@ -44,7 +44,7 @@ def fsdp2_placement(problem: Problem, stage: Stage) -> Placement:
     """FSDP2's positions for the jobs of `stage`, whatever its choices."""
     gathers = listed_positions(problem, stage)
     if not has_lists(problem, stage.direction):
-        profile = profile_of(Kit(problem), [stage], [0])
+        profile = profile_of(Memo(problem), [stage], [0])
         view = view_of(profile, UNLIMITED**2)
         one_ahead = fill(stage, profile, view, UNLIMITED**2, ONE_AHEAD)
         assert one_ahead is not None

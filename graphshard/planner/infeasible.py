@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from graphshard.planner.compare import simulated
-from graphshard.planner.kit import Kit
+from graphshard.planner.kit import Memo
 from graphshard.planner.moves import lean_choices
 from graphshard.planner.problem import Claim, Problem, Region
-from graphshard.planner.score import Bench, Candidate, candidate
+from graphshard.planner.score import Candidate, SearchContext, candidate
 from graphshard.schedule.plan import Direction, Step
 
 HALVINGS = 10  # 0.1 % of the distance between the first bounds
@@ -22,7 +22,7 @@ LEAST_PLAUSIBLE_BYTES = 1024  # less was meant in another unit
 
 def why_infeasible(problem: Problem, budget_bytes: int, own_bytes: int) -> str:
     """The text of GS601. own_bytes: the peak of FSDP2's own schedule."""
-    kit = Kit(problem)
+    kit = Memo(problem)
     least = least_peak(kit)
     peak = simulated(kit, least).peak
     owners = "; ".join(owner_text(problem, claim) for claim in peak.owners[:OWNERS])
@@ -44,14 +44,14 @@ def _unit(budget_bytes: int) -> Iterator[str]:
         yield f"memory_budget='{budget_bytes}GiB', since a number without a unit means bytes"
 
 
-def least_peak(kit: Kit) -> Candidate:
+def least_peak(kit: Memo) -> Candidate:
     """The leanest choices, placed within the smallest budget that they were found to fit."""
     choices = lean_choices(kit)
-    best = candidate(Bench(kit, 1 << 62), choices)
+    best = candidate(SearchContext(kit, 1 << 62), choices)
     assert best is not None  # no budget
     low = 0
     for _ in range(HALVINGS):
-        found = candidate(Bench(kit, (low + best.peak_bytes) // 2), choices)
+        found = candidate(SearchContext(kit, (low + best.peak_bytes) // 2), choices)
         low, best = ((low + best.peak_bytes) // 2, best) if found is None else (low, found)
     return best
 
@@ -60,7 +60,7 @@ def _changes(problem: Problem, least_bytes: int) -> Iterator[str]:
     """What lowers the least peak, most first."""
     rows = []
     for name, changed in _variants(problem):
-        peak_bytes = least_peak(Kit(changed)).peak_bytes
+        peak_bytes = least_peak(Memo(changed)).peak_bytes
         if peak_bytes < least_bytes:
             rows.append((peak_bytes, name))
     for peak_bytes, name in sorted(rows):

@@ -13,7 +13,7 @@ KEPT = 6
 
 
 @dataclass(slots=True)
-class Kit:
+class Memo:
     """made: results of pure functions of `problem`, by what they were asked for.
 
     recent: large results by kind, the last few of each.
@@ -24,7 +24,7 @@ class Kit:
     recent: dict[str, dict[Hashable, Any]] = field(default_factory=dict)
 
 
-def once(kit: Kit, key: Hashable, make: Callable[[], T]) -> T:
+def once(kit: Memo, key: Hashable, make: Callable[[], T]) -> T:
     """`make()`, called the first time that `key` is asked for."""
     if key not in kit.made:
         kit.made[key] = make()
@@ -32,7 +32,7 @@ def once(kit: Kit, key: Hashable, make: Callable[[], T]) -> T:
     return found
 
 
-def recently(kit: Kit, kind: str, key: Hashable, make: Callable[[], T]) -> T:
+def recently(kit: Memo, kind: str, key: Hashable, make: Callable[[], T]) -> T:
     """`make()`, unless the same was asked for a short while ago."""
     shelf = kit.recent.setdefault(kind, {})
     found: T = shelf.pop(key) if key in shelf else make()

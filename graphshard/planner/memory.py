@@ -16,7 +16,7 @@ from itertools import accumulate
 from operator import add, itemgetter
 
 from graphshard.planner.events import Event
-from graphshard.planner.kit import Kit, once
+from graphshard.planner.kit import Memo, once
 from graphshard.planner.stage import Job, Stage
 
 
@@ -33,7 +33,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class MemoryProfile:
     """What happens in a stage, in order.
 
     visits: positions with the fixed event there, or None for a point where reductions may be
@@ -65,7 +65,7 @@ class View:
     reductions: tuple[int, ...]
 
 
-def profile_of(kit: Kit, stages: Sequence[Stage], starts: Sequence[int]) -> Profile:
+def profile_of(kit: Memo, stages: Sequence[Stage], starts: Sequence[int]) -> MemoryProfile:
     """starts: bytes in memory when each stage starts.
 
     A gather's wait counts what its issue leaves behind too, and a reduction's issue leaves out
@@ -84,7 +84,7 @@ def profile_of(kit: Kit, stages: Sequence[Stage], starts: Sequence[int]) -> Prof
     if ready:
         points = range(min(ready), stages[0].end, stages[0].stride)
         visits = sorted([*visits, *((at, None) for at in points)], key=itemgetter(0))
-    return Profile(
+    return MemoryProfile(
         tuple(starts),
         tuple(visits),
         ready,
@@ -123,7 +123,7 @@ def _packing(jobs: Sequence[Job]) -> Change:
     return Change(rises, grows)
 
 
-def view_of(profile: Profile, budget_bytes: int, room: int = 0) -> View:
+def view_of(profile: MemoryProfile, budget_bytes: int, room: int = 0) -> View:
     """Memory at each event, with each reduction at the first point where packing it fits.
 
     room: packing also leaves space for so many gathers in flight. At the last point everything

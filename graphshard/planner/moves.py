@@ -22,7 +22,7 @@ from graphshard.planner.choices import (
     reduce_buckets,
 )
 from graphshard.planner.fsdp2 import has_lists
-from graphshard.planner.kit import Kit
+from graphshard.planner.kit import Memo
 from graphshard.planner.problem import Group, gather_of
 from graphshard.schedule.plan import Direction
 
@@ -97,7 +97,7 @@ def unmoved(choices: Choices, family: Iterable[Move]) -> Choices:
     return choices
 
 
-def moves(kit: Kit) -> list[Move]:
+def moves(kit: Memo) -> list[Move]:
     """Every open decision, those that usually matter most first."""
     found = list(_kept_moves(kit, _by_need(kit)))
     found += [Move(What.RECOMPUTE, i) for i in _by_price(kit)]
@@ -109,7 +109,7 @@ def moves(kit: Kit) -> list[Move]:
     return found
 
 
-def families(kit: Kit) -> list[list[Move]]:
+def families(kit: Memo) -> list[list[Move]]:
     """Moves of one kind in an order in which a prefix makes sense; none of them empty."""
     dense, across = _dense_moves(kit)
     found = [
@@ -124,7 +124,7 @@ def families(kit: Kit) -> list[list[Move]]:
     return [family for family in found if family]
 
 
-def lean_choices(kit: Kit) -> Choices:
+def lean_choices(kit: Memo) -> Choices:
     """The choices with the least peak: nothing kept that need not be, all splits, all options."""
     kept = tuple(g.id for g in kit.problem.groups if _must_keep(kit, g))
     return Choices(
@@ -139,13 +139,13 @@ def lean_choices(kit: Kit) -> Choices:
     )
 
 
-def still_open(kit: Kit, choices: Choices) -> list[Move]:
+def still_open(kit: Memo, choices: Choices) -> list[Move]:
     """What may still be kept: from forward first, then between micro-steps, the densest first."""
     dense, across = _dense_moves(kit)
     return [m for m in (*dense, *across) if m.item not in getattr(choices, m.what)]
 
 
-def _all_split(kit: Kit, what: What) -> Cuts:
+def _all_split(kit: Memo, what: What) -> Cuts:
     return Cuts(split=tuple(sorted(m.item for m in _splits(kit, what))))
 
 
@@ -156,18 +156,18 @@ def _in_both(group: Group) -> bool:
     return all(group.use_in(d) is not None for d in Direction) and group.spread is None
 
 
-def _must_keep(kit: Kit, group: Group) -> bool:
+def _must_keep(kit: Memo, group: Group) -> bool:
     carried = bool(group.keep_across) and kit.problem.micro_steps > 1
     return _in_both(group) and (group.reshard is False or carried)
 
 
-def _kept_moves(kit: Kit, groups: Iterable[Group]) -> Iterable[Move]:
+def _kept_moves(kit: Memo, groups: Iterable[Group]) -> Iterable[Move]:
     for group in groups:
         if group.reshard is None and not _must_keep(kit, group):
             yield Move(What.KEPT, group.id)
 
 
-def _carried(kit: Kit) -> list[Group]:
+def _carried(kit: Memo) -> list[Group]:
     """Groups that may stay gathered between micro-steps."""
     if kit.problem.micro_steps == 1:
         return []
@@ -175,7 +175,7 @@ def _carried(kit: Kit) -> list[Group]:
     return [g for g in may if _in_both(g)]
 
 
-def _splits(kit: Kit, what: What) -> list[Move]:
+def _splits(kit: Memo, what: What) -> list[Move]:
     may_split = what is What.REDUCE and kit.problem.split_reductions
     if not (may_split or _may_regroup(kit, what)):
         return []
@@ -184,7 +184,7 @@ def _splits(kit: Kit, what: What) -> list[Move]:
     return [Move(what, g.id, split=True) for g in many]
 
 
-def _delays(kit: Kit) -> list[Move]:
+def _delays(kit: Memo) -> list[Move]:
     """Reductions that let others go first."""
     found = []
     for bucket in reduce_buckets(kit, Choices()):
@@ -194,24 +194,24 @@ def _delays(kit: Kit) -> list[Move]:
     return found
 
 
-def _may_regroup(kit: Kit, what: What) -> bool:
+def _may_regroup(kit: Memo, what: What) -> bool:
     if what is What.REDUCE:
         return kit.problem.regroup_reductions
     return kit.problem.regroup_gathers and not has_lists(kit.problem, Direction(str(what)))
 
 
-def _dense_moves(kit: Kit) -> tuple[list[Move], list[Move]]:
+def _dense_moves(kit: Memo) -> tuple[list[Move], list[Move]]:
     """What to keep from forward, and between micro-steps; each the densest first."""
     dense = sorted(_by_need(kit), key=_density)
     carried = sorted(_carried(kit), key=_density)
     return list(_kept_moves(kit, dense)), [Move(What.ACROSS, g.id) for g in carried]
 
 
-def _joins(kit: Kit, what: What) -> list[Move]:
+def _joins(kit: Memo, what: What) -> list[Move]:
     return [Move(what, later.groups[0]) for _, later in pairwise(_stream(kit, what))]
 
 
-def _cheap_joins(kit: Kit, what: What) -> list[Move]:
+def _cheap_joins(kit: Memo, what: What) -> list[Move]:
     """Joins, the smallest buckets first: there a launch weighs most."""
     pairs = list(pairwise(_stream(kit, what)))
     sizes = [sum(kit.problem.groups[b.groups[0]].gathered_bytes for b in pair) for pair in pairs]
@@ -219,7 +219,7 @@ def _cheap_joins(kit: Kit, what: What) -> list[Move]:
     return [Move(what, pairs[i][1].groups[0]) for i in order]
 
 
-def _stream(kit: Kit, what: What) -> list[Bucket]:
+def _stream(kit: Memo, what: What) -> list[Bucket]:
     """The stream's buckets with one group each."""
     if not _may_regroup(kit, what):
         return []
@@ -231,7 +231,7 @@ def _stream(kit: Kit, what: What) -> list[Bucket]:
 # -- what is worth most --------------------------------------------------------------------------
 
 
-def _by_need(kit: Kit) -> list[Group]:
+def _by_need(kit: Memo) -> list[Group]:
     """Groups used in both directions, those that backward needs first in front."""
     both = [g for g in kit.problem.groups if _in_both(g)]
     both.sort(key=lambda g: (first_use(kit, Bucket((g.id,)), Direction.BACKWARD), g.id))
@@ -244,7 +244,7 @@ def _density(group: Group) -> float:
     return group.gathered_bytes / saved_us if saved_us else float("inf")
 
 
-def _by_price(kit: Kit) -> list[int]:
+def _by_price(kit: Memo) -> list[int]:
     """Options of recomputation, the cheapest per byte first."""
 
     def price(index: int) -> tuple[float, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from graphshard.planner.problem import Group, Part, Problem, Region, Transfer, checked, gather_of
-from graphshard.schedule.measured import Measured, Stretch
+from graphshard.schedule.measured import Measured, Segment
 from graphshard.schedule.plan import Direction, Step, StepKind
 from graphshard.schedule.steps import WAIT_OF
 
@@ -58,7 +58,7 @@ def _gather_times(groups: Sequence[Group], lane: int) -> list[float]:
     return [p.gather.us for g in mine for p in g.parts] or [float("inf")]
 
 
-def _regions(regions: Sequence[Region], stretches: Sequence[Stretch]) -> tuple[Region, ...]:
+def _regions(regions: Sequence[Region], stretches: Sequence[Segment]) -> tuple[Region, ...]:
     compute = [s for s in stretches if s.step.kind is StepKind.COMPUTE]
     pairs = zip(regions, compute, strict=True)
     return tuple(replace(region, us=stretch.us) for region, stretch in pairs)
@@ -105,7 +105,7 @@ def _with_times(transfer: Transfer, us: float, before_us: float, after_us: float
 
 
 def _seen(
-    problem: Problem, direction: Direction, stretches: Sequence[Stretch]
+    problem: Problem, direction: Direction, stretches: Sequence[Segment]
 ) -> Iterator[tuple[Key, tuple[Transfer, Transfer]]]:
     """Each part that travelled in a measured collective: predicted and measured transfer."""
     waits = {(s.step.kind, s.step.groups, s.step.params): s.us for s in stretches}

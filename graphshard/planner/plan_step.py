@@ -14,15 +14,15 @@ from graphshard.planner.bounds import lower_bound_us
 from graphshard.planner.compare import Place, forecasts, placed_as, schedules, simulated
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
 from graphshard.planner.infeasible import why_infeasible
-from graphshard.planner.kit import Kit
+from graphshard.planner.kit import Memo
 from graphshard.planner.problem import Problem, checked, together, with_copies
 from graphshard.planner.reasons import reasons_of
-from graphshard.planner.score import Bench, Candidate
+from graphshard.planner.score import Candidate, SearchContext
 from graphshard.planner.search import search
 from graphshard.planner.settle import lean, settled
 from graphshard.planner.simulate import Simulation
 from graphshard.schedule.forecast import Forecast
-from graphshard.schedule.plan import Course, Estimate, Figures, Moment, Owner, Reason, Schedule
+from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Owner, Reason, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Planned:
     across: tuple[int, ...] = ()
     reasons: tuple[Reason, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
-    fsdp2: Course | None = None
+    fsdp2: Baseline | None = None
     reduces_apart: bool = False
 
 
@@ -49,15 +49,17 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     baseline: what FSDP2 would run, where that is not `problem` (activations are computed again).
     Raises PlanError (GS602) for a problem that contradicts itself.
     """
-    kit = Kit(checked(problem))
+    kit = Memo(checked(problem))
     own = placed_as(kit, fsdp2_choices(kit.problem))
     copies, copied = kit, own
     if (with_all := with_copies(kit.problem)) != kit.problem:
-        copies = Kit(with_all)
+        copies = Memo(with_all)
         copied = placed_as(copies, fsdp2_choices(with_all))
     budget = copied.peak_bytes if problem.budget_bytes is None else problem.budget_bytes
     bound = lower_bound_us(kit.problem)
-    bench = Bench(kit, budget, enough_us=bound * (1 + problem.near) if problem.near else 0.0)
+    bench = SearchContext(
+        kit, budget, enough_us=bound * (1 + problem.near) if problem.near else 0.0
+    )
     best = _chosen(bench, own)
     if best is None:
         raise InfeasibleBudget("GS601", why_infeasible(kit.problem, budget, copied.peak_bytes))
@@ -65,11 +67,11 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     before = [("collectives in place, without copies", own)]
     if kit.problem.reduces_apart:
         before.insert(0, ("reductions on a process group of their own", copied))
-        other = Kit(with_copies(together(kit.problem)))
+        other = Memo(with_copies(together(kit.problem)))
         eager = placed_as(other, fsdp2_choices(other.problem))
     if baseline is not None:
         before.insert(0, ("activations that this graph computes again", eager))
-        other = Kit(with_copies(together(checked(baseline))))
+        other = Memo(with_copies(together(checked(baseline))))
         eager = placed_as(other, fsdp2_choices(other.problem))
     theirs = simulated(other, eager)
     ours = simulated(kit, best)
@@ -83,18 +85,18 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
         across=choices.across,
         reasons=tuple(reasons),
         forecasts=forecasts(kit, best),
-        fsdp2=Course(schedules(other, eager), forecasts(other, eager)),
+        fsdp2=Baseline(schedules(other, eager), forecasts(other, eager)),
         reduces_apart=kit.problem.reduces_apart,
     )
 
 
 def fsdp2(problem: Problem, place: Place = fsdp2_placement) -> Candidate:
     """FSDP2's own choices and positions, whether they fit or not. place: its positions."""
-    kit = Kit(with_copies(checked(problem)))
+    kit = Memo(with_copies(checked(problem)))
     return placed_as(kit, fsdp2_choices(kit.problem), place)
 
 
-def _chosen(bench: Bench, own: Candidate) -> Candidate | None:
+def _chosen(bench: SearchContext, own: Candidate) -> Candidate | None:
     """What the search found, just in time; FSDP2's own schedule where that is as good."""
     best = search(bench, [own.choices])
     if own.peak_bytes <= bench.budget_bytes and (best is None or own.us <= best.us):

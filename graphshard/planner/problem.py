@@ -46,7 +46,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class CollectiveLane:
     """One in-order queue of collectives: a process group's communicator.
 
     launch_us: what one collective costs whatever its size (alpha of the alpha-beta model); two
@@ -124,7 +124,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class PostForwardMesh:
     """An int `reshard_after_forward`: between forward and backward `held_bytes` stay, spread
     over a smaller group of ranks that gathers on `lane`."""
 
@@ -151,7 +151,7 @@ class Group:
     reshard: bool | None = None
     is_root: bool = False
     keep_across: bool | None = None
-    spread: Spread | None = None
+    spread: PostForwardMesh | None = None
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
 
@@ -234,7 +234,7 @@ class Problem:
     """
 
     groups: tuple[Group, ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[CollectiveLane, ...]
     forward: tuple[Region, ...]
     backward: tuple[Region, ...] = ()
     resident: tuple[Claim, ...] = ()

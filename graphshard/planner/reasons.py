@@ -14,9 +14,9 @@ from dataclasses import replace
 from graphshard.planner.choices import Bucket, Choices, Cuts, first_use
 from graphshard.planner.compare import placed_as
 from graphshard.planner.events import turns
-from graphshard.planner.kit import Kit
+from graphshard.planner.kit import Memo
 from graphshard.planner.problem import Group, gather_of
-from graphshard.planner.score import Bench, Candidate, score, start_bytes
+from graphshard.planner.score import Candidate, SearchContext, score, start_bytes
 from graphshard.planner.simulate import Simulation
 from graphshard.planner.stage import stage_of
 from graphshard.planner.timing import why_not_earlier
@@ -24,7 +24,7 @@ from graphshard.schedule.plan import Direction, Reason
 
 
 def reasons_of(
-    bench: Bench,
+    bench: SearchContext,
     before: Sequence[tuple[str, Candidate]],
     best: Candidate,
     ours: Simulation,
@@ -44,7 +44,10 @@ def reasons_of(
 
 
 def _gains(
-    bench: Bench, before: Sequence[tuple[str, Candidate]], best: Candidate, fsdp2: Simulation
+    bench: SearchContext,
+    before: Sequence[tuple[str, Candidate]],
+    best: Candidate,
+    fsdp2: Simulation,
 ) -> Iterator[Reason]:
     before_us, before_bytes = fsdp2.step_us, fsdp2.peak_bytes
     for text, us, peak_bytes in _way(bench, before, best):
@@ -57,7 +60,7 @@ def _gains(
 
 
 def _way(
-    bench: Bench, before: Sequence[tuple[str, Candidate]], best: Candidate
+    bench: SearchContext, before: Sequence[tuple[str, Candidate]], best: Candidate
 ) -> Iterator[tuple[str, float, int]]:
     """From FSDP2's candidate to the chosen one: each kind of decision with the step and the peak
     after it."""
@@ -82,7 +85,7 @@ def _choices(own: Choices, chosen: Choices) -> Iterator[tuple[str, Choices]]:
     yield "recomputation of activations", replace(now, recompute=chosen.recompute)
 
 
-def _with_reductions(bench: Bench, best: Candidate) -> tuple[float, int]:
+def _with_reductions(bench: SearchContext, best: Candidate) -> tuple[float, int]:
     """The chosen reductions with FSDP2's gathers."""
     theirs = placed_as(bench.kit, best.choices)
     us, peak_bytes = 0.0, 0
@@ -101,7 +104,7 @@ def _with_reductions(bench: Bench, best: Candidate) -> tuple[float, int]:
 # -- decisions -----------------------------------------------------------------------------------
 
 
-def _keeps(kit: Kit, theirs: Choices, chosen: Choices) -> Iterator[Reason]:
+def _keeps(kit: Memo, theirs: Choices, chosen: Choices) -> Iterator[Reason]:
     """One reason for each group that could be kept from forward to backward."""
     kept, across, before = set(chosen.kept), set(chosen.across), set(theirs.kept)
     for group in kit.problem.groups:
@@ -118,7 +121,7 @@ def _keeps(kit: Kit, theirs: Choices, chosen: Choices) -> Iterator[Reason]:
         yield Reason("keep" if group.id in kept else "reshard", text, group=group.id)
 
 
-def _held_text(kit: Kit, group: Group, saved_us: float) -> str:
+def _held_text(kit: Memo, group: Group, saved_us: float) -> str:
     use = group.use_in(Direction.FORWARD)
     last = len(kit.problem.forward) - 1 if use is None or use.last is None else use.last
     until = first_use(kit, Bucket((group.id,)), Direction.BACKWARD)
@@ -130,14 +133,14 @@ def _held_text(kit: Kit, group: Group, saved_us: float) -> str:
     )
 
 
-def _cuts(kit: Kit, chosen: Choices) -> Iterator[Reason]:
+def _cuts(kit: Memo, chosen: Choices) -> Iterator[Reason]:
     directions = ((Direction.FORWARD, chosen.forward), (Direction.BACKWARD, chosen.backward))
     for direction, cuts in directions:
         yield from _cut(kit, cuts, direction, "gathers")
     yield from _cut(kit, chosen.reduce, Direction.BACKWARD, "reductions")
 
 
-def _cut(kit: Kit, cuts: Cuts, direction: Direction, kind: str) -> Iterator[Reason]:
+def _cut(kit: Memo, cuts: Cuts, direction: Direction, kind: str) -> Iterator[Reason]:
     for number in cuts.joined:
         launch_us = _launch_us(kit, number, direction, kind)
         text = f"asked to share one of the {kind}: a launch of {launch_us:,.3f} us less"
@@ -148,13 +151,13 @@ def _cut(kit: Kit, cuts: Cuts, direction: Direction, kind: str) -> Iterator[Reas
         yield Reason("split", f"{text} more", group=number, direction=direction)
 
 
-def _launch_us(kit: Kit, number: int, direction: Direction, kind: str) -> float:
+def _launch_us(kit: Memo, number: int, direction: Direction, kind: str) -> float:
     group = kit.problem.groups[number]
     lane = group.reduce_lane if kind == "reductions" else group.lane_in(direction)
     return kit.problem.lanes[lane].launch_us
 
 
-def _recomputed(kit: Kit, chosen: Choices) -> Iterator[Reason]:
+def _recomputed(kit: Memo, chosen: Choices) -> Iterator[Reason]:
     for index in chosen.recompute:
         option = kit.problem.recompute[index]
         text = f"{option.name}: {option.extra_us:,.3f} us more, {option.saved_bytes:,} bytes less"

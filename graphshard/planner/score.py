@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from graphshard.planner.choices import Choices
-from graphshard.planner.events import Turn, given_gradients, start_claims, total_bytes, turns
-from graphshard.planner.fill import UNLIMITED, Policy, fill
+from graphshard.planner.events import MicroStep, given_gradients, start_claims, total_bytes, turns
+from graphshard.planner.fill import UNLIMITED, FillPolicy, fill
 from graphshard.planner.fsdp2 import has_lists, listed_positions, with_buffers
-from graphshard.planner.kit import Kit, once
-from graphshard.planner.memory import Profile, View, profile_of, view_of
+from graphshard.planner.kit import Memo, once
+from graphshard.planner.memory import MemoryProfile, View, profile_of, view_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of
@@ -58,18 +58,18 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Bench:
+class SearchContext:
     """A problem under a budget, with everything already found out about it.
 
     effort: events played so far. It bounds the search by work instead of by time, so that the
     result does not depend on the machine. enough_us: a step that is good enough.
     """
 
-    kit: Kit
+    kit: Memo
     budget_bytes: int
     enough_us: float = 0.0
     effort: int = 0
-    policies: dict[Direction, tuple[Policy, ...]] = field(default_factory=dict)
+    policies: dict[Direction, tuple[FillPolicy, ...]] = field(default_factory=dict)
     scores: dict[tuple[object, ...], Scored | None] = field(default_factory=dict)
 
     @property
@@ -77,7 +77,7 @@ class Bench:
         return self.kit.problem
 
 
-def candidate(bench: Bench, choices: Choices) -> Candidate | None:
+def candidate(bench: SearchContext, choices: Choices) -> Candidate | None:
     """`choices` placed as well as the budget allows, or None if they do not fit."""
     found = []
     for direction in bench.problem.directions:
@@ -88,7 +88,7 @@ def candidate(bench: Bench, choices: Choices) -> Candidate | None:
     return Candidate(choices, tuple(found))
 
 
-def _scored(bench: Bench, choices: Choices, direction: Direction) -> Scored | None:
+def _scored(bench: SearchContext, choices: Choices, direction: Direction) -> Scored | None:
     forward = direction is Direction.FORWARD
     own = (choices.forward,) if forward else (choices.backward, choices.reduce, choices.delays)
     key = (direction, choices.kept, choices.across, choices.recompute, own)
@@ -97,7 +97,7 @@ def _scored(bench: Bench, choices: Choices, direction: Direction) -> Scored | No
     return bench.scores[key]
 
 
-def place(bench: Bench, choices: Choices, direction: Direction) -> Scored | None:
+def place(bench: SearchContext, choices: Choices, direction: Direction) -> Scored | None:
     """The best of what the policies give."""
     problem = bench.problem
     stages = [stage_of(bench.kit, choices, direction, turn) for turn, _ in turns(problem)]
@@ -115,7 +115,7 @@ def place(bench: Bench, choices: Choices, direction: Direction) -> Scored | None
 
 
 def _placements(
-    bench: Bench, stage: Stage, profile: Profile, policies: tuple[Policy, ...]
+    bench: SearchContext, stage: Stage, profile: MemoryProfile, policies: tuple[FillPolicy, ...]
 ) -> Iterator[Placement]:
     """What each policy gives, without repetition."""
     seen: set[Placement] = set()
@@ -134,7 +134,9 @@ def _placements(
             yield placement
 
 
-def score(bench: Bench, stages: list[Stage], starts: list[int], placement: Placement) -> Scored:
+def score(
+    bench: SearchContext, stages: list[Stage], starts: list[int], placement: Placement
+) -> Scored:
     """Time over all micro-steps and the peak of `placement`, whether it fits or not."""
     us, peak = 0.0, 0
     for (_, times), stage, start in zip(turns(bench.problem), stages, starts, strict=True):
@@ -146,7 +148,7 @@ def score(bench: Bench, stages: list[Stage], starts: list[int], placement: Place
     return Scored(us, peak, placement)
 
 
-def start_bytes(bench: Bench, choices: Choices, direction: Direction) -> list[int]:
+def start_bytes(bench: SearchContext, choices: Choices, direction: Direction) -> list[int]:
     """What is in memory when the direction starts, for each turn."""
     problem = bench.problem
     starts = [total_bytes(start_claims(problem, choices, turn)) for turn, _ in turns(problem)]
@@ -157,12 +159,12 @@ def start_bytes(bench: Bench, choices: Choices, direction: Direction) -> list[in
     return [start + over + given for start, over in zip(starts, handed, strict=True)]
 
 
-def _handed_over(bench: Bench, choices: Choices) -> list[int]:
+def _handed_over(bench: SearchContext, choices: Choices) -> list[int]:
     """What forward leaves in memory: activations and what stays gathered."""
     found = []
     for turn, _ in turns(bench.problem):
 
-        def left(turn: Turn = turn) -> int:
+        def left(turn: MicroStep = turn) -> int:
             stage = stage_of(bench.kit, choices, Direction.FORWARD, turn)
             events = [*(e for _, e in stage.fixed), *(j.issue for j in stage.gathers)]
             return sum(e.alloc_bytes - e.free_bytes for e in events)
@@ -172,12 +174,12 @@ def _handed_over(bench: Bench, choices: Choices) -> list[int]:
     return found
 
 
-def all_policies(problem: Problem, direction: Direction) -> tuple[Policy, ...]:
+def all_policies(problem: Problem, direction: Direction) -> tuple[FillPolicy, ...]:
     """Every policy worth trying. Gathers hold back only for reductions on their own lane."""
     most = UNLIMITED if problem.most_ahead is None else problem.most_ahead
     if direction is Direction.FORWARD:
-        return (Policy(most),)
+        return (FillPolicy(most),)
     lanes = {g.lane_in(direction) for g in problem.groups}
     shared = any(g.reduce_lane in lanes for g in problem.groups)
     ahead = dict.fromkeys(min(most, count) for count in (AHEAD if shared else AHEAD[:2]))
-    return tuple(Policy(*values) for values in product(ahead, BUFFERS, ROOM))
+    return tuple(FillPolicy(*values) for values in product(ahead, BUFFERS, ROOM))

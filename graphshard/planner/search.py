@@ -3,7 +3,7 @@
 Two kinds of step, both judged by placing everything anew: *prefixes* (order a family of moves by
 what a byte or a microsecond of it buys, and try its first 1, 2, 4, ... moves), which find the
 scale of a decision in few tries, and *flips* of single moves, which settle the rest. The search
-is bounded by `Bench.effort`, so equal problems get equal plans on any machine.
+is bounded by `SearchContext.effort`, so equal problems get equal plans on any machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphshard.planner.moves import (
     still_open,
     unmoved,
 )
-from graphshard.planner.score import Bench, Candidate, all_policies, candidate, place
+from graphshard.planner.score import Candidate, SearchContext, all_policies, candidate, place
 
 # How many events the search may play; about a second of Python for each million.
 LEAST_EFFORT = 150_000
@@ -34,7 +34,7 @@ PAIRS = 16  # so many moves at most are flipped in pairs
 Best: TypeAlias = Candidate | None
 
 
-def search(bench: Bench, starts: Sequence[Choices]) -> Best:
+def search(bench: SearchContext, starts: Sequence[Choices]) -> Best:
     """The best candidate found from `starts`, or None if none of them can be made to fit."""
     limit = effort_limit(bench)
     best: Best = None
@@ -56,11 +56,11 @@ def search(bench: Bench, starts: Sequence[Choices]) -> Best:
     return better(best, candidate(bench, best.choices))
 
 
-def _goes_on(bench: Bench, best: Candidate, limit: int) -> bool:
+def _goes_on(bench: SearchContext, best: Candidate, limit: int) -> bool:
     return bench.effort < limit and best.us > bench.enough_us
 
 
-def effort_limit(bench: Bench) -> int:
+def effort_limit(bench: SearchContext) -> int:
     """Work that the search may do: constant for small problems, then in proportion to size."""
     problem = bench.problem
     regions = len(problem.forward) + len(problem.backward)
@@ -75,7 +75,7 @@ def better(one: Best, other: Best) -> Best:
     return other if other.rank < one.rank else one
 
 
-def _tune(bench: Bench, choices: Choices) -> None:
+def _tune(bench: SearchContext, choices: Choices) -> None:
     """Search with the few policies that serve `choices` best."""
     for direction in bench.problem.directions:
         ranked = []
@@ -89,7 +89,7 @@ def _tune(bench: Bench, choices: Choices) -> None:
     bench.scores.clear()
 
 
-def _prefixes(bench: Bench, best: Candidate, limit: int) -> Candidate:
+def _prefixes(bench: SearchContext, best: Candidate, limit: int) -> Candidate:
     """For each family of moves: as if none of it were taken, then its first few, then more."""
     for family in families(bench.kit):
         if not _goes_on(bench, best, limit):
@@ -115,7 +115,7 @@ def _taken(choices: Choices, taken: Sequence[Move]) -> Choices:
     return choices
 
 
-def _most_kept(bench: Bench, choices: Choices) -> Best:
+def _most_kept(bench: SearchContext, choices: Choices) -> Best:
     """`choices` with as much kept as fits."""
     opened = still_open(bench.kit, choices)
     best: Best = None
@@ -158,7 +158,7 @@ def _doubling(longest: int) -> Iterator[int]:
         length *= 2
 
 
-def _flips(bench: Bench, best: Candidate, limit: int) -> Candidate:
+def _flips(bench: SearchContext, best: Candidate, limit: int) -> Candidate:
     """Single moves, each taken at once if it helps, until none does."""
     order = moves(bench.kit)
     quiet = 0
@@ -174,7 +174,7 @@ def _flips(bench: Bench, best: Candidate, limit: int) -> Candidate:
     return best
 
 
-def _pairs(bench: Bench, best: Candidate, limit: int) -> Candidate:
+def _pairs(bench: SearchContext, best: Candidate, limit: int) -> Candidate:
     """Two moves at once: one that pays for the other. Small problems only."""
     order = moves(bench.kit)
     if len(order) > PAIRS:

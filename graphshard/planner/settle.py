@@ -21,10 +21,10 @@ from graphshard.planner.choices import Choices
 from graphshard.planner.events import turns
 from graphshard.planner.fill import UNLIMITED, latest_waits
 from graphshard.planner.fsdp2 import has_lists
-from graphshard.planner.kit import Kit
+from graphshard.planner.kit import Memo
 from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.problem import Problem
-from graphshard.planner.score import Bench, Scored, score, start_bytes
+from graphshard.planner.score import Scored, SearchContext, score, start_bytes
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, gather_positions, placed, stage_of
 from graphshard.schedule.plan import Direction
@@ -36,7 +36,7 @@ SLACK, WORTH = 0.001, 0.05
 LONGER = 0.25
 
 
-def settled(bench: Bench, choices: Choices, direction: Direction, scored: Scored) -> Scored:
+def settled(bench: SearchContext, choices: Choices, direction: Direction, scored: Scored) -> Scored:
     """`scored`, just in time: not slower, and not above the budget unless it was before."""
     problem = bench.problem
     stages = [stage_of(bench.kit, choices, direction, turn) for turn, _ in turns(problem)]
@@ -55,7 +55,7 @@ def settled(bench: Bench, choices: Choices, direction: Direction, scored: Scored
     return scored
 
 
-def lean(bench: Bench, choices: Choices, direction: Direction, scored: Scored) -> Scored:
+def lean(bench: SearchContext, choices: Choices, direction: Direction, scored: Scored) -> Scored:
     """`scored` with reductions waited for when they are done, if the peak falls by WORTH for it.
 
     With `Problem.early_waits` it may stay as it is.
@@ -94,7 +94,7 @@ def _earlier_waits(problem: Problem, stage: Stage, placement: Placement) -> Plac
 
 
 def _if_good(
-    bench: Bench,
+    bench: SearchContext,
     stages: list[Stage],
     starts: list[int],
     limit: int,
@@ -141,7 +141,7 @@ def _later_gathers(problem: Problem, stages: Sequence[Stage], scored: Scored) ->
 
 
 def _later_waits(
-    kit: Kit, stages: list[Stage], starts: list[int], limit: int, placement: Placement
+    kit: Memo, stages: list[Stage], starts: list[int], limit: int, placement: Placement
 ) -> Placement:
     """Every wait for a reduction as late as memory allows, everything else as it is."""
     ready: dict[int, list[int]] = defaultdict(list)

@@ -18,7 +18,7 @@ from graphshard.errors import PlanError
 from graphshard.planner.choices import Bucket, Choices
 from graphshard.planner.events import (
     Event,
-    Turn,
+    MicroStep,
     gather_events,
     given_gradients,
     reduce_events,
@@ -28,13 +28,13 @@ from graphshard.planner.events import (
     total_bytes,
     turns,
 )
-from graphshard.planner.problem import Category, Claim, Lane, Problem
+from graphshard.planner.problem import Category, Claim, CollectiveLane, Problem
 from graphshard.planner.wires import Wires
 from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class LaneCollective:
     """One collective on its lane. All times count from the start of its direction.
 
     issued_us: compute reached its issue (copy-in done). exposed_us: compute waited this long.
@@ -89,7 +89,7 @@ class Simulation:
     step_us: float
     exposed_us: float
     peak: Peak
-    collectives: tuple[Collective, ...]
+    collectives: tuple[LaneCollective, ...]
     timeline: tuple[tuple[tuple[Step, float], ...], ...]
 
     @property
@@ -98,7 +98,7 @@ class Simulation:
 
 
 @dataclass(slots=True)
-class Run:
+class Played:
     """What `play` found: one entry of `reached_us` per event, one of the others per job."""
 
     us: float
@@ -112,7 +112,7 @@ class Run:
     finished_us: dict[int, float]
 
 
-def play(events: Iterable[Event], start_bytes: int, lanes: Sequence[Lane]) -> Run:
+def play(events: Iterable[Event], start_bytes: int, lanes: Sequence[CollectiveLane]) -> Played:
     """Run `events` in order. Raises PlanError (GS603) for a wait without its issue."""
     clock = exposed = 0.0
     held, peak, peak_at = start_bytes, start_bytes, 0
@@ -138,7 +138,7 @@ def play(events: Iterable[Event], start_bytes: int, lanes: Sequence[Lane]) -> Ru
             peak, peak_at = held + event.brief_bytes, index
         held -= event.free_bytes
     started, finished = wires.started_us, wires.finished_us
-    return Run(clock, exposed, peak, peak_at, held, reached, issued, started, finished)
+    return Played(clock, exposed, peak, peak_at, held, reached, issued, started, finished)
 
 
 def simulate(
@@ -165,12 +165,12 @@ def _kept_releases(schedule: Schedule) -> list[Step]:
 
 
 def report(
-    problem: Problem, choices: Choices, programs: dict[Turn, list[list[Event]]]
+    problem: Problem, choices: Choices, programs: dict[MicroStep, list[list[Event]]]
 ) -> Simulation:
     """The simulation of the events of each turn, one list per direction."""
     step_us = exposed_us = 0.0
     peaks: list[Peak] = []
-    runs: list[Run] = []
+    runs: list[Played] = []
     for turn, times in turns(problem):
         start = start_claims(problem, choices, turn)
         runs = []
@@ -196,7 +196,7 @@ def report(
     )
 
 
-def _peak(run: Run, direction: Direction, start: tuple[Claim, ...], events: list[Event]) -> Peak:
+def _peak(run: Played, direction: Direction, start: tuple[Claim, ...], events: list[Event]) -> Peak:
     owners = owners_at(start, events, run.peak_at, inside=True)
     order = sorted(owners, key=lambda c: (-c.bytes, c.category, -1 if c.group is None else c.group))
     at = run.peak_at
@@ -221,10 +221,10 @@ def owners_at(
     return [Claim(category, size, group) for (category, group), size in held.items() if size]
 
 
-def _collectives(direction: Direction, events: list[Event], run: Run) -> list[Collective]:
+def _collectives(direction: Direction, events: list[Event], run: Played) -> list[LaneCollective]:
     awaited = {e.job: t for e, t in zip(events, run.reached_us, strict=True) if e.lane < 0}
     return [
-        Collective(
+        LaneCollective(
             direction,
             event.step,
             event.lane,
@@ -241,7 +241,9 @@ def _collectives(direction: Direction, events: list[Event], run: Run) -> list[Co
 # -- from steps to events ------------------------------------------------------------------------
 
 
-def events_of(problem: Problem, schedule: Schedule, choices: Choices, turn: Turn) -> list[Event]:
+def events_of(
+    problem: Problem, schedule: Schedule, choices: Choices, turn: MicroStep
+) -> list[Event]:
     """The steps of `schedule` with their costs in micro-step `turn`."""
     regions = deque(region_events(problem, choices, schedule.direction))
     events: list[Event] = []
@@ -266,7 +268,7 @@ def _covered(regions: deque[Event], step: Step) -> Iterator[Event]:
 
 
 def _event(
-    problem: Problem, direction: Direction, step: Step, choices: Choices, turn: Turn
+    problem: Problem, direction: Direction, step: Step, choices: Choices, turn: MicroStep
 ) -> Event:
     if step.group is None or step.group >= len(problem.groups):
         raise PlanError("GS603", f"{step} names no group of the problem")

@@ -26,13 +26,13 @@ from graphshard.planner.choices import (
 )
 from graphshard.planner.events import (
     Event,
-    Turn,
+    MicroStep,
     gather_events,
     reduce_events,
     region_events,
     release_event,
 )
-from graphshard.planner.kit import Kit, once, recently
+from graphshard.planner.kit import Memo, once, recently
 from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
 
 NEVER = -1
@@ -92,7 +92,7 @@ class Reduced:
     wait: int
 
 
-def stage_of(kit: Kit, choices: Choices, direction: Direction, turn: Turn) -> Stage:
+def stage_of(kit: Memo, choices: Choices, direction: Direction, turn: MicroStep) -> Stage:
     """The stage of one direction in micro-step `turn`. Positions are the same in every turn."""
     forward = direction is Direction.FORWARD
     across = choices.across
@@ -125,7 +125,7 @@ def stage_of(kit: Kit, choices: Choices, direction: Direction, turn: Turn) -> St
 
 
 def _gathers(
-    kit: Kit, choices: Choices, direction: Direction, turn: Turn
+    kit: Memo, choices: Choices, direction: Direction, turn: MicroStep
 ) -> tuple[int, list[tuple[int, Event]], tuple[Job, ...]]:
     """The stride, the waits (issues of what is kept too) and the gathers to be placed."""
     backward = direction is Direction.BACKWARD
@@ -148,14 +148,14 @@ def _gathers(
     return stride, fixed, tuple(jobs)
 
 
-def _quiet(kit: Kit, choices: Choices, direction: Direction) -> list[Bucket]:
+def _quiet(kit: Memo, choices: Choices, direction: Direction) -> list[Bucket]:
     """What backward finds still gathered."""
     if direction is Direction.FORWARD:
         return []
     return [Bucket((n,)) for n in choices.kept if _last_use(kit, n, direction) != NEVER]
 
 
-def _gather(kit: Kit, bucket: Bucket, direction: Direction, resident: bool) -> tuple[Event, Event]:
+def _gather(kit: Memo, bucket: Bucket, direction: Direction, resident: bool) -> tuple[Event, Event]:
     return once(
         kit,
         ("gather", bucket, direction, resident),
@@ -164,14 +164,14 @@ def _gather(kit: Kit, bucket: Bucket, direction: Direction, resident: bool) -> t
 
 
 def _regions(
-    kit: Kit, choices: Choices, direction: Direction, stride: int
+    kit: Memo, choices: Choices, direction: Direction, stride: int
 ) -> list[tuple[int, Event]]:
     events = region_events(kit.problem, choices, direction)
     return [(index * stride + stride - 1, event) for index, event in enumerate(events)]
 
 
 def _releases(
-    kit: Kit, choices: Choices, direction: Direction, turn: Turn, stride: int
+    kit: Memo, choices: Choices, direction: Direction, turn: MicroStep, stride: int
 ) -> list[tuple[int, Event]]:
     kept, across = set(choices.kept), set(choices.across)
 
@@ -190,7 +190,7 @@ def _releases(
     ]
 
 
-def _last_use(kit: Kit, number: int, direction: Direction) -> int | None:
+def _last_use(kit: Memo, number: int, direction: Direction) -> int | None:
     """The last region that reads the group; None: it is never released; NEVER: none does."""
 
     def last() -> int | None:
@@ -200,7 +200,7 @@ def _last_use(kit: Kit, number: int, direction: Direction) -> int | None:
     return once(kit, ("last use", number, direction), last)
 
 
-def _reductions(kit: Kit, choices: Choices, turn: Turn, stride: int) -> tuple[Job, ...]:
+def _reductions(kit: Memo, choices: Choices, turn: MicroStep, stride: int) -> tuple[Job, ...]:
     delays, end = dict(choices.delays), len(kit.problem.backward)
     jobs = []
     for bucket in reduce_buckets(kit, choices):
@@ -210,7 +210,7 @@ def _reductions(kit: Kit, choices: Choices, turn: Turn, stride: int) -> tuple[Jo
     return tuple(sorted(jobs, key=lambda job: job.at))
 
 
-def _reduction(kit: Kit, bucket: Bucket, turn: Turn) -> tuple[Event, Event]:
+def _reduction(kit: Memo, bucket: Bucket, turn: MicroStep) -> tuple[Event, Event]:
     return once(kit, ("reduction", bucket, turn), lambda: reduce_events(kit.problem, bucket, turn))
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from graphshard.planner.events import Event, given_gradients, start_claims, turns
 from graphshard.planner.fsdp2 import has_lists
-from graphshard.planner.kit import Kit
+from graphshard.planner.kit import Memo
 from graphshard.planner.problem import Claim, Problem
-from graphshard.planner.score import Bench, Candidate
-from graphshard.planner.simulate import Collective, Simulation, owners_at
+from graphshard.planner.score import Candidate, SearchContext
+from graphshard.planner.simulate import LaneCollective, Simulation, owners_at
 from graphshard.planner.stage import assemble, stage_of
 from graphshard.schedule.plan import Category, Direction, Reason, Step, StepKind
 
@@ -24,7 +24,7 @@ OWNERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TimedEvents:
     """The events of one direction, with the bytes alive during each of them."""
 
     direction: Direction
@@ -33,21 +33,21 @@ class Line:
     alive_bytes: tuple[int, ...]
 
 
-def why_not_earlier(bench: Bench, best: Candidate, ours: Simulation) -> Iterator[Reason]:
+def why_not_earlier(bench: SearchContext, best: Candidate, ours: Simulation) -> Iterator[Reason]:
     """One reason for each collective of `ours`, in order."""
     lines = {line.direction: line for line in _lines(bench.kit, best)}
     for direction, line in lines.items():
         own = [c for c in ours.collectives if c.direction is direction]
         places = [i for i, event in enumerate(line.events) if event.lane >= 0]
         held = _blockers(line, places, bench.budget_bytes)
-        lanes: dict[int, Collective] = {}
+        lanes: dict[int, LaneCollective] = {}
         for place, found in zip(places, own, strict=True):
             text = _text(bench.problem, line, place, found, lanes.get(found.lane), held)
             yield Reason(str(found.step.kind), text, group=found.step.group, direction=direction)
             lanes[found.lane] = found
 
 
-def _lines(kit: Kit, best: Candidate) -> Iterator[Line]:
+def _lines(kit: Memo, best: Candidate) -> Iterator[TimedEvents]:
     problem = kit.problem
     turn = turns(problem)[-1][0]
     start = start_claims(problem, best.choices, turn)
@@ -60,16 +60,16 @@ def _lines(kit: Kit, best: Candidate) -> Iterator[Line]:
             held += event.alloc_bytes
             alive.append(held + event.brief_bytes)
             held -= event.free_bytes
-        yield Line(direction, start, tuple(events), tuple(alive))
+        yield TimedEvents(direction, start, tuple(events), tuple(alive))
         start = tuple(owners_at(start, events, len(events)))
 
 
 def _text(
     problem: Problem,
-    line: Line,
+    line: TimedEvents,
     place: int,
-    found: Collective,
-    before: Collective | None,
+    found: LaneCollective,
+    before: LaneCollective | None,
     held: dict[int, tuple[int, str]],
 ) -> str:
     gather = found.step.kind is StepKind.GATHER_ISSUE
@@ -100,7 +100,9 @@ def _step_text(problem: Problem, step: Step) -> str:
     return f"{kind} of {', '.join(names)}"
 
 
-def _blockers(line: Line, places: Sequence[int], budget_bytes: int) -> dict[int, tuple[int, str]]:
+def _blockers(
+    line: TimedEvents, places: Sequence[int], budget_bytes: int
+) -> dict[int, tuple[int, str]]:
     """Issue -> bytes missing right before it, and who holds what is there.
 
     Looked at is the stretch of events back to the last wait or region, which is where the issue
@@ -122,7 +124,7 @@ def _blockers(line: Line, places: Sequence[int], budget_bytes: int) -> dict[int,
     return {place: (missing, tops[at]) for place, (missing, at) in wanted.items()}
 
 
-def _tops(line: Line, moments: Sequence[int]) -> dict[int, str]:
+def _tops(line: TimedEvents, moments: Sequence[int]) -> dict[int, str]:
     """The largest owners of memory during some events."""
     held: Counter[tuple[Category, int]] = Counter()
     for claim in line.start:

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graphshard.planner.problem import Lane, exact_us
+from graphshard.planner.problem import CollectiveLane, exact_us
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Wires:
     """The lanes of one run. started_us, finished_us: by job; finished_us lacks what is under way
     where that depends on what is issued later."""
 
-    lanes: Sequence[Lane]
+    lanes: Sequence[CollectiveLane]
     started_us: dict[int, float] = field(default_factory=dict)
     finished_us: dict[int, float] = field(default_factory=dict)
     _free_at: dict[int, float] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from graphshard.cost.algebra import Quantity, least
-from graphshard.cost.roofline import FREE, Work
+from graphshard.cost.roofline import FREE, OpWork
 from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, is_view
 from graphshard.pricing.sizes import Sizes, dtype_name
 
@@ -49,7 +49,7 @@ def graph_work(
     *,
     symbols: Mapping[str, Any] | None = None,
     fused_regions: Collection[int] | None = None,
-) -> tuple[Work, ...]:
+) -> tuple[OpWork, ...]:
     """The work of `graphshard.graph.program.compute_nodes(graph)`, in that order.
 
     symbols: sympy expressions for the graph's size symbols by name, such as {"s77": LENGTH};
@@ -64,18 +64,18 @@ def graph_work(
     return tuple(_work(node, inside, sizes) for node in nodes)
 
 
-def total_work(works: Sequence[Work], start: int, stop: int) -> tuple[Quantity, Quantity, int]:
+def total_work(works: Sequence[OpWork], start: int, stop: int) -> tuple[Quantity, Quantity, int]:
     """Flops, bytes and number of unknown ops of the compute ops [start, stop)."""
     part = works[start:stop]
     return sum(w.flops for w in part), sum(w.bytes for w in part), sum(not w.known for w in part)
 
 
-def _work(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> Work:
+def _work(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> OpWork:
     try:
         if _is_free(node):
             return FREE
         flops, known = _flops(node, sizes)
-        return Work(
+        return OpWork(
             flops,
             _bytes(node, inside, sizes),
             _dtype(node),

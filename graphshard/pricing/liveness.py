@@ -37,25 +37,25 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Storage:
     """Memory that several inputs of a graph may show; `name` tells two of them apart."""
 
     name: str
     size_bytes: int
 
 
-def saved_memory(forward: fx.Graph) -> dict[str, Memory]:
+def saved_memory(forward: fx.Graph) -> dict[str, Storage]:
     """What the outputs of `forward` show, by name: backward's inputs have the same names."""
     outputs: Any = forward.find_nodes(op="output")[0].args[0]
     nodes = [n for n in outputs if isinstance(n, fx.Node)]
-    return {n.name: Memory(owner(n).name, tensor_bytes(owner(n))) for n in nodes}
+    return {n.name: Storage(owner(n).name, tensor_bytes(owner(n))) for n in nodes}
 
 
 def live_bytes(
     graph: fx.Graph,
     *,
     frees_inputs: bool,
-    inputs: Mapping[str, Memory] = MappingProxyType({}),
+    inputs: Mapping[str, Storage] = MappingProxyType({}),
     unstored: Container[fx.Node] = (),
 ) -> tuple[Live, ...]:
     """Bytes alive during each of `graphshard.graph.program.compute_nodes(graph)`.
@@ -93,7 +93,7 @@ class _Block:
 
 
 def _blocks(
-    graph: fx.Graph, count: int, inputs: Mapping[str, Memory], unstored: Container[fx.Node]
+    graph: fx.Graph, count: int, inputs: Mapping[str, Storage], unstored: Container[fx.Node]
 ) -> list[_Block]:
     place = {node: i for i, node in enumerate(compute_nodes(graph))}
     times, ends = _times(graph, place, unstored)

@@ -1,8 +1,8 @@
 """What planning needs of a placed program, op by op, as plain numbers.
 
-In: a program with its communication placed naively, and a machine. Out: a `Basis`: per direction
-the time of each compute op, the bytes alive during it, and the ops at which groups are used and
-gradients come; and what backward could compute again.
+In: a program with its communication placed naively, and a machine. Out: a `GraphCosts`: per
+direction the time of each compute op, the bytes alive during it, and the ops at which groups are
+used and gradients come; and what backward could compute again.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from types import MappingProxyType
 from torch import fx
 
 from graphshard.cost.machine import Machine
-from graphshard.cost.roofline import Work, op_us
+from graphshard.cost.roofline import OpWork, op_us
 from graphshard.graph.owners import maker
 from graphshard.graph.program import Program, aliases, compute_nodes, positions, steps
 from graphshard.pricing.flops import graph_work, never_stored
 from graphshard.pricing.liveness import Live, live_bytes, saved_memory
-from graphshard.pricing.recompute import Unit, units
+from graphshard.pricing.recompute import RecomputeUnit, units
 from graphshard.pricing.region_cuts import crossing_bytes, late_params, snapped
-from graphshard.pricing.usage import GroupUse, Outline, ParamUse, Ready
+from graphshard.pricing.usage import GradReady, GroupUse, ParamUse, Usage
 from graphshard.schedule.plan import Direction, GroupInfo, StepKind
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
+class OpCosts:
     """One direction. us, live: one entry per compute op."""
 
-    outline: Outline
+    outline: Usage
     us: tuple[float, ...]
     live: tuple[Live, ...]
 
@@ -41,13 +41,13 @@ class Sketch:
 
 
 @dataclass(frozen=True, slots=True)
-class Basis:
+class GraphCosts:
     """A program as the planner sees it. units: what backward could compute again."""
 
     name: str
     groups: tuple[GroupInfo, ...]
-    sketches: dict[Direction, Sketch]
-    units: tuple[Unit, ...] = ()
+    sketches: dict[Direction, OpCosts]
+    units: tuple[RecomputeUnit, ...] = ()
 
 
 def basis_of(
@@ -57,7 +57,7 @@ def basis_of(
     recompute: bool,
     fused: bool = False,
     parts: bool = False,
-) -> Basis:
+) -> GraphCosts:
     """recompute: say also what backward could compute again. fused: price the ops between two
     communication points as a compiler would fuse them, not one by one. parts: groups may travel in
     parts."""
@@ -69,7 +69,7 @@ def basis_of(
             program, Direction.BACKWARD, machine, fused, late=late
         )
     found = units(program, forward.outline, forward.us) if recompute else ()
-    return Basis(program.name, program.groups, sketches, found)
+    return GraphCosts(program.name, program.groups, sketches, found)
 
 
 def _sketch(
@@ -80,7 +80,7 @@ def _sketch(
     *,
     inside: bool = False,
     late: Mapping[tuple[int, int], int] = MappingProxyType({}),
-) -> Sketch:
+) -> OpCosts:
     """inside, late: see `graphshard.pricing.region_cuts.snapped`."""
     graph = program.by_direction[direction].graph
     found = outline(program, graph, direction)
@@ -90,10 +90,10 @@ def _sketch(
     works = graph_work(graph, fused_regions=found.cuts if fused else None)
     us = _us(machine, works)
     unstored = never_stored(compute_nodes(graph), found.cuts) if fused else {}
-    return Sketch(found, us, _live(program, direction, unstored))
+    return OpCosts(found, us, _live(program, direction, unstored))
 
 
-def _us(machine: Machine, works: Iterable[Work]) -> tuple[float, ...]:
+def _us(machine: Machine, works: Iterable[OpWork]) -> tuple[float, ...]:
     return tuple(float(op_us(machine.processor, work)) for work in works)
 
 
@@ -106,7 +106,7 @@ def _live(program: Program, direction: Direction, unstored: Container[fx.Node]) 
     return live_bytes(program.backward.graph, frees_inputs=True, inputs=saved, unstored=unstored)
 
 
-def outline(program: Program, graph: fx.Graph, direction: Direction) -> Outline:
+def outline(program: Program, graph: fx.Graph, direction: Direction) -> Usage:
     """What the planner may know of `graph`, which has its steps placed naively."""
     order = positions(graph)
     compute = compute_nodes(graph)
@@ -131,7 +131,7 @@ def outline(program: Program, graph: fx.Graph, direction: Direction) -> Outline:
         params += found
     places = {node: place for place, node in enumerate(compute)}
     reductions = tuple(
-        Ready(
+        GradReady(
             step.group,
             before[order[issue]] - 1,
             comes=_each(issue, lambda grad: before[order[grad]]),
@@ -140,7 +140,7 @@ def outline(program: Program, graph: fx.Graph, direction: Direction) -> Outline:
         for issue, step in steps(graph, StepKind.REDUCE_ISSUE)
         if issue.all_input_nodes[1:]
     )
-    return Outline(direction, len(compute), tuple(uses), reductions, _kept(program), tuple(params))
+    return Usage(direction, len(compute), tuple(uses), reductions, _kept(program), tuple(params))
 
 
 def _each(issue: fx.Node, op_of: Callable[[fx.Node], int]) -> tuple[tuple[int, int], ...]:

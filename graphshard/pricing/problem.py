@@ -1,8 +1,8 @@
 """From a placed program to a priced problem: all that the planner knows, as plain numbers.
 
-In come a program's `Basis` (times and bytes of each op), what FSDP2's settings say of each group,
-and a machine. Out comes a `Problem`: regions with times and bytes
-alive, and per group its transfers, uses and gradients. Nothing here measures or communicates.
+In come a program's `GraphCosts` (times and bytes of each op), what FSDP2's settings say of each
+group, and a machine. Out comes a `Problem`: regions with times and bytes alive, and per group its
+transfers, uses and gradients. Nothing here measures or communicates.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from statistics import median
 
 import networkx as nx
 
-from graphshard.cost.comm import Collective
-from graphshard.cost.comm import Group as Ranks
+from graphshard.cost.comm import CollectiveKind
+from graphshard.cost.comm import RankGroup as Ranks
 from graphshard.cost.machine import Machine, collective_us, launch_us
 from graphshard.cost.memory import ITEM_BYTES
 from graphshard.cost.roofline import copy_us
@@ -23,9 +23,9 @@ from graphshard.fsdp2.settings import GroupSettings
 from graphshard.planner.problem import (
     Category,
     Claim,
+    CollectiveLane,
     Gradient,
     Group,
-    Lane,
     Part,
     Problem,
     Region,
@@ -33,10 +33,10 @@ from graphshard.planner.problem import (
     Use,
     checked,
 )
-from graphshard.pricing.op_costs import Basis
+from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.region_cuts import AT_START, AT_TURN
 from graphshard.pricing.region_split import Divided, divided, with_late_gradients
-from graphshard.pricing.usage import Outline
+from graphshard.pricing.usage import Usage
 from graphshard.schedule.plan import Direction, GroupInfo, ParamInfo, Reshard
 
 # A group that is larger than this many typical ones may travel in several parts, at most MAX_PARTS;
@@ -46,7 +46,7 @@ MAX_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Freedom:
+class PlanningPolicy:
     """What the planner may decide beyond the order and the waits of collectives.
 
     budget_bytes: hard limit on the peak; None: FSDP2's own peak. most_ahead: gathers in flight;
@@ -66,7 +66,7 @@ class Freedom:
 
 
 def price(
-    basis: Basis, settings: Sequence[GroupSettings], machine: Machine, freedom: Freedom
+    basis: GraphCosts, settings: Sequence[GroupSettings], machine: Machine, freedom: PlanningPolicy
 ) -> Problem:
     """The problem that `basis` poses on `machine`. Raises PlanError if it contradicts itself."""
     in_place = machine.network.in_place
@@ -95,7 +95,9 @@ def price(
     return checked(
         Problem(
             groups=groups,
-            lanes=tuple(Lane(name, us, links.get(name, "")) for name, us in lanes.items()),
+            lanes=tuple(
+                CollectiveLane(name, us, links.get(name, "")) for name, us in lanes.items()
+            ),
             forward=stages[Direction.FORWARD].regions,
             backward=backward,
             resident=tuple(_resident(settings)),
@@ -118,7 +120,7 @@ def price(
 
 
 def _pieces_by_group(
-    groups: Sequence[GroupInfo], settings: Sequence[GroupSettings], forward: Outline
+    groups: Sequence[GroupInfo], settings: Sequence[GroupSettings], forward: Usage
 ) -> dict[int, list[tuple[int, ...]]]:
     """The parts of those groups that may travel in parts: large ones, and those where nothing hides
     collectives.
@@ -197,7 +199,7 @@ def _part(
     size_bytes = sum(info.params[place].gathered_bytes for place in params)
     ranks = Ranks(own.ranks, own.ranks_per_node, own.gather_lane)
     gather = Transfer(
-        us=float(collective_us(machine, Collective.ALL_GATHER, ranks, info.gathered_bytes)),
+        us=float(collective_us(machine, CollectiveKind.ALL_GATHER, ranks, info.gathered_bytes)),
         pack_us=float(copy_us(machine.processor, info.gathered_bytes / own.ranks)),
         unpack_us=float(copy_us(machine.processor, info.gathered_bytes)),
         in_place=own.gathers_in_place,
@@ -258,7 +260,7 @@ def _gradient(
     whole_bytes, input_bytes = (_input_bytes(of, own) for of in (trainable, chosen))
     ranks = Ranks(own.ranks, own.ranks_per_node, own.reduce_lane)
     reduce = Transfer(
-        us=float(collective_us(machine, Collective.REDUCE_SCATTER, ranks, whole_bytes)),
+        us=float(collective_us(machine, CollectiveKind.REDUCE_SCATTER, ranks, whole_bytes)),
         pack_us=float(copy_us(machine.processor, whole_bytes)),
         unpack_us=float(copy_us(machine.processor, whole_bytes / own.ranks)),
         in_place=own.reduces_in_place,
@@ -287,8 +289,8 @@ def _lanes(
         own = settings[info.id]
         for name in (own.gather_lane, own.reduce_lane):
             ranks = Ranks(own.ranks, own.ranks_per_node, name)
-            whole = collective_us(machine, Collective.ALL_GATHER, ranks, info.gathered_bytes)
-            launch = launch_us(machine, Collective.ALL_GATHER, ranks, 2**20)
+            whole = collective_us(machine, CollectiveKind.ALL_GATHER, ranks, info.gathered_bytes)
+            launch = launch_us(machine, CollectiveKind.ALL_GATHER, ranks, 2**20)
             found[name] = min(found.get(name, float(launch)), float(whole))
     return found
 

@@ -1,8 +1,8 @@
 """What backward could compute again instead of saving: the inside of each group's forward.
 
-In: a placed program and its costs. Out: one `Unit` per group that saves anything, with the nodes
-to tag for the partition, the bytes that this frees and the time that it costs. Random and writing
-ops are never repeated, nor what the user's own checkpointing already decides.
+In: a placed program and its costs. Out: one `RecomputeUnit` per group that saves anything, with the
+nodes to tag for the partition, the bytes that this frees and the time that it costs. Random and
+writing ops are never repeated, nor what the user's own checkpointing already decides.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from graphshard.graph.owners import owner
 from graphshard.graph.program import Program, compute_nodes, is_view, output_node, step_of
 from graphshard.planner.problem import Problem, Recompute, checked
 from graphshard.pricing.liveness import tensor_bytes
-from graphshard.pricing.usage import GroupUse, Outline
+from graphshard.pricing.usage import GroupUse, Usage
 from graphshard.schedule.plan import GroupInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class RecomputeUnit:
     """`nodes` (names in the joint graph) are computed again.
 
     Their memory, `saved_bytes`, is free between forward op `after` and backward op `before`;
@@ -42,7 +42,7 @@ class Unit:
     extra_us: float
 
 
-def units(program: Program, forward: Outline, us: Sequence[float]) -> tuple[Unit, ...]:
+def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[RecomputeUnit, ...]:
     """Units of a placed program that free memory. us: of each forward op."""
     if program.forward is None or program.backward is None:
         return ()
@@ -60,7 +60,7 @@ def units(program: Program, forward: Outline, us: Sequence[float]) -> tuple[Unit
         size -= sum(map(tensor_bytes, _new_inputs(repeated, saved)))
         if freed and size > 0:
             found.append(
-                Unit(
+                RecomputeUnit(
                     group=group,
                     nodes=tuple(n.name for n in repeated),
                     after=last,
@@ -72,7 +72,9 @@ def units(program: Program, forward: Outline, us: Sequence[float]) -> tuple[Unit
     return tuple(found)
 
 
-def offered(problem: Problem, groups: Sequence[GroupInfo], found: Sequence[Unit]) -> Problem:
+def offered(
+    problem: Problem, groups: Sequence[GroupInfo], found: Sequence[RecomputeUnit]
+) -> Problem:
     """`problem` with the units as options; same order, named by group."""
     forward, backward = (
         [0, *accumulate(region.num_ops for region in regions)]
@@ -91,7 +93,7 @@ def offered(problem: Problem, groups: Sequence[GroupInfo], found: Sequence[Unit]
     return checked(replace(problem, recompute=options))
 
 
-def tag(joint: fx.Graph, chosen: Sequence[Unit], kept: Collection[str] = ()) -> None:
+def tag(joint: fx.Graph, chosen: Sequence[RecomputeUnit], kept: Collection[str] = ()) -> None:
     """Have the partition compute the chosen units again, and save `kept` (names)."""
     place = {name: number for number, unit in enumerate(chosen) for name in unit.nodes}
     for node in joint.nodes:
@@ -104,7 +106,7 @@ def tag(joint: fx.Graph, chosen: Sequence[Unit], kept: Collection[str] = ()) -> 
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def kept_beside(program: Program, chosen: Sequence[Unit]) -> frozenset[str]:
+def kept_beside(program: Program, chosen: Sequence[RecomputeUnit]) -> frozenset[str]:
     """What the partition of `program` saves, as far as `chosen` does not free it, and what has to
     be saved because `chosen` reads it."""
     assert program.forward is not None

@@ -30,7 +30,7 @@ from torch import fx
 from graphshard.graph.owners import owner
 from graphshard.graph.program import compute_nodes
 from graphshard.pricing.liveness import tensor_bytes
-from graphshard.pricing.usage import GroupUse, Outline, ParamUse
+from graphshard.pricing.usage import GroupUse, ParamUse, Usage
 
 _Use = TypeVar("_Use", GroupUse, ParamUse)
 
@@ -46,13 +46,13 @@ INSIDE = ((0.2, 0.6), (0.6, 0.9))
 
 
 def snapped(
-    outline: Outline,
+    outline: Usage,
     crossing: Sequence[int],
     us: Sequence[float],
     *,
     inside: bool = False,
     late: Mapping[tuple[int, int], int] = MappingProxyType({}),
-) -> Outline:
+) -> Usage:
     """`outline` with its uses and reductions moved to cuts, which it names as `regions`.
 
     crossing: bytes that cross place p, from the ops before op p to op p and later; one more entry
@@ -83,7 +83,7 @@ def snapped(
     return _moved(outline, tuple(sorted(cuts)))
 
 
-def late_params(forward: Outline) -> dict[tuple[int, int], int]:
+def late_params(forward: Usage) -> dict[tuple[int, int], int]:
     """Group and place of the parameters that a stay with cuts inside reads only behind one of them,
     with the number of that cut, from 1."""
     regions: dict[int, dict[int, int]] = defaultdict(dict)
@@ -98,7 +98,7 @@ def late_params(forward: Outline) -> dict[tuple[int, int], int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stay:
+class _LiveSpan:
     """first, last: ops. reads: ops that read a parameter of the group first, in rising order."""
 
     first: int
@@ -106,12 +106,12 @@ class _Stay:
     reads: tuple[int, ...]
 
 
-def _long_stays(outline: Outline, times: Sequence[float]) -> set[_Stay]:
+def _long_stays(outline: Usage, times: Sequence[float]) -> set[_LiveSpan]:
     """The first and the last few of those that read parameters for half of their time (a last norm
     and a head do not), and are not much shorter than the others (an embedding is)."""
     reads = sorted(use.first for use in outline.params)
     found = [
-        _Stay(first, last, tuple(reads[bisect_left(reads, first) : bisect_right(reads, last)]))
+        _LiveSpan(first, last, tuple(reads[bisect_left(reads, first) : bisect_right(reads, last)]))
         for first, last in _stays(outline)
     ]
     lengths = [times[stay.last + 1] - times[stay.first] for stay in found]
@@ -124,7 +124,7 @@ def _long_stays(outline: Outline, times: Sequence[float]) -> set[_Stay]:
     return {*long[:AT_START], *long[-AT_TURN:]}
 
 
-def _inside(stay: _Stay, crossing: Sequence[int], times: Sequence[float]) -> Iterator[int]:
+def _inside(stay: _LiveSpan, crossing: Sequence[int], times: Sequence[float]) -> Iterator[int]:
     """Cheap cuts inside the stay; a parameter is read first before, between and behind them."""
     length = times[stay.last + 1] - times[stay.first]
     read = stay.first
@@ -138,7 +138,7 @@ def _inside(stay: _Stay, crossing: Sequence[int], times: Sequence[float]) -> Ite
 
 
 def _behind_late(
-    outline: Outline,
+    outline: Usage,
     crossing: Sequence[int],
     times: Sequence[float],
     late: Mapping[tuple[int, int], int],
@@ -171,14 +171,14 @@ def crossing_bytes(graph: fx.Graph) -> list[int]:
     return list(accumulate(changes[: len(place) + 1]))
 
 
-def _done(outline: Outline) -> list[int]:
+def _done(outline: Usage) -> list[int]:
     """Places at which a group is read for the last time or its gradients are complete."""
     ready = {reduction.after + 1 for reduction in outline.reductions}
     released = {use.last + 1 for use in outline.uses if use.last is not None}
     return sorted(ready | released)
 
 
-def _stays(outline: Outline) -> list[tuple[int, int]]:
+def _stays(outline: Usage) -> list[tuple[int, int]]:
     """First and last op of each stay at one group, before another group's parameters are read."""
     order = sorted(outline.params, key=attrgetter("first", "group", "param"))
     stays: list[list[ParamUse]] = [list(u) for _, u in groupby(order, key=attrgetter("group"))]
@@ -194,7 +194,7 @@ def _cheapest(crossing: Sequence[int], low: int, high: int, *, late: bool) -> in
     return min(range(low, high + 1), key=lambda p: (crossing[p], -p if late else p))
 
 
-def _moved(outline: Outline, cuts: tuple[int, ...]) -> Outline:
+def _moved(outline: Usage, cuts: tuple[int, ...]) -> Usage:
     def down(op: int) -> int:
         return cuts[bisect_right(cuts, op) - 1]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from graphshard.planner.problem import Category, Claim, Group, Region
-from graphshard.pricing.op_costs import Sketch
-from graphshard.pricing.usage import Outline
+from graphshard.pricing.op_costs import OpCosts
+from graphshard.pricing.usage import Usage
 from graphshard.schedule.plan import GroupInfo
 
 # A long stretch of compute is cut into so many regions.
@@ -27,7 +27,7 @@ class Divided:
     alive_bytes: of inputs and of what ops make, during each op; gradients are not among them.
     """
 
-    outline: Outline
+    outline: Usage
     starts: tuple[int, ...]
     regions: tuple[Region, ...]
     alive_bytes: tuple[int, ...]
@@ -37,7 +37,7 @@ class Divided:
         return bisect_right(self.starts[:-1], op) - 1
 
 
-def divided(sketch: Sketch, splittable: Container[int]) -> Divided:
+def divided(sketch: OpCosts, splittable: Container[int]) -> Divided:
     """splittable: groups that may travel in parts."""
     ends = sketch.ends_us
     starts = _starts(sketch.outline, ends, splittable)
@@ -53,7 +53,7 @@ def divided(sketch: Sketch, splittable: Container[int]) -> Divided:
     return Divided(sketch.outline, starts, regions, alive_bytes)
 
 
-def _starts(outline: Outline, ends: Sequence[float], splittable: Container[int]) -> tuple[int, ...]:
+def _starts(outline: Usage, ends: Sequence[float], splittable: Container[int]) -> tuple[int, ...]:
     """Where regions start: where a group is needed, released or reduced, and inside long ones.
 
     Where a group may be split, also where each of its parameters is needed. Compiled code is cut

@@ -30,7 +30,7 @@ class ParamUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class GradReady:
     """The gradients of `group` are complete after compute op `after` (-1: before the first).
 
     comes: (parameter, the compute op that its gradient comes with, moved to a cut if code is
@@ -44,7 +44,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class Usage:
     """One direction: `num_ops` compute ops in a fixed order, uses and reductions of groups.
 
     `kept`: groups that stay gathered from forward to backward, by FSDP2's settings. regions: where
@@ -55,7 +55,7 @@ class Outline:
     direction: Direction
     num_ops: int
     uses: tuple[GroupUse, ...]
-    reductions: tuple[Ready, ...]
+    reductions: tuple[GradReady, ...]
     kept: frozenset[int] = frozenset()
     params: tuple[ParamUse, ...] = ()
     regions: tuple[int, ...] = ()

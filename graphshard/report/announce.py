@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from graphshard.capture.ports import CompiledPlan
-from graphshard.compiler.instrument import Running
+from graphshard.compiler.instrument import Executable
 from graphshard.files.information import informing, write_whole
 from graphshard.graph import structured_log
 from graphshard.schedule.plan import Plan
@@ -26,7 +26,7 @@ def announce(compiled: CompiledPlan) -> None:
 
     Each of these is `informing`: what fails ends neither training nor the others.
     """
-    assert isinstance(compiled.running, Running)
+    assert isinstance(compiled.running, Executable)
     plan, options = compiled.plan, compiled.running.options
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0 and logger.isEnabledFor(logging.INFO):

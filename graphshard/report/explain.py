@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from graphshard.capture.ports import CompiledPlan, Record, records_under
-from graphshard.compiler.instrument import Running
+from graphshard.capture.ports import CompiledPlan, RootState, records_under
+from graphshard.compiler.instrument import Executable
 from graphshard.files.information import printable
 from graphshard.fsdp2 import fsdp_groups, states_under
 from graphshard.schedule.measured import Measured
@@ -130,12 +130,12 @@ def _not_run(groups: int) -> str:
 
 def _regions(compiled: CompiledPlan) -> tuple[int, int] | None:
     running = compiled.running
-    if not isinstance(running, Running) or running.artifacts is None:
+    if not isinstance(running, Executable) or running.artifacts is None:
         return None
     return running.artifacts.num_regions, len(running.artifacts.by_key)
 
 
-def _compiled(records: list[Record]) -> list[CompiledPlan]:
+def _compiled(records: list[RootState]) -> list[CompiledPlan]:
     """Each plan once, also if several roots run it together; oldest first."""
     found = {id(c): c for record in records for c in record.plans.values()}
     return list(found.values())

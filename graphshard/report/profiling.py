@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from graphshard.capture.ports import CompiledPlan, Record, records_under
+from graphshard.capture.ports import CompiledPlan, RootState, records_under
 from graphshard.compiler.instrument import (
     OBSERVER,
+    Executable,
     Laps,
-    Running,
     Stretches,
     combined,
     laps_of,
@@ -75,7 +75,7 @@ def profile(model: nn.Module, steps: int = 5) -> Iterator[None]:
 class _Taken:
     """What one graph left on this rank."""
 
-    running: Running
+    running: Executable
     stretches: Stretches
     laps: Laps
 
@@ -91,11 +91,11 @@ class _Session:
 
     model: nn.Module
     steps: int
-    watched: list[Running] = field(default_factory=list)
-    others: list[Running] = field(default_factory=list)
+    watched: list[Executable] = field(default_factory=list)
+    others: list[Executable] = field(default_factory=list)
     taken: dict[str, _Taken] = field(default_factory=dict)
 
-    def before_forward(self, running: Running) -> None:
+    def before_forward(self, running: Executable) -> None:
         if running in self.others:
             return
         if running in self.watched:
@@ -112,7 +112,7 @@ class _Session:
         for running in list(self.watched):
             self._take(running)
 
-    def _take(self, running: Running) -> None:
+    def _take(self, running: Executable) -> None:
         laps = {d: own[: self.steps] for d, own in laps_of(running).items()}
         # Roots that share a graph share its name; all ranks take them in the same order.
         name = running.plan.name
@@ -124,12 +124,12 @@ class _Session:
         self.others.append(running)
 
 
-def _plan_of(records: Sequence[Record], running: Running) -> CompiledPlan | None:
+def _plan_of(records: Sequence[RootState], running: Executable) -> CompiledPlan | None:
     found = (compiled for record in records for compiled in record.plans.values())
     return next((c for c in found if c.running is running), None)
 
 
-def _attach(records: Sequence[Record], taken: Mapping[str, _Taken]) -> None:
+def _attach(records: Sequence[RootState], taken: Mapping[str, _Taken]) -> None:
     """Agree on what was measured and write it into the plans of `records`."""
     found = _agreed(records, taken)
     if not found:
@@ -152,7 +152,7 @@ def _attach(records: Sequence[Record], taken: Mapping[str, _Taken]) -> None:
         announce(compiled)
 
 
-def _agreed(records: Sequence[Record], taken: Mapping[str, _Taken]) -> dict[str, Measured]:
+def _agreed(records: Sequence[RootState], taken: Mapping[str, _Taken]) -> dict[str, Measured]:
     """By name of graph, of those that all ranks ran: the same on all of them."""
     ballots = list(dict.fromkeys(ballot for record in records for ballot in record.ballots))
     number = max((ballot.profiles for ballot in ballots), default=0)

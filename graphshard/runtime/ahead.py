@@ -27,7 +27,7 @@ from graphshard.runtime.live import LiveGroup, Root, Versions
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SentGroup:
     """What one group sent in an opening. versions: of its shards then."""
 
     live: LiveGroup
@@ -36,7 +36,7 @@ class Entry:
     versions: Versions
 
 
-Lot: TypeAlias = tuple[Entry, ...]
+Lot: TypeAlias = tuple[SentGroup, ...]
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ def send_ahead(opening: Opening) -> None:
         issue([(entry.live.prefetched, entry.places) for entry in lot])
 
 
-def _copies(entry: Entry) -> dict[int, Tensor]:
+def _copies(entry: SentGroup) -> dict[int, Tensor]:
     """Of what is sent. A shard's bytes for each group of an opening, between two steps, where no
     activation takes memory."""
     shards = entry.live.shards()
@@ -107,7 +107,7 @@ def _is_due(lot: Lot) -> bool:
     return all(entry.live.fsdp.is_sharded and _all_changed(entry) for entry in lot)
 
 
-def _all_changed(entry: Entry) -> bool:
+def _all_changed(entry: SentGroup) -> bool:
     fsdp = entry.live.fsdp
     (places, counts), (old_places, old_counts) = fsdp.versions(), entry.versions
     number = len(places)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
-from graphshard.runtime.rooms import Room
-from graphshard.runtime.waiting import Trip, finish
+from graphshard.runtime.rooms import GatherBuffer
+from graphshard.runtime.waiting import NamedCollective, finish
 
 
 def drop_stale(lives: Sequence[LiveGroup]) -> None:
@@ -58,7 +58,7 @@ def _flags(group: dist.ProcessGroup, lives: Sequence[LiveGroup]) -> list[int]:
     names = [live.fqn for live in lives]
     note(lives[0], ("comparison", *names), lambda: f"comparison of the shards of {names}")
     work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
-    finish(work, Trip("comparison of shards", lives[0], lambda: names, group))
+    finish(work, NamedCollective("comparison of shards", lives[0], lambda: names, group))
     return flags.tolist()
 
 
@@ -78,7 +78,7 @@ def _has_changed(live: LiveGroup) -> bool:
     )
 
 
-def _own_rows(room: Room, rank: int) -> Iterable[tuple[int, Tensor]]:
+def _own_rows(room: GatherBuffer, rank: int) -> Iterable[tuple[int, Tensor]]:
     """This rank's part of each parameter, as it was gathered."""
     return zip(room.layout.indices, (rows[rank] for rows in room.rows), strict=True)
 

@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
-from graphshard.runtime.live import Held, LiveGroup
+from graphshard.runtime.live import KeptParams, LiveGroup
 from graphshard.runtime.rooms import (
-    Layout,
-    Room,
+    GatherBuffer,
+    GatherLayout,
     give_back,
     layout_of,
     own_room,
     parameters,
     room_for,
 )
-from graphshard.runtime.travel import Carrier, Load, send
+from graphshard.runtime.travel import Carrier, Payload, send
 
 
 class Gather:
@@ -54,9 +54,9 @@ class Gather:
         self._live = live
         self._dtypes = dtypes
         self._versions = fsdp.versions()
-        self._under_way: list[tuple[Layout, Carrier]] = []
-        self._rooms: list[Room] | None = []
-        self._spread: Held | None = None
+        self._under_way: list[tuple[GatherLayout, Carrier]] = []
+        self._rooms: list[GatherBuffer] | None = []
+        self._spread: KeptParams | None = None
         self.missing = len(dtypes)
         self.sent_bytes: dict[int, Tensor] = {}
         held, live.held = live.fresh(dtypes), None
@@ -85,7 +85,7 @@ class Gather:
             return self._spread.part_of
         return self._live.fsdp.gather_process_group
 
-    def load(self, indices: tuple[int, ...]) -> Load | None:
+    def load(self, indices: tuple[int, ...]) -> Payload | None:
         """What of parameters `indices` has still to travel; None if nothing has."""
         if not self.missing:
             return None
@@ -100,9 +100,9 @@ class Gather:
         source = live.shards() if self._spread is None else self._spread.parts
         group = self._group
         layout = layout_of(live, indices, self._dtypes, 1 if group is None else group.size())
-        return Load(live, layout, [source[i] for i in indices])
+        return Payload(live, layout, [source[i] for i in indices])
 
-    def sent(self, load: Load, carrier: Carrier | None) -> None:
+    def sent(self, load: Payload, carrier: Carrier | None) -> None:
         """`load` travels in `carrier`; None: this rank has all of it."""
         if carrier is None:
             self._find_here(load)
@@ -112,13 +112,13 @@ class Gather:
         if not self.missing:
             self._spread = None
 
-    def _copy_in(self, layout: Layout, flats: Sequence[Tensor]) -> None:
+    def _copy_in(self, layout: GatherLayout, flats: Sequence[Tensor]) -> None:
         room = room_for(self._live, layout)
         torch._foreach_copy_(room.flats, list(flats))
         self._here().append(room)
         self.missing -= len(layout.indices)
 
-    def _find_here(self, load: Load) -> None:
+    def _find_here(self, load: Payload) -> None:
         """On one rank compute reads the shards themselves, unless they have to be cast."""
         room = own_room(self._live, load.layout, load.parts)
         if room is None:
@@ -145,7 +145,7 @@ class Gather:
         """
         rooms, live = self._taken(), self._live
         if keep:
-            live.held = Held(self._dtypes, self._versions, tuple(rooms), by_plan=by_plan)
+            live.held = KeptParams(self._dtypes, self._versions, tuple(rooms), by_plan=by_plan)
             return
         live.held = None
         for room in rooms:
@@ -157,7 +157,7 @@ class Gather:
         size, rank = group.size(), group.rank()
         flats = {i: f for r in rooms for i, f in zip(r.layout.indices, r.flats, strict=True)}
         parts = tuple(flats[i].chunk(size)[rank].clone() for i in live.places)
-        live.held = Held(self._dtypes, self._versions, parts=parts, part_of=group)
+        live.held = KeptParams(self._dtypes, self._versions, parts=parts, part_of=group)
         for room in rooms:
             give_back(live, room)
 
@@ -170,12 +170,12 @@ class Gather:
         for _, carrier in self._under_way:
             carrier.drop(limit_s=limit_s)
 
-    def _here(self) -> list[Room]:
+    def _here(self) -> list[GatherBuffer]:
         if self._rooms is None:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was used after its release")
         return self._rooms
 
-    def _taken(self) -> list[Room]:
+    def _taken(self) -> list[GatherBuffer]:
         """Where all parameters stand; this gather has none afterwards."""
         rooms = self._here()
         if self._under_way or self.missing:
@@ -192,7 +192,7 @@ def issue(wanted: Iterable[tuple[Gather, tuple[int, ...]]]) -> list[Carrier]:
     All ranks issue the same: what leaves a group out (settings, meshes, calls of `unshard()`,
     whether shards were written to) is the same on all of them, as eager FSDP2 needs it, too.
     """
-    lots: dict[tuple[dist.ProcessGroup | None, object], list[tuple[Gather, Load]]] = {}
+    lots: dict[tuple[dist.ProcessGroup | None, object], list[tuple[Gather, Payload]]] = {}
     for gather, indices in wanted:
         load = gather.load(indices)
         if load is not None:

@@ -26,13 +26,13 @@ Versions: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class KeptParams:
     """Gathered parameters that outlive their direction.
 
-    rooms: where they stand (`graphshard.runtime.rooms.Room`), if they are whole. versions: of the
-    shards that they were gathered from. parts, part_of: this rank's part of each, and the smaller
-    group over which they are spread (an int `reshard_after_forward`). by_plan: FSDP2 would have
-    resharded them, so a forward that finds them asks whether they still hold
+    rooms: where they stand (`graphshard.runtime.rooms.GatherBuffer`), if they are whole. versions:
+    of the shards that they were gathered from. parts, part_of: this rank's part of each, and the
+    smaller group over which they are spread (an int `reshard_after_forward`). by_plan: FSDP2 would
+    have resharded them, so a forward that finds them asks whether they still hold
     (`graphshard.runtime.doubt`).
     """
 
@@ -43,7 +43,7 @@ class Held:
     part_of: dist.ProcessGroup | None = None
     by_plan: bool = False
 
-    def certain(self) -> Held:
+    def certain(self) -> KeptParams:
         return replace(self, by_plan=False)
 
 
@@ -101,7 +101,7 @@ class LiveGroup:
     accumulate_node: object
     orig_dtypes: tuple[torch.dtype, ...]
     places: tuple[int, ...]
-    held: Held | None = None
+    held: KeptParams | None = None
     arrived: dict[int, Tensor] = field(default_factory=dict)
     arrived_in: int = -1
     calls: list[Any] = field(default_factory=list)
@@ -138,7 +138,7 @@ class LiveGroup:
             )
         return shards
 
-    def fresh(self, dtypes: tuple[torch.dtype, ...]) -> Held | None:
+    def fresh(self, dtypes: tuple[torch.dtype, ...]) -> KeptParams | None:
         """What is still gathered, unless a shard was changed or replaced since."""
         held = self.held
         if held is None or held.dtypes != dtypes:

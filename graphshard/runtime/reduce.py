@@ -23,7 +23,7 @@ from graphshard.fsdp2.settings import sums_may_move
 from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
-from graphshard.runtime.waiting import Trip, finish, trying_in_place
+from graphshard.runtime.waiting import NamedCollective, finish, trying_in_place
 from graphshard.schedule.steps import StepKind
 
 
@@ -165,7 +165,7 @@ class Reduction:
         note(live, (self._packing, group), lambda: f"all-reduce of {live.fqn}")
         work = dist.all_reduce(output, group=group, op=self._policy.all_reduce_op, async_op=True)
         if work is not None:
-            finish(work, Trip("all-reduce", live, self._names, group))
+            finish(work, NamedCollective("all-reduce", live, self._names, group))
         live.counters.all_reduces += 1
         return True
 
@@ -189,7 +189,7 @@ class Reduction:
         """Wait for the collective, if any, and free its input; the result may be thrown away."""
         if self.work is not None:
             group = self._live.fsdp.reduce_process_group
-            trip = Trip("reduce-scatter", self._live, self._names, group)
+            trip = NamedCollective("reduce-scatter", self._live, self._names, group)
             finish(self.work, trip, limit_s=limit_s)
             self.work = None
         self._input = ()

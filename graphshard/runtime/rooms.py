@@ -1,8 +1,8 @@
 """Where gathered parameters stand: views that are made once, on memory that comes and goes.
 
-In: a live group, parameters of it, the dtypes to gather them in. Out: a `Room` with memory, to be
-filled and looked at. Afterwards (`give_back`) the memory is freed and the room waits for the next
-gather of the same parameters, so that a steady step makes no tensor for any parameter.
+In: a live group, parameters of it, the dtypes to gather them in. Out: a `GatherBuffer` with memory,
+to be filled and looked at. Afterwards (`give_back`) the memory is freed and the room waits for the
+next gather of the same parameters, so that a steady step makes no tensor for any parameter.
 
 As in FSDP2, freeing resizes a parameter's storage to nothing. That is only done while nobody but
 the room looks at the storage; else the room is forgotten, and the memory lives as long as the view.
@@ -23,7 +23,7 @@ from graphshard.runtime.live import LiveGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class GatherLayout:
     """What parameters `indices` of a group are in a gather over `ranks`; made once for each case.
 
     columns: elements of each rank's part. wire: the one dtype, or None if there are several.
@@ -37,7 +37,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Room:
+class GatherBuffer:
     """Memory for one layout.
 
     flats: each parameter, one-dimensional, with FSDP2's padding. rows: the same, one row per rank.
@@ -46,7 +46,7 @@ class Room:
     the storages, and how many tensors hold these while nobody else looks at them.
     """
 
-    layout: Layout
+    layout: GatherLayout
     flats: tuple[Tensor, ...]
     rows: tuple[Tensor, ...]
     views: Mapping[int, Tensor]
@@ -58,7 +58,7 @@ class Room:
 
 def layout_of(
     live: LiveGroup, indices: tuple[int, ...], dtypes: tuple[torch.dtype, ...], ranks: int
-) -> Layout:
+) -> GatherLayout:
     """dtypes: of all parameters of the group."""
     key = indices, dtypes, ranks
     known = live.layouts.get(key)
@@ -67,11 +67,11 @@ def layout_of(
         world, params = live.fsdp.world_size, live.fsdp.params
         columns = tuple(params[i].padded_numel * world // ranks for i in indices)
         wire = chosen[0] if len(set(chosen)) == 1 else None
-        known = live.layouts[key] = Layout(indices, chosen, ranks, columns, wire)
+        known = live.layouts[key] = GatherLayout(indices, chosen, ranks, columns, wire)
     return known
 
 
-def room_for(live: LiveGroup, layout: Layout) -> Room:
+def room_for(live: LiveGroup, layout: GatherLayout) -> GatherBuffer:
     """A room with memory, what is in it undefined."""
     room = live.rooms.pop(layout, None)
     if room is None:
@@ -81,7 +81,9 @@ def room_for(live: LiveGroup, layout: Layout) -> Room:
     return room  # type: ignore[no-any-return]
 
 
-def own_room(live: LiveGroup, layout: Layout, shards: Sequence[Tensor]) -> Room | None:
+def own_room(
+    live: LiveGroup, layout: GatherLayout, shards: Sequence[Tensor]
+) -> GatherBuffer | None:
     """`shards` where they are, as a room that is never freed; None if they are not the whole
     parameters, in the dtypes of `layout`.
 
@@ -89,15 +91,17 @@ def own_room(live: LiveGroup, layout: Layout, shards: Sequence[Tensor]) -> Room 
     """
     if live.fsdp.world_size > 1 or tuple([s.dtype for s in shards]) != layout.dtypes:
         return None
-    known: Room | None = live.own_rooms.get(layout)
+    known: GatherBuffer | None = live.own_rooms.get(layout)
     if known is None or not all(map(is_, known.flats, shards)):
         with torch.inference_mode(False), torch.no_grad():
             views = _views(live, layout, shards)
-        known = live.own_rooms[layout] = Room(layout, tuple(shards), (), views, (), (), (), 0)
+        known = live.own_rooms[layout] = GatherBuffer(
+            layout, tuple(shards), (), views, (), (), (), 0
+        )
     return known
 
 
-def give_back(live: LiveGroup, room: Room) -> None:
+def give_back(live: LiveGroup, room: GatherBuffer) -> None:
     """What is in `room` is not needed any more."""
     if not room.storages:
         return
@@ -108,12 +112,12 @@ def give_back(live: LiveGroup, room: Room) -> None:
     live.rooms[room.layout] = room
 
 
-def free(room: Room) -> None:
+def free(room: GatherBuffer) -> None:
     for storage in room.storages:
         storage.resize_(0)
 
 
-def parameters(live: LiveGroup, room: Room) -> Mapping[int, Tensor]:
+def parameters(live: LiveGroup, room: GatherBuffer) -> Mapping[int, Tensor]:
     """Each parameter of a filled room, of its unsharded size, by index."""
     if len(room.views) == len(room.flats):
         return room.views
@@ -126,7 +130,7 @@ def parameters(live: LiveGroup, room: Room) -> Mapping[int, Tensor]:
     return found
 
 
-def _new_room(live: LiveGroup, layout: Layout) -> Room:
+def _new_room(live: LiveGroup, layout: GatherLayout) -> GatherBuffer:
     # Its tensors outlive an inference mode that may be on now.
     with torch.inference_mode(False), torch.no_grad():
         flats = tuple(
@@ -139,10 +143,10 @@ def _new_room(live: LiveGroup, layout: Layout) -> Room:
         sizes_bytes = tuple(storage.nbytes() for storage in storages)
         addresses = tuple(storage._cdata for storage in storages)
         owners = _owners(addresses)
-        return Room(layout, flats, rows, views, storages, sizes_bytes, addresses, owners)
+        return GatherBuffer(layout, flats, rows, views, storages, sizes_bytes, addresses, owners)
 
 
-def _views(live: LiveGroup, layout: Layout, flats: Sequence[Tensor]) -> dict[int, Tensor]:
+def _views(live: LiveGroup, layout: GatherLayout, flats: Sequence[Tensor]) -> dict[int, Tensor]:
     """What compute sees of each parameter that lies in its flat memory as it is."""
     whole = live.fsdp.world_size == 1
     rows = [(i, live.fsdp.params[i], f) for i, f in zip(layout.indices, flats, strict=True)]

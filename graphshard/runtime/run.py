@@ -13,7 +13,7 @@ from torch import Tensor
 from graphshard.errors import CollectiveFailed, DivergedRanks, cleaning_up
 from graphshard.fsdp2 import gradients, is_root, reset_iteration, siblings
 from graphshard.fsdp2.layouts import as_dtensor
-from graphshard.runtime.ahead import Entry, Lot, remember
+from graphshard.runtime.ahead import Lot, SentGroup, remember
 from graphshard.runtime.calls import (
     ALL_DEFINED,
     Calls,
@@ -191,10 +191,10 @@ class OpenGroup:
     def places(self, params: tuple[int, ...]) -> tuple[int, ...]:
         return params or self.live.places
 
-    def entry(self, params: tuple[int, ...]) -> Entry:
+    def entry(self, params: tuple[int, ...]) -> SentGroup:
         """What a gather of `params` sends, for the next optimizer step to send again."""
         live = self.live
-        return Entry(live, self._dtypes, self.places(params), live.fsdp.versions())
+        return SentGroup(live, self._dtypes, self.places(params), live.fsdp.versions())
 
     def release(self, *, between_micro_steps: bool = False) -> None:
         """Last use is over, and nothing later in this step needs the group.

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from graphshard.schedule.measured import Lap, Trip
+from graphshard.schedule.measured import CollectiveTiming, DirectionRun
 
 # `dist.Work`, or what stands for it.
 Work: TypeAlias = Any
@@ -31,7 +31,7 @@ class Stopwatch(Protocol):
     def watch(self, work: Work) -> Work:
         """The stretch that runs now has issued `work`; the result is to be waited for instead."""
 
-    def lap(self) -> Lap:
+    def lap(self) -> DirectionRun:
         """Everything since the first mark; blocks until the device is done with it."""
 
 
@@ -63,14 +63,14 @@ class HostStopwatch:
         future.add_done_callback(note)
         return work
 
-    def lap(self) -> Lap:
+    def lap(self) -> DirectionRun:
         start = self._marks[0]
         trips = {
-            index: Trip((at - start) / 1e3, (done - start) / 1e3 if done else None)
+            index: CollectiveTiming((at - start) / 1e3, (done - start) / 1e3 if done else None)
             for index, at in self._issued.items()
             for done in (self._finished.get(index),)
         }
-        return Lap(tuple((mark - start) / 1e3 for mark in self._marks), trips)
+        return DirectionRun(tuple((mark - start) / 1e3 for mark in self._marks), trips)
 
 
 class TimedWork:
@@ -114,7 +114,7 @@ class DeviceStopwatch:
         event.record()
         return event
 
-    def lap(self) -> Lap:
+    def lap(self) -> DirectionRun:
         ends = [self._marks[-1], *(done for _, done in self._trips.values())]
         for event in ends:
             event.synchronize()
@@ -123,8 +123,10 @@ class DeviceStopwatch:
         def us(event: torch.Event) -> float:
             return start.elapsed_time(event) * 1e3
 
-        trips = {index: Trip(us(at), us(done)) for index, (at, done) in self._trips.items()}
-        return Lap(tuple(map(us, self._marks)), trips)
+        trips = {
+            index: CollectiveTiming(us(at), us(done)) for index, (at, done) in self._trips.items()
+        }
+        return DirectionRun(tuple(map(us, self._marks)), trips)
 
 
 def stopwatch(device: torch.device) -> Stopwatch:

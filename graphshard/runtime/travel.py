@@ -1,6 +1,7 @@
 """One all-gather on its way: what is sent, where it arrives, and how it becomes parameters.
 
-In: what each group puts into one collective. Out, after the wait: a filled `Room` for each group.
+In: what each group puts into one collective. Out, after the wait: a filled `GatherBuffer` for each
+group.
 
 There are two ways with the same bytes on the wire. `InPlace` sends each shard from where it is, and
 it arrives where compute reads it: nothing is copied. `Bucket` is FSDP2's way: shards are copied
@@ -23,17 +24,17 @@ from torch._C._distributed_c10d import AllgatherOptions
 from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
-from graphshard.runtime.rooms import Layout, Room, give_back, room_for
-from graphshard.runtime.waiting import Trip, finish, trying_in_place
+from graphshard.runtime.rooms import GatherBuffer, GatherLayout, give_back, room_for
+from graphshard.runtime.waiting import NamedCollective, finish, trying_in_place
 from graphshard.schedule.steps import StepKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Load:
+class Payload:
     """What one group puts into a collective: this rank's parts of the parameters of `layout`."""
 
     live: LiveGroup
-    layout: Layout
+    layout: GatherLayout
     parts: Sequence[Tensor]
 
 
@@ -42,11 +43,11 @@ class _Collective:
 
     __slots__ = ("_group", "_places", "_rooms", "work")
 
-    def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
+    def __init__(self, loads: Sequence[Payload], group: dist.ProcessGroup) -> None:
         self._group = group
         # Not the parts: what they are views of may be freed while the collective runs.
         self._places = [(load.live, load.layout) for load in loads]
-        self._rooms: dict[LiveGroup, Room] = {}
+        self._rooms: dict[LiveGroup, GatherBuffer] = {}
         self.work: dist.Work | None = None
 
     def _names(self) -> list[str]:
@@ -61,17 +62,17 @@ class _Collective:
     def drain(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective, if it is not done."""
         if self.work is not None:
-            trip = Trip("all-gather", self._places[0][0], self._names, self._group)
+            trip = NamedCollective("all-gather", self._places[0][0], self._names, self._group)
             finish(self.work, trip, limit_s=limit_s)
             self.work = None
 
 
-class InPlace(_Collective):
+class InPlaceGather(_Collective):
     """From its issue until everything is taken."""
 
     __slots__ = ()
 
-    def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
+    def __init__(self, loads: Sequence[Payload], group: dist.ProcessGroup) -> None:
         super().__init__(loads, group)
         with step_range(StepKind.GATHER_ISSUE, self._names):
             outputs: list[Tensor] = []
@@ -85,7 +86,7 @@ class InPlace(_Collective):
                 inputs = [part.view(torch.uint8) for part in inputs]
             self.work = gather_in_place(outputs, inputs, group)
 
-    def take(self, live: LiveGroup) -> Room:
+    def take(self, live: LiveGroup) -> GatherBuffer:
         """What of `live` travelled. The first call waits."""
         if self.work is not None:
             with step_range(StepKind.GATHER_WAIT, self._names):
@@ -100,12 +101,12 @@ class InPlace(_Collective):
         self._rooms.clear()
 
 
-class Bucket(_Collective):
+class PackedGather(_Collective):
     """From its issue until everything is copied out."""
 
     __slots__ = ("_buffer",)
 
-    def __init__(self, loads: Sequence[Load], group: dist.ProcessGroup) -> None:
+    def __init__(self, loads: Sequence[Payload], group: dist.ProcessGroup) -> None:
         super().__init__(loads, group)
         comm = loads[0].live.fsdp.gather_comm
         with step_range(StepKind.GATHER_ISSUE, self._names):
@@ -113,7 +114,7 @@ class Bucket(_Collective):
             self.work = all_gather(buffer, own, group, comm)
         self._buffer: Tensor | None = buffer
 
-    def take(self, live: LiveGroup) -> Room:
+    def take(self, live: LiveGroup) -> GatherBuffer:
         """What of `live` travelled. The first call waits and copies everything out."""
         if self._buffer is not None:
             with step_range(StepKind.GATHER_WAIT, self._names):
@@ -137,23 +138,23 @@ class Bucket(_Collective):
             self._buffer = None
 
 
-Carrier: TypeAlias = InPlace | Bucket
+Carrier: TypeAlias = InPlaceGather | PackedGather
 
 
-def send(loads: Sequence[Load], group: dist.ProcessGroup) -> Carrier:
+def send(loads: Sequence[Payload], group: dist.ProcessGroup) -> Carrier:
     """Issue one all-gather of `loads`."""
     carrier: Carrier | None = None
     note(loads[0].live, tuple([load.layout for load in loads]), partial(_described, loads))
     if all(load.live.fsdp.gathers_in_place for load in loads):
         with trying_in_place([load.live for load in loads]):
-            carrier = InPlace(loads, group)
+            carrier = InPlaceGather(loads, group)
     if carrier is None:
-        carrier = Bucket(loads, group)
+        carrier = PackedGather(loads, group)
     loads[0].live.counters.all_gathers += 1
     return carrier
 
 
-def _described(loads: Sequence[Load]) -> str:
+def _described(loads: Sequence[Payload]) -> str:
     """An all-gather as the ranks compare it: what travels, in which dtypes, how many bytes."""
     places = [
         f"{load.live.fqn} {list(load.layout.indices)} as {load.layout.dtypes}" for load in loads
@@ -161,7 +162,7 @@ def _described(loads: Sequence[Load]) -> str:
     return f"all-gather of {' + '.join(places)}"
 
 
-def _sent(load: Load, room: Room, rank: int) -> Sequence[Tensor]:
+def _sent(load: Payload, room: GatherBuffer, rank: int) -> Sequence[Tensor]:
     """Each shard where it is, or, where it has to be cast, where it will be in the result."""
     cast = [
         (index, part)
@@ -194,7 +195,7 @@ def all_gather(
     return work  # type: ignore[no-any-return]
 
 
-def _bucket(loads: Sequence[Load], group: dist.ProcessGroup, comm: Any) -> tuple[Tensor, Tensor]:
+def _bucket(loads: Sequence[Payload], group: dist.ProcessGroup, comm: Any) -> tuple[Tensor, Tensor]:
     """Output of the all-gather and this rank's filled part of it.
 
     Parameters of different dtypes travel as bytes, as in FSDP2.
@@ -218,7 +219,7 @@ def _bucket(loads: Sequence[Load], group: dist.ProcessGroup, comm: Any) -> tuple
     return bucket, own
 
 
-def _copy_out(bucket: Tensor, rooms: Sequence[Room]) -> None:
+def _copy_out(bucket: Tensor, rooms: Sequence[GatherBuffer]) -> None:
     """From rank-major (the wire) to parameter-major (what compute sees)."""
     rows = [row for room in rooms for row in room.rows]
     columns = [count for room in rooms for count in room.layout.columns]

@@ -39,7 +39,7 @@ Work: TypeAlias = "dist.Work | TimedWork"
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
+class NamedCollective:
     """One collective, as messages name it. live: the first of its groups. names: of all of them."""
 
     kind: str
@@ -57,7 +57,7 @@ class Trip:
         return None if self.group is None else time_limit(self.group, self.live.fsdp.device)
 
 
-def finish(work: Work, trip: Trip, *, limit_s: float | None = None) -> None:
+def finish(work: Work, trip: NamedCollective, *, limit_s: float | None = None) -> None:
     """Wait for `work`. Raises CollectiveFailed (GS405) if it fails, or is not done in time.
 
     limit_s: an earlier end than the process group's, where the result is not needed. On CPU the
@@ -72,7 +72,7 @@ def finish(work: Work, trip: Trip, *, limit_s: float | None = None) -> None:
         raise _failure(trip, error, time.monotonic() - began) from error
 
 
-def _wait(work: Work, trip: Trip, limit_s: float | None) -> None:
+def _wait(work: Work, trip: NamedCollective, limit_s: float | None) -> None:
     root = trip.live.root
     ballots = [] if root is None or trip.live.fsdp.device.type != "cpu" else root.ballots
     # What a user's own collective returns may know nothing of time limits.
@@ -101,7 +101,7 @@ def _answer(ballots: Sequence[Ballot]) -> None:
             logger.warning("%s", error.message)
 
 
-def _limited_wait(work: Work, trip: Trip) -> Callable[[float], bool]:
+def _limited_wait(work: Work, trip: NamedCollective) -> Callable[[float], bool]:
     """Waits for `work` so many seconds; says whether it is done, raises if it failed."""
     inner: Any = work.inner if isinstance(work, TimedWork) else work
     is_gloo = backend_name(trip.group, trip.live.fsdp.device) == "gloo"
@@ -125,7 +125,7 @@ def _is_done_within(work: Work, seconds: float) -> bool:
     return bool(is_completed)
 
 
-def _failure(trip: Trip, error: RuntimeError, waited_s: float) -> CollectiveFailed:
+def _failure(trip: NamedCollective, error: RuntimeError, waited_s: float) -> CollectiveFailed:
     ranks, limit = "", trip.limit_s
     if trip.group is not None:
         ranks = f" with ranks {dist.get_process_group_ranks(trip.group)}"

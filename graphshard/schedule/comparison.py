@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from graphshard.schedule.forecast import Forecast
-from graphshard.schedule.measured import Measured, Stretch
+from graphshard.schedule.measured import Measured, Segment
 from graphshard.schedule.steps import ISSUES, Direction, Schedule, Step, StepKind
 
 
@@ -32,7 +32,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """One region of compute, or one collective on its lane (`step` is its issue)."""
 
     direction: Direction
@@ -52,8 +52,8 @@ class Comparison:
     step_time: Pair
     exposed: Pair
     exposed_by_direction: tuple[tuple[Direction, Pair], ...]
-    regions: tuple[Row, ...]
-    collectives: tuple[Row, ...]
+    regions: tuple[ComparisonRow, ...]
+    collectives: tuple[ComparisonRow, ...]
 
     @property
     def region_error(self) -> float | None:
@@ -71,8 +71,8 @@ def compare(plan: Sequence[tuple[Schedule, Forecast]], measured: Measured) -> Co
     if not plan:
         raise ValueError("this plan was made without the cost model: it predicts nothing")
     exposed: list[tuple[Direction, Pair]] = []
-    regions: list[Row] = []
-    collectives: list[Row] = []
+    regions: list[ComparisonRow] = []
+    collectives: list[ComparisonRow] = []
     for schedule, forecast in plan:
         own = measured.of(schedule.direction)
         exposed.append((schedule.direction, _exposed(forecast, own)))
@@ -89,7 +89,7 @@ def compare(plan: Sequence[tuple[Schedule, Forecast]], measured: Measured) -> Co
     )
 
 
-def _exposed(forecast: Forecast, own: Sequence[Stretch]) -> Pair:
+def _exposed(forecast: Forecast, own: Sequence[Segment]) -> Pair:
     return Pair(forecast.exposed_us, sum(s.exposed_us for s in own))
 
 
@@ -97,7 +97,9 @@ def _sum(pairs: Sequence[Pair]) -> Pair:
     return Pair(sum(p.predicted_us for p in pairs), sum(p.measured_us for p in pairs))
 
 
-def _regions(schedule: Schedule, forecast: Forecast, own: Sequence[Stretch]) -> Iterator[Row]:
+def _regions(
+    schedule: Schedule, forecast: Forecast, own: Sequence[Segment]
+) -> Iterator[ComparisonRow]:
     """Measured stretches may be finer than the regions of the schedule, never coarser."""
     compute = [s for s in own if s.step.kind is StepKind.COMPUTE]
     done_us = {0: 0.0}
@@ -110,10 +112,12 @@ def _regions(schedule: Schedule, forecast: Forecast, own: Sequence[Stretch]) -> 
             where = f"ops {step.start} to {step.stop} of {schedule.direction}"
             raise ValueError(f"these are not times of this graph: nothing ends at {where}")
         measured_us = done_us[step.stop] - done_us[step.start]
-        yield Row(schedule.direction, step, Pair(time.work_us, measured_us))
+        yield ComparisonRow(schedule.direction, step, Pair(time.work_us, measured_us))
 
 
-def _collectives(schedule: Schedule, forecast: Forecast, own: Sequence[Stretch]) -> Iterator[Row]:
+def _collectives(
+    schedule: Schedule, forecast: Forecast, own: Sequence[Segment]
+) -> Iterator[ComparisonRow]:
     seen: Mapping[tuple[object, ...], float] = {
         _identity(s.step): s.comm_us for s in own if s.step.kind in ISSUES and s.comm_us is not None
     }
@@ -121,13 +125,13 @@ def _collectives(schedule: Schedule, forecast: Forecast, own: Sequence[Stretch])
         step = schedule.steps[found.issue]
         comm_us = seen.get(_identity(step))
         if comm_us is not None:
-            yield Row(schedule.direction, step, Pair(found.us, comm_us))
+            yield ComparisonRow(schedule.direction, step, Pair(found.us, comm_us))
 
 
 def _identity(step: Step) -> tuple[object, ...]:
     return step.kind, step.groups, step.params
 
 
-def _median_error(rows: Sequence[Row]) -> float | None:
+def _median_error(rows: Sequence[ComparisonRow]) -> float | None:
     errors = [abs(row.us.error) for row in rows if row.us.error is not None]
     return median(errors) if errors else None

@@ -1,7 +1,7 @@
 """What a few steps of a plan really took, on this rank and, combined, on all of them.
 
-A direction is cut into `Stretch`es: regions of compute and single communication steps, in the
-order in which they run. A `Lap` holds the times of one run of one direction; `combine` makes one
+A direction is cut into `Stretch`es: regions of compute and single communication steps, in the order
+in which they run. A `DirectionRun` holds the times of one run of one direction; `combine` makes one
 `Measured` of the laps of all ranks. Standard library only, so that it opens wherever a plan does.
 """
 
@@ -20,7 +20,7 @@ LEAST_US = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
+class CollectiveTiming:
     """One collective: when it was issued and done; None if nobody knows."""
 
     issued: float
@@ -28,7 +28,7 @@ class Trip:
 
 
 @dataclass(frozen=True, slots=True)
-class Lap:
+class DirectionRun:
     """One run of a direction on one rank; times in microseconds from its start.
 
     marks: when each stretch began, and the end. trips: index of an issuing stretch -> its
@@ -36,11 +36,11 @@ class Lap:
     """
 
     marks: tuple[float, ...]
-    trips: Mapping[int, Trip] = field(default_factory=dict)
+    trips: Mapping[int, CollectiveTiming] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Segment:
     """One entry of a direction: `us` of work on the compute lane, `exposed_us` of waiting.
 
     comm_us: what the collective that it issued took on its lane, None if there was none.
@@ -62,10 +62,10 @@ class Measured:
     num_steps: Positive
     step_time_us: Amount
     exposed_us: Amount
-    forward: tuple[Stretch, ...]
-    backward: tuple[Stretch, ...]
+    forward: tuple[Segment, ...]
+    backward: tuple[Segment, ...]
 
-    def of(self, direction: Direction) -> tuple[Stretch, ...]:
+    def of(self, direction: Direction) -> tuple[Segment, ...]:
         return self.forward if direction is Direction.FORWARD else self.backward
 
 
@@ -78,8 +78,8 @@ class Issued:
 
 
 def combine(
-    steps: Sequence[Step], laps: Sequence[Sequence[Lap]], issued: Mapping[int, Issued]
-) -> tuple[Stretch, ...]:
+    steps: Sequence[Step], laps: Sequence[Sequence[DirectionRun]], issued: Mapping[int, Issued]
+) -> tuple[Segment, ...]:
     """One direction's stretches from the laps of every rank (`laps[rank][n]`, n alike on all).
 
     issued: by index of the issuing stretch. Work is the slowest rank's, for which the others wait
@@ -92,7 +92,7 @@ def combine(
     for index, step in enumerate(steps):
         columns = [[lap[index] for lap in ranks] for ranks in zip(*split, strict=True)]
         found.append(
-            Stretch(
+            Segment(
                 step,
                 us=median(max(us for us, _ in column) for column in columns),
                 exposed_us=median(min(exposed for _, exposed in column) for column in columns),
@@ -103,7 +103,7 @@ def combine(
 
 
 def whole(
-    steps: Sequence[Sequence[Step]], laps: Sequence[Sequence[Sequence[Lap]]]
+    steps: Sequence[Sequence[Step]], laps: Sequence[Sequence[Sequence[DirectionRun]]]
 ) -> tuple[float, float]:
     """Time of a step and how much of it was waiting; directions first, then as `combine` has it.
 
@@ -137,7 +137,7 @@ def _shortest(index: int, comm: list[list[dict[int, float]]]) -> float | None:
     return median(min(own[n] for own in seen) for n in range(count))
 
 
-def _split(steps: Sequence[Step], lap: Lap) -> list[tuple[float, float]]:
+def _split(steps: Sequence[Step], lap: DirectionRun) -> list[tuple[float, float]]:
     """(work, waiting) of each stretch: a wait lasts until its collective is done."""
     issued = {_identity(s): i for i, s in enumerate(steps) if s.kind not in WAITS}
     found = []
@@ -159,14 +159,14 @@ def _identity(step: Step) -> tuple[object, ...]:
     return gathers, reduces, step.start, step.groups, step.params, step.kind is StepKind.RELEASE
 
 
-def lane_times(lap: Lap, issued: Mapping[int, Issued]) -> dict[int, float]:
+def lane_times(lap: DirectionRun, issued: Mapping[int, Issued]) -> dict[int, float]:
     """Stretch that issued -> time that its collective took of its lane.
 
     Where each end is known, from when the lane was free until the end. Where not, the lane's work
     is shared out by weight, so that the lane ends when the last known end says. Left out are lanes
     of which no end is known, and what nobody planned (a user's prefetch list, say).
     """
-    lanes: dict[int, dict[int, Trip]] = {}
+    lanes: dict[int, dict[int, CollectiveTiming]] = {}
     for index, trip in sorted(lap.trips.items()):
         if index in issued:
             lanes.setdefault(issued[index].lane, {})[index] = trip
@@ -179,7 +179,7 @@ def lane_times(lap: Lap, issued: Mapping[int, Issued]) -> dict[int, float]:
     return dict(sorted(found.items()))
 
 
-def _each(trips: Mapping[int, Trip]) -> dict[int, float]:
+def _each(trips: Mapping[int, CollectiveTiming]) -> dict[int, float]:
     found, free_at = {}, 0.0
     for index, trip in trips.items():
         assert trip.done is not None
@@ -188,7 +188,9 @@ def _each(trips: Mapping[int, Trip]) -> dict[int, float]:
     return found
 
 
-def _shared(trips: Mapping[int, Trip], weights: Mapping[int, float]) -> dict[int, float]:
+def _shared(
+    trips: Mapping[int, CollectiveTiming], weights: Mapping[int, float]
+) -> dict[int, float]:
     """Times in proportion to `weights` up to the last known end; nothing of what comes after it.
 
     A collective starts when it is issued and the lane is free. So the lane ends where its last
@@ -207,24 +209,26 @@ def _shared(trips: Mapping[int, Trip], weights: Mapping[int, float]) -> dict[int
     return {index: max(LEAST_US, factor * weights[index]) for index in known}
 
 
-def to_json(laps: Mapping[Direction, Sequence[Lap]]) -> str:
+def to_json(laps: Mapping[Direction, Sequence[DirectionRun]]) -> str:
     return json.dumps({direction: [asdict(lap) for lap in own] for direction, own in laps.items()})
 
 
 @dataclass(frozen=True, slots=True)
-class _LapText:
+class _DirectionRunText:
     """A lap as JSON has it, which knows text as keys only."""
 
     marks: tuple[float, ...]
-    trips: dict[str, Trip]
+    trips: dict[str, CollectiveTiming]
 
 
-def from_json(text: str) -> dict[Direction, list[Lap]]:
+def from_json(text: str) -> dict[Direction, list[DirectionRun]]:
     """What `to_json` wrote. Raises ValueError for anything else."""
-    found: dict[str, tuple[_LapText, ...]] = decode(dict[str, tuple[_LapText, ...]], parse(text))
+    found: dict[str, tuple[_DirectionRunText, ...]] = decode(
+        dict[str, tuple[_DirectionRunText, ...]], parse(text)
+    )
     return {
         Direction(direction): [
-            Lap(lap.marks, {int(k): trip for k, trip in lap.trips.items()}) for lap in own
+            DirectionRun(lap.marks, {int(k): trip for k, trip in lap.trips.items()}) for lap in own
         ]
         for direction, own in found.items()
     }

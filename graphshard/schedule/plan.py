@@ -35,7 +35,7 @@ from graphshard.schedule.groups import ParamInfo as ParamInfo
 from graphshard.schedule.groups import Reshard as Reshard
 from graphshard.schedule.groups import size_bytes
 from graphshard.schedule.measured import Measured
-from graphshard.schedule.signature import Entry, Skeleton
+from graphshard.schedule.signature import SignatureEntry, Skeleton
 from graphshard.schedule.steps import ISSUES, to_json
 from graphshard.schedule.steps import Direction as Direction
 from graphshard.schedule.steps import Lane as Lane
@@ -78,7 +78,7 @@ class PricedOn:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Baseline:
     """Another order of the same step: its schedules, and a forecast of each."""
 
     schedules: tuple[Schedule, ...]
@@ -106,7 +106,7 @@ class Plan:
     reasons: tuple[Reason, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
     priced_on: PricedOn | None = None
-    fsdp2: Course | None = None
+    fsdp2: Baseline | None = None
     measured: Measured | None = None
     reduces_apart: bool = False
 
@@ -124,7 +124,7 @@ class Plan:
             if step.kind in ISSUES and not step.kept
         )
 
-    def entry(self, direction: Direction, issue: Step) -> Entry:
+    def entry(self, direction: Direction, issue: Step) -> SignatureEntry:
         """What the collective that step `issue` starts is on the wire."""
         infos = {g.id: g for g in self.groups}
         return _entry(direction, issue, [infos[group] for group in issue.groups])
@@ -301,7 +301,7 @@ def _has_bucket(group: GroupInfo) -> bool:
     return group.world_size > 1 and not group.gathers_in_place
 
 
-def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> Entry:
+def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> SignatureEntry:
     if step.kind is StepKind.GATHER_ISSUE:
         dtypes = [g.params[p].dtype for g in groups for p in step.params or range(len(g.params))]
     else:
@@ -309,7 +309,7 @@ def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> Entry:
     uniform = len(dict.fromkeys(dtypes)) == 1
     dtype = dtypes[0] if uniform else "bytes"
     fqns = " + ".join(g.fqn for g in groups)
-    return Entry(str(direction), str(step.lane), fqns, dtype, size_bytes(step, groups))
+    return SignatureEntry(str(direction), str(step.lane), fqns, dtype, size_bytes(step, groups))
 
 
 def numel(shape: tuple[int, ...]) -> int:

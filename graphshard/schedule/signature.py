@@ -17,7 +17,7 @@ from graphshard.schedule.group_signature import ranks_text
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SignatureEntry:
     """One collective, in the order of issue.
 
     direction: "forward" or "backward". kind: "all_gather" or "reduce_scatter". group: FQN of the
@@ -36,7 +36,7 @@ class Entry:
         return f"{what} ({self.dtype}, {self.size_bytes:,} bytes)"
 
 
-Skeleton = tuple[Entry, ...]
+Skeleton = tuple[SignatureEntry, ...]
 
 
 def to_text(skeleton: Skeleton) -> str:
@@ -46,7 +46,7 @@ def to_text(skeleton: Skeleton) -> str:
 
 def from_text(text: str) -> Skeleton:
     """Read what `to_text` wrote. Raises ValueError or TypeError for anything else."""
-    return tuple(Entry(*row) for row in json.loads(text))
+    return tuple(SignatureEntry(*row) for row in json.loads(text))
 
 
 def fingerprint(skeleton: Skeleton) -> str:
@@ -59,7 +59,7 @@ def difference(by_rank: Mapping[int, Skeleton]) -> str | None:
     ranks = sorted(by_rank)
     for place, row in enumerate(zip_longest(*(by_rank[rank] for rank in ranks))):
         if len(dict.fromkeys(row)) > 1:
-            having: dict[Entry | None, list[int]] = {}
+            having: dict[SignatureEntry | None, list[int]] = {}
             for rank, entry in zip(ranks, row, strict=True):
                 having.setdefault(entry, []).append(rank)
             parts = [f"{ranks_text(rs)}: {e or 'nothing more'}" for e, rs in having.items()]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from graphshard.schedule.plan import Direction, GroupInfo, Lane, Reason
 from graphshard.view.marks import Card
-from graphshard.view.sheet import Collective, Sheet
+from graphshard.view.sheet import CollectiveBar, Sheet
 from graphshard.view.text import bytes_text
 from graphshard.view.units import rate_text, reason_text, time_text
 
@@ -22,7 +22,7 @@ DECISION_WORDS = {
 }
 
 
-def collective_card(sheet: Sheet, found: Collective, infos: Mapping[int, GroupInfo]) -> Card:
+def collective_card(sheet: Sheet, found: CollectiveBar, infos: Mapping[int, GroupInfo]) -> Card:
     """Bytes, times, slack or exposed time, rate, memory, and why it runs when it does."""
     entry = found.entry
     ranks = infos[found.step.groups[0]].world_size
@@ -40,7 +40,7 @@ def collective_card(sheet: Sheet, found: Collective, infos: Mapping[int, GroupIn
     return tuple(card)
 
 
-def _times(sheet: Sheet, found: Collective) -> Iterator[tuple[str, str]]:
+def _times(sheet: Sheet, found: CollectiveBar) -> Iterator[tuple[str, str]]:
     yield "start", time_text(found.start)
     yield "duration", time_text(found.end - found.start)
     measured_us = sheet.measured_us.get((found.direction, found.step))
@@ -52,7 +52,7 @@ def _times(sheet: Sheet, found: Collective) -> Iterator[tuple[str, str]]:
         yield "slack", f"{time_text(found.slack_us)}: done before its wait"
 
 
-def _rate(found: Collective, ranks: int) -> Iterator[tuple[str, str]]:
+def _rate(found: CollectiveBar, ranks: int) -> Iterator[tuple[str, str]]:
     """What one rank receives from the others, per time."""
     took_us = found.end - found.start
     received_bytes = found.entry.size_bytes * (ranks - 1) / ranks
@@ -60,7 +60,7 @@ def _rate(found: Collective, ranks: int) -> Iterator[tuple[str, str]]:
         yield "received at", rate_text(received_bytes, took_us)
 
 
-def wait_card(sheet: Sheet, found: Collective) -> Card:
+def wait_card(sheet: Sheet, found: CollectiveBar) -> Card:
     """What compute waits for, how long, and why that was not issued earlier."""
     assert found.wait is not None
     return (
@@ -73,7 +73,7 @@ def wait_card(sheet: Sheet, found: Collective) -> Card:
     )
 
 
-def why_then(sheet: Sheet, found: Collective) -> Iterator[tuple[str, str]]:
+def why_then(sheet: Sheet, found: CollectiveBar) -> Iterator[tuple[str, str]]:
     """Why the collective is issued where it is, not earlier."""
     for reason in sheet.plan.reasons:
         about = (reason.group, reason.direction, reason.what)
@@ -97,5 +97,5 @@ def _applies(reason: Reason, direction: Direction | None, gather: bool) -> bool:
     return reason.what in DECISION_WORDS and direction in (None, reason.direction)
 
 
-def _gathers(found: Collective) -> bool:
+def _gathers(found: CollectiveBar) -> bool:
     return found.step.lane is Lane.ALL_GATHER

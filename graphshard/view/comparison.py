@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from graphshard.schedule.comparison import Comparison, Pair, Row
+from graphshard.schedule.comparison import Comparison, ComparisonRow, Pair
 from graphshard.schedule.plan import Plan, Step, StepKind
 from graphshard.view.names import shown
 from graphshard.view.text import count_text, group_name
@@ -39,7 +39,7 @@ def _ops(step: Step) -> str:
 
 
 def _table(
-    title: str, rows: Sequence[Row], error: float | None, name: Callable[[Step], str]
+    title: str, rows: Sequence[ComparisonRow], error: float | None, name: Callable[[Step], str]
 ) -> Iterator[str]:
     middle = "" if error is None else f", median error {error:.1%}"
     yield f"{len(rows)} {title}{middle}"

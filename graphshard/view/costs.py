@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphshard.cost.comm import Group
+from graphshard.cost.comm import RankGroup
 from graphshard.cost.curve import Curve, Fit
-from graphshard.cost.profile import Profile
+from graphshard.cost.profile import CostProfile
 
 # Name, base, rate by size class, errors.
 ROW = "{:<38}{:>10}  {:<26}{:>8}{:>8}"
 
 
-def profile_lines(profile: Profile) -> str:
+def profile_lines(profile: CostProfile) -> str:
     """One row per fit. Rates are GB/s (bus bandwidth; bytes read and written) or Gflop/s.
 
     Rates of several size classes go from small to large. The errors are the median and the
@@ -29,7 +29,7 @@ def profile_lines(profile: Profile) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _rows(profile: Profile) -> Iterator[str]:
+def _rows(profile: CostProfile) -> Iterator[str]:
     for comm in profile.comm:
         yield _row(f"{comm.kind} {_group_text(comm.group)}", comm.fit, "GB/s")
     for dtype, fit in profile.arithmetic:
@@ -58,7 +58,7 @@ def _rate(us_per_unit: float) -> str:
     return f"{rate:,.3g}" if rate < 100 else f"{rate:,.0f}"
 
 
-def _group_text(group: Group) -> str:
+def _group_text(group: RankGroup) -> str:
     if group.nodes == 1:
         return f"{group.name}, {group.ranks} ranks"
     return f"{group.name}, {group.nodes} x {group.ranks_per_node} ranks"

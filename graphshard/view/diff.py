@@ -15,7 +15,7 @@ from graphshard.errors import MeasureError
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan
 from graphshard.schedule.steps import StepKind
-from graphshard.view.moves import Move, moves
+from graphshard.view.moves import MoveRow, moves
 from graphshard.view.names import shown
 from graphshard.view.scenario import Scenario, measured, predicted
 
@@ -23,7 +23,7 @@ COMPUTE, COPIES, WAITS, REST = "compute", "copies", "exposed", "not of one part"
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ComparedFigure:
     """One number of both sides; None where a side does not know it."""
 
     name: str
@@ -58,10 +58,10 @@ class Diff:
 
     before: str
     after: str
-    step_time_us: Figure
-    exposed_us: Figure
-    peak_bytes: Figure
-    moves: tuple[Move, ...]
+    step_time_us: ComparedFigure
+    exposed_us: ComparedFigure
+    peak_bytes: ComparedFigure
+    moves: tuple[MoveRow, ...]
     contributions: tuple[Contribution, ...]
 
 
@@ -79,13 +79,13 @@ def diff(before: Plan, after: Plan) -> Diff:
         s.exposed_us if e is None else e.exposed_us for s, e in zip(sides, estimates, strict=True)
     ]
     peaks = [None if e is None else e.peak_bytes for e in estimates]
-    step_time_us = Figure("step time", *step_us)
+    step_time_us = ComparedFigure("step time", *step_us)
     return Diff(
         before="before",
         after="after",
         step_time_us=step_time_us,
-        exposed_us=Figure("exposed communication", *exposed_us),
-        peak_bytes=Figure("peak memory", *peaks),
+        exposed_us=ComparedFigure("exposed communication", *exposed_us),
+        peak_bytes=ComparedFigure("peak memory", *peaks),
         moves=tuple(moves(before, after)),
         contributions=contributions(*sides, step_time_us),
     )
@@ -102,14 +102,14 @@ def diff_measured(plan: Plan, found: Measured) -> Diff:
         plan.compare(found)
     except ValueError as error:
         raise MeasureError("GS805", f"what was measured is not of {plan.name}: {error}") from error
-    step_time_us = Figure("step time", own.us, found.step_time_us)
+    step_time_us = ComparedFigure("step time", own.us, found.step_time_us)
     peak_bytes = None if plan.estimate is None else plan.estimate.peak_bytes
     return Diff(
         before="predicted",
         after="measured",
         step_time_us=step_time_us,
-        exposed_us=Figure("exposed communication", own.exposed_us, found.exposed_us),
-        peak_bytes=Figure("peak memory", peak_bytes, None),
+        exposed_us=ComparedFigure("exposed communication", own.exposed_us, found.exposed_us),
+        peak_bytes=ComparedFigure("peak memory", peak_bytes, None),
         moves=(),
         contributions=contributions(own, measured(plan, found), step_time_us),
     )
@@ -123,7 +123,7 @@ def _predicted(plan: Plan) -> Scenario:
 
 
 def contributions(
-    before: Scenario, after: Scenario, step_time_us: Figure
+    before: Scenario, after: Scenario, step_time_us: ComparedFigure
 ) -> tuple[Contribution, ...]:
     """What parts of both scenarios changed, largest change first, with what they leave over."""
     ours, theirs = _parts(before), _parts(after)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from graphshard.view.diff import Contribution, Diff, Figure
-from graphshard.view.moves import Move
+from graphshard.view.diff import ComparedFigure, Contribution, Diff
+from graphshard.view.moves import MoveRow
 from graphshard.view.text import WIDTH, bytes_text, count_text
 from graphshard.view.units import change_text, time_text
 
@@ -44,7 +44,7 @@ def diff_dict(found: Diff) -> dict[str, Any]:
     }
 
 
-def _time_row(figure: Figure) -> str:
+def _time_row(figure: ComparedFigure) -> str:
     assert figure.before is not None
     assert figure.after is not None
     change = change_text(figure.after, figure.before)
@@ -59,7 +59,7 @@ def _exposed_row(found: Diff) -> str:
     return _line(figure.name, cells)
 
 
-def _peak_row(figure: Figure) -> str:
+def _peak_row(figure: ComparedFigure) -> str:
     cells = ["-" if n is None else bytes_text(int(n)) for n in (figure.before, figure.after)]
     change = figure.change
     sign = "" if not change else "-" if change < 0 else "+"
@@ -67,7 +67,7 @@ def _peak_row(figure: Figure) -> str:
     return _line(figure.name, (*cells, text))
 
 
-def _moves(found: Sequence[Move]) -> Iterator[str]:
+def _moves(found: Sequence[MoveRow]) -> Iterator[str]:
     """One row per kind of move, with the groups that it is about."""
     rows: dict[str, list[str]] = {}
     for move in found:

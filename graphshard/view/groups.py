@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from graphshard.schedule.plan import GroupInfo, Lane
 from graphshard.view.cards import DECISION_WORDS, decisions
 from graphshard.view.residency import resident
-from graphshard.view.sheet import Collective, Sheet
+from graphshard.view.sheet import CollectiveBar, Sheet
 from graphshard.view.text import bytes_text, group_name
 from graphshard.view.timeline import ResidencyRow
 from graphshard.view.units import time_text
@@ -29,7 +29,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class GroupLine:
     group: int
     name: str
     cells: tuple[Cell, ...]
@@ -40,7 +40,7 @@ class Table:
     """titles: of the cells, without the group's own column. The last column is prose."""
 
     titles: tuple[str, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[GroupLine, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def table_of(sheet: Sheet) -> Table:
     return Table(titles, tuple(lines))
 
 
-def _line(sheet: Sheet, row: ResidencyRow, shares: Mapping[int, _Share]) -> Line:
+def _line(sheet: Sheet, row: ResidencyRow, shares: Mapping[int, _Share]) -> GroupLine:
     group = row.group
     cells = [
         _count(len(group.params)),
@@ -75,7 +75,7 @@ def _line(sheet: Sheet, row: ResidencyRow, shares: Mapping[int, _Share]) -> Line
         cells.append(_time(resident(sheet, row)))
     cells.append(_text("kept" if _kept(sheet, row) else "resharded"))
     cells.append(_text(_because(sheet, group)))
-    return Line(group.id, group_name(group), tuple(cells))
+    return GroupLine(group.id, group_name(group), tuple(cells))
 
 
 def _kept(sheet: Sheet, row: ResidencyRow) -> bool:
@@ -101,7 +101,7 @@ def _shares(sheet: Sheet) -> dict[int, _Share]:
     return found
 
 
-def _parts(found: Collective, infos: Mapping[int, GroupInfo]) -> list[tuple[int, float]]:
+def _parts(found: CollectiveBar, infos: Mapping[int, GroupInfo]) -> list[tuple[int, float]]:
     groups = found.step.groups
     if len(groups) == 1:
         return [(groups[0], 1.0)]
@@ -109,7 +109,7 @@ def _parts(found: Collective, infos: Mapping[int, GroupInfo]) -> list[tuple[int,
     return [(group, infos[group].gathered_bytes / whole) for group in groups]
 
 
-def _plus(before: _Share, found: Collective, part: float) -> _Share:
+def _plus(before: _Share, found: CollectiveBar, part: float) -> _Share:
     us = part * (found.end - found.start)
     gathers = found.step.lane is Lane.ALL_GATHER
     return _Share(

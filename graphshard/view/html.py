@@ -23,8 +23,8 @@ from graphshard.schedule.plan import Plan
 from graphshard.view.groups import table_of
 from graphshard.view.headline import headline
 from graphshard.view.lanes import lane_rows
-from graphshard.view.marks import Row, Words, packed
-from graphshard.view.memory import Memory, memory_of
+from graphshard.view.marks import MarkRow, Words, packed
+from graphshard.view.memory import MemoryChart, memory_of
 from graphshard.view.names import shown
 from graphshard.view.residency import residency_rows
 from graphshard.view.sheet import Sheet, sheet_of
@@ -113,7 +113,7 @@ def _partial(sheet: Sheet) -> str:
     )
 
 
-def _views(sheet: Sheet) -> dict[str, list[Row]]:
+def _views(sheet: Sheet) -> dict[str, list[MarkRow]]:
     return {
         "lanes": lane_rows(sheet),
         "residency": residency_rows(sheet),
@@ -121,18 +121,18 @@ def _views(sheet: Sheet) -> dict[str, list[Row]]:
     }
 
 
-def _kinds(views: dict[str, list[Row]]) -> list[str]:
+def _kinds(views: dict[str, list[MarkRow]]) -> list[str]:
     """Of all marks, for the legends."""
     marks = (mark for rows in views.values() for row in rows for mark in row.marks)
     return list(dict.fromkeys(mark.kind for mark in marks))
 
 
-def _payload(sheet: Sheet, views: dict[str, list[Row]], memory: Memory) -> dict[str, Any]:
+def _payload(sheet: Sheet, views: dict[str, list[MarkRow]], memory: MemoryChart) -> dict[str, Any]:
     """What the script draws; see the comment at the top of picture.js."""
     digits = DIGITS_US if sheet.axis.timed else DIGITS_SHARE
     words = Words()
     peak = () if memory.peak is None else (memory.peak,)
-    rows = {**views, "memory": [Row("", peak)]}
+    rows = {**views, "memory": [MarkRow("", peak)]}
     places = [*sheet.axis.reached, sheet.axis.end]
     return {
         "timed": sheet.axis.timed,
@@ -145,11 +145,11 @@ def _payload(sheet: Sheet, views: dict[str, list[Row]], memory: Memory) -> dict[
     }
 
 
-def _end(sheet: Sheet, views: dict[str, list[Row]]) -> float:
+def _end(sheet: Sheet, views: dict[str, list[MarkRow]]) -> float:
     """Where the axis ends: with the longest strip."""
     ends = [mark.end for row in views["compare"] for mark in row.marks]
     return max([sheet.axis.end, *ends]) or 1.0
 
 
-def _curves(memory: Memory) -> dict[str, Any]:
+def _curves(memory: MemoryChart) -> dict[str, Any]:
     return {key: value for key, value in asdict(memory).items() if key != "peak"}

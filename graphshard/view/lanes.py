@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from graphshard.schedule.plan import Direction, GroupInfo, Lane, StepKind
 from graphshard.view.cards import collective_card, decisions, wait_card
-from graphshard.view.marks import Mark, Row
-from graphshard.view.sheet import Collective, Sheet
+from graphshard.view.marks import AxisMark, MarkRow
+from graphshard.view.sheet import CollectiveBar, Sheet
 from graphshard.view.text import LANE_WORDS, count_text, lane_names
 from graphshard.view.timeline import computing_groups
 from graphshard.view.units import time_text
@@ -20,10 +20,10 @@ from graphshard.view.units import time_text
 MARK_KINDS = {Lane.ALL_GATHER: "gather", Lane.REDUCE_SCATTER: "reduce"}
 
 
-def lane_rows(sheet: Sheet) -> list[Row]:
+def lane_rows(sheet: Sheet) -> list[MarkRow]:
     """Compute, then the queues of collectives."""
     compute = sorted(_compute(sheet), key=lambda mark: mark.start)
-    return [Row("compute", tuple(compute)), *_queues(sheet)]
+    return [MarkRow("compute", tuple(compute)), *_queues(sheet)]
 
 
 # -- the compute lane ----------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class _Work:
     steps: tuple[int, ...]
 
 
-def _compute(sheet: Sheet) -> Iterator[Mark]:
+def _compute(sheet: Sheet) -> Iterator[AxisMark]:
     for work in _works(sheet):
         yield _work_mark(sheet, work)
     for found in sheet.collectives:
@@ -74,7 +74,7 @@ def _adjoin(done: Sequence[float], work: _Work, index: int) -> bool:
     return done[work.last] == done[index - 1]
 
 
-def _work_mark(sheet: Sheet, work: _Work) -> Mark:
+def _work_mark(sheet: Sheet, work: _Work) -> AxisMark:
     axis, steps = sheet.axis, sheet.rows.steps
     ops = sum(steps[i].stop - steps[i].start for i in work.steps)
     start, end = axis.begun[work.first], axis.done[work.last]
@@ -89,7 +89,7 @@ def _work_mark(sheet: Sheet, work: _Work) -> Mark:
     title = f"{work.direction} compute{name and ', '}{name or ', ' + count_text(ops, 'op')}"
     label = name or count_text(ops, "op")
     groups = () if work.group is None else (work.group,)
-    return Mark(str(work.direction), start, end, title, tuple(card), groups, label)
+    return AxisMark(str(work.direction), start, end, title, tuple(card), groups, label)
 
 
 def _measured(sheet: Sheet, work: _Work) -> list[tuple[str, str]]:
@@ -104,17 +104,17 @@ def _most_alive(sheet: Sheet, work: _Work) -> str:
     return sheet.alive_text(step)
 
 
-def _wait_mark(sheet: Sheet, found: Collective) -> Mark:
+def _wait_mark(sheet: Sheet, found: CollectiveBar) -> AxisMark:
     assert found.wait is not None
     kind = LANE_WORDS[found.step.lane]
     name = found.entry.group or "(root)"
     title = f"compute waits for the {kind} of {name}"
     start, end = sheet.axis.reached[found.wait], sheet.axis.begun[found.wait]
     card = wait_card(sheet, found)
-    return Mark("wait", start, end, title, card, found.step.groups, f"waits: {name}")
+    return AxisMark("wait", start, end, title, card, found.step.groups, f"waits: {name}")
 
 
-def _copies(sheet: Sheet) -> Iterator[Mark]:
+def _copies(sheet: Sheet) -> Iterator[AxisMark]:
     """Work of communication steps: copies into and out of buckets."""
     axis = sheet.axis
     for index, step in enumerate(sheet.rows.steps):
@@ -129,13 +129,13 @@ def _copies(sheet: Sheet) -> Iterator[Mark]:
             (f"{sheet.alive_word} then", sheet.alive_text(index)),
         )
         title = f"copy {way} the {LANE_WORDS[step.lane]} bucket of {names}"
-        yield Mark("copy", start, end, title, card, step.groups)
+        yield AxisMark("copy", start, end, title, card, step.groups)
 
 
 # -- the other lanes -----------------------------------------------------------------------------
 
 
-def _queues(sheet: Sheet) -> Iterator[Row]:
+def _queues(sheet: Sheet) -> Iterator[MarkRow]:
     infos = {g.id: g for g in sheet.plan.groups}
     names = lane_names((found.lane, found.step.lane) for found in sheet.collectives)
     for lane, name in names.items():
@@ -144,19 +144,19 @@ def _queues(sheet: Sheet) -> Iterator[Row]:
         if not sheet.axis.timed:
             marks += _kept(sheet, own)
         marks.sort(key=lambda mark: (mark.start, mark.row))
-        yield Row(name, tuple(marks), 1 + max(mark.row for mark in marks))
+        yield MarkRow(name, tuple(marks), 1 + max(mark.row for mark in marks))
 
 
-def _collective_mark(sheet: Sheet, found: Collective, infos: dict[int, GroupInfo]) -> Mark:
+def _collective_mark(sheet: Sheet, found: CollectiveBar, infos: dict[int, GroupInfo]) -> AxisMark:
     lane = found.step.lane
     name = " + ".join(sheet.names[group] for group in found.step.groups)
     title = f"{found.direction} {LANE_WORDS[lane]}, {name}"
     card = collective_card(sheet, found, infos)
     kind = MARK_KINDS[lane]
-    return Mark(kind, found.start, found.end, title, card, found.step.groups, name, found.row)
+    return AxisMark(kind, found.start, found.end, title, card, found.step.groups, name, found.row)
 
 
-def _kept(sheet: Sheet, own: Sequence[Collective]) -> Iterator[Mark]:
+def _kept(sheet: Sheet, own: Sequence[CollectiveBar]) -> Iterator[AxisMark]:
     """Gathers that find their group still gathered; drawn where there are no times to draw."""
     if own[0].step.lane is not Lane.ALL_GATHER:
         return
@@ -167,4 +167,4 @@ def _kept(sheet: Sheet, own: Sequence[Collective]) -> Iterator[Mark]:
                 title = f"{sheet.names[segment.group]}: no all-gather, kept from forward"
                 start, end = axis.reached[segment.first], axis.done[segment.last]
                 card = (("used from", f"step {segment.first}"), *decisions(sheet, segment.group))
-                yield Mark("kept", start, end, title, card, (segment.group,), "", segment.row)
+                yield AxisMark("kept", start, end, title, card, (segment.group,), "", segment.row)

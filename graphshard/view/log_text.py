@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphshard.schedule.measured import Measured
-from graphshard.schedule.plan import Course, Plan
+from graphshard.schedule.plan import Baseline, Plan
 from graphshard.schedule.steps import ISSUES, range_name
 from graphshard.view.names import shown
 from graphshard.view.scenario import Carried, Scenario, predicted
@@ -82,7 +82,7 @@ def _reason(plan: Plan, own: Scenario, carried: Carried) -> str:
     return reason_text(next(found, ""))
 
 
-def _us(course: Course) -> float:
+def _us(course: Baseline) -> float:
     return sum(forecast.us for forecast in course.forecasts)
 
 

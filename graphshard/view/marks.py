@@ -14,7 +14,7 @@ Card = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class AxisMark:
     """A stretch of the axis. kind: a CSS class; card: what is shown and said of it, in order;
     groups: each a GroupInfo.id; label: written on it where there is room; row: within its lane."""
 
@@ -29,11 +29,11 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MarkRow:
     """Marks in the order in which the arrow keys walk them, on `depth` rows. note: at its end."""
 
     name: str
-    marks: tuple[Mark, ...]
+    marks: tuple[AxisMark, ...]
     depth: int = 1
     note: str = ""
 
@@ -52,7 +52,7 @@ class Words:
         return list(self.numbers)
 
 
-def packed(rows: Iterable[Row], words: Words, digits: int) -> list[dict[str, Any]]:
+def packed(rows: Iterable[MarkRow], words: Words, digits: int) -> list[dict[str, Any]]:
     """Each mark as a list: kind, start, end, row, groups (with blanks between), label, title, then
     keys and values of its card. All texts are numbers of `words`; places have `digits` digits."""
     return [
@@ -66,7 +66,7 @@ def packed(rows: Iterable[Row], words: Words, digits: int) -> list[dict[str, Any
     ]
 
 
-def _packed(mark: Mark, words: Words, digits: int) -> list[float]:
+def _packed(mark: AxisMark, words: Words, digits: int) -> list[float]:
     card = [words.number(text) for pair in mark.card for text in pair]
     groups = " ".join(map(str, mark.groups))
     texts = [words.number(text) for text in (groups, mark.label, mark.title)]

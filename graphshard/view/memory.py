@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from graphshard.schedule.plan import Category, Direction, Figures, Owner
 from graphshard.view.axis import axis_of
-from graphshard.view.marks import Mark
+from graphshard.view.marks import AxisMark
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import bytes_text, step_text
 
@@ -45,7 +45,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryChart:
     """layers: from the ground up. rival: places and bytes of FSDP2's own total, where it changes.
     ticks: bytes and their words; the last is the top of the picture. budget_bytes: None if it is
     not in the picture."""
@@ -56,10 +56,10 @@ class Memory:
     budget_bytes: int | None
     peak_bytes: int
     peak_step: int | None
-    peak: Mark | None
+    peak: AxisMark | None
 
 
-def memory_of(sheet: Sheet) -> Memory:
+def memory_of(sheet: Sheet) -> MemoryChart:
     """The curves of the plan; empty for a plan without steps."""
     columns = _columns(sheet)
     at = _peak_step(sheet)
@@ -69,7 +69,7 @@ def memory_of(sheet: Sheet) -> Memory:
     budget = sheet.plan.estimate.budget_bytes if sheet.plan.estimate else None
     if budget is not None and budget > MOST_ROOM * highest:
         budget = None
-    return Memory(
+    return MemoryChart(
         layers=tuple(
             Layer(name, kind, _size_at(sizes, at), tuple(_changes(sizes)))
             for name, kind, sizes in columns
@@ -139,7 +139,7 @@ def _figures(sheet: Sheet) -> Figures | None:
     return sheet.plan.estimate.ours if sheet.plan.estimate and sheet.by_category else None
 
 
-def _peak_mark(sheet: Sheet, at: int) -> Mark:
+def _peak_mark(sheet: Sheet, at: int) -> AxisMark:
     figures = _figures(sheet)
     size = bytes_text(figures.peak_bytes if figures else sheet.alive_bytes[at])
     owners = list(figures.peak_owners if figures else _gathered(sheet, at))
@@ -151,7 +151,7 @@ def _peak_mark(sheet: Sheet, at: int) -> Mark:
         card.append((f"and {len(rest):,} more", bytes_text(sum(owner.bytes for owner in rest))))
     place = sheet.axis.begun[at]
     title = f"peak {size}" + ("" if figures else " gathered")
-    return Mark("peak", place, place, title, tuple(card), label=f"peak {size}")
+    return AxisMark("peak", place, place, title, tuple(card), label=f"peak {size}")
 
 
 def _gathered(sheet: Sheet, at: int) -> Iterator[Owner]:

@@ -24,7 +24,7 @@ Key = tuple[StepKind, tuple[str, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MoveRow:
     """groups: FQNs. what: "kept", "resharded", "recomputed", "not recomputed", "together", "split",
     "alone", "earlier" or "later"; the last two with `num_ops`: over so many ops."""
 
@@ -35,7 +35,7 @@ class Move:
     num_ops: int = 0
 
 
-def moves(before: Plan, after: Plan) -> Iterator[Move]:
+def moves(before: Plan, after: Plan) -> Iterator[MoveRow]:
     """Nothing for two plans with equal schedules."""
     yield from _kept(before, after)
     yield from _recomputed(before, after)
@@ -46,13 +46,13 @@ def moves(before: Plan, after: Plan) -> Iterator[Move]:
             yield from _moved(ours.direction, old, new)
 
 
-def _kept(before: Plan, after: Plan) -> Iterator[Move]:
+def _kept(before: Plan, after: Plan) -> Iterator[MoveRow]:
     """From forward to backward."""
     old, new = ([_keeps(plan, group.fqn) for group in before.groups] for plan in (before, after))
     for group, was, is_now in zip(before.groups, old, new, strict=True):
         if was != is_now:
             text = "kept gathered until backward" if is_now else "resharded after forward"
-            yield Move("kept" if is_now else "resharded", (group.fqn,), text)
+            yield MoveRow("kept" if is_now else "resharded", (group.fqn,), text)
 
 
 def _keeps(plan: Plan, fqn: str) -> bool:
@@ -61,13 +61,13 @@ def _keeps(plan: Plan, fqn: str) -> bool:
     return any(step.kept and fqn in [groups[g] for g in step.groups] for step in released)
 
 
-def _recomputed(before: Plan, after: Plan) -> Iterator[Move]:
+def _recomputed(before: Plan, after: Plan) -> Iterator[MoveRow]:
     for fqn in after.recompute:
         if fqn not in before.recompute:
-            yield Move("recomputed", (fqn,), "computed again in backward")
+            yield MoveRow("recomputed", (fqn,), "computed again in backward")
     for fqn in before.recompute:
         if fqn not in after.recompute:
-            yield Move("not recomputed", (fqn,), "no longer computed again in backward")
+            yield MoveRow("not recomputed", (fqn,), "no longer computed again in backward")
 
 
 def _places(plan: Plan, schedule: Schedule) -> dict[Key, int]:
@@ -92,21 +92,23 @@ def _num_ops(schedule: Schedule) -> int:
 
 def _regrouped(
     direction: Direction, old: Mapping[Key, int], new: Mapping[Key, int]
-) -> Iterator[Move]:
+) -> Iterator[MoveRow]:
     for kind, groups, params in new:
         if kind not in ISSUES or (kind, groups, params) in old:
             continue
         name = f"{WORDS[kind][0]} in {direction}"
         if len(groups) > 1:
-            yield Move("together", groups, f"{name}: one for all", direction)
+            yield MoveRow("together", groups, f"{name}: one for all", direction)
         elif params:
             places = ", ".join(map(str, params))
-            yield Move("split", groups, f"{name}: one for parameters {places}", direction)
+            yield MoveRow("split", groups, f"{name}: one for parameters {places}", direction)
         elif any(k is kind and groups[0] in others for k, others, _ in old):
-            yield Move("alone", groups, f"{name}: alone, not split or with others", direction)
+            yield MoveRow("alone", groups, f"{name}: alone, not split or with others", direction)
 
 
-def _moved(direction: Direction, old: Mapping[Key, int], new: Mapping[Key, int]) -> Iterator[Move]:
+def _moved(
+    direction: Direction, old: Mapping[Key, int], new: Mapping[Key, int]
+) -> Iterator[MoveRow]:
     """Issues of what both have; waits of reductions, since a gather's stands where it is used."""
     for key, place in new.items():
         kind, groups, _ = key
@@ -116,4 +118,4 @@ def _moved(direction: Direction, old: Mapping[Key, int], new: Mapping[Key, int])
         way = "earlier" if place < old[key] else "later"
         noun, verb = WORDS[kind]
         text = f"{noun} in {direction}: {verb} {num_ops:,} op{'s'[: num_ops != 1]} {way}"
-        yield Move(way, groups, text, direction, num_ops)
+        yield MoveRow(way, groups, text, direction, num_ops)

@@ -33,7 +33,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """One point of a sweep; times and bytes are None where nothing fits.
 
     tokens_per_s: of one rank, None if the point does not say how many tokens a step has.
@@ -63,7 +63,7 @@ def plan_text(plan: Plan, where: str, effort: Effort, path: str) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def sweep_text(name: str, rows: Sequence[Row], effort: Effort) -> str:
+def sweep_text(name: str, rows: Sequence[SweepRow], effort: Effort) -> str:
     """A table of all points; those that no other beats in time and memory are marked."""
     lines = [name, "", *_effort(effort), ""]
     names = list(dict.fromkeys(key for row in rows for key, _ in row.sizes))
@@ -79,7 +79,7 @@ def sweep_text(name: str, rows: Sequence[Row], effort: Effort) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def pareto(rows: Sequence[Row]) -> frozenset[int]:
+def pareto(rows: Sequence[SweepRow]) -> frozenset[int]:
     """Indices of the rows that no other row beats in time (of a token, or of a step) and peak."""
     found = [
         (index, _cost(row), row.peak_bytes) for index, row in enumerate(rows) if row.peak_bytes
@@ -91,7 +91,7 @@ def pareto(rows: Sequence[Row]) -> frozenset[int]:
     )
 
 
-def _cost(row: Row) -> float:
+def _cost(row: SweepRow) -> float:
     if row.tokens_per_s:
         return 1e6 / row.tokens_per_s
     return row.step_time_us or 0.0
@@ -168,11 +168,11 @@ def _more(size: int) -> str:
     return (_difference(0, size) if size else "").rjust(COLUMN)
 
 
-def _failed(rows: Sequence[Row]) -> list[Row]:
+def _failed(rows: Sequence[SweepRow]) -> list[SweepRow]:
     return [row for row in rows if row.why_not]
 
 
-def _cells(row: Row, names: Sequence[str], best: bool) -> list[str]:
+def _cells(row: SweepRow, names: Sequence[str], best: bool) -> list[str]:
     sizes = dict(row.sizes)
     budget = "-" if row.budget_bytes is None else bytes_text(row.budget_bytes)
     cells = [f"{row.world_size:,}", row.hardware, budget]

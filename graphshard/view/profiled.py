@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from graphshard.errors import MeasureError
-from graphshard.schedule.measured import Measured, Stretch
+from graphshard.schedule.measured import Measured, Segment
 from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
 from graphshard.schedule.steps import WAITS, direction_range_name, range_name
 from graphshard.view.trace import OUR_RANGES, Event, events_of, is_time, read_any
@@ -199,8 +199,8 @@ def _waiting_us(event: _Slice, host: _Host) -> float:
     return min(starts[place] if place < len(starts) else end, end) - event.ts
 
 
-def _stretches(schedule: Schedule, laps: Sequence[Times]) -> tuple[Stretch, ...]:
+def _stretches(schedule: Schedule, laps: Sequence[Times]) -> tuple[Segment, ...]:
     return tuple(
-        Stretch(step, median(us for us, _ in own), median(waiting for _, waiting in own))
+        Segment(step, median(us for us, _ in own), median(waiting for _, waiting in own))
         for step, own in zip(schedule.steps, zip(*laps, strict=True), strict=True)
     )

@@ -10,16 +10,17 @@ from collections.abc import Iterator
 
 from graphshard.schedule.plan import GroupInfo
 from graphshard.view.cards import decisions
-from graphshard.view.marks import Mark, Row
+from graphshard.view.marks import AxisMark, MarkRow
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import bytes_text
 from graphshard.view.timeline import Bar, ResidencyRow
 
 
-def residency_rows(sheet: Sheet) -> list[Row]:
+def residency_rows(sheet: Sheet) -> list[MarkRow]:
     """One row per group; empty if the plan never gathers it."""
     return [
-        Row(sheet.names[row.group.id], tuple(_marks(sheet, row))) for row in sheet.rows.residency
+        MarkRow(sheet.names[row.group.id], tuple(_marks(sheet, row)))
+        for row in sheet.rows.residency
     ]
 
 
@@ -33,7 +34,7 @@ def _span(sheet: Sheet, bar: Bar) -> tuple[float, float]:
     return sheet.axis.reached[bar.first], sheet.axis.done[bar.last]
 
 
-def _marks(sheet: Sheet, row: ResidencyRow) -> Iterator[Mark]:
+def _marks(sheet: Sheet, row: ResidencyRow) -> Iterator[AxisMark]:
     for bar in row.bars:
         start, end = _span(sheet, bar)
         if bar.kept_from is None:
@@ -44,7 +45,9 @@ def _marks(sheet: Sheet, row: ResidencyRow) -> Iterator[Mark]:
             yield _mark(sheet, row.group, "kept", turn, end, bar)
 
 
-def _mark(sheet: Sheet, group: GroupInfo, kind: str, start: float, end: float, bar: Bar) -> Mark:
+def _mark(
+    sheet: Sheet, group: GroupInfo, kind: str, start: float, end: float, bar: Bar
+) -> AxisMark:
     name = sheet.names[group.id]
     title = f"{name}, gathered" if kind == "held" else f"{name}, kept gathered after forward"
     card = [
@@ -55,4 +58,4 @@ def _mark(sheet: Sheet, group: GroupInfo, kind: str, start: float, end: float, b
     if sheet.axis.timed:
         card.append(("for", sheet.place_text(end - start)))
     card += decisions(sheet, group.id)
-    return Mark(kind, start, end, title, tuple(card), (group.id,))
+    return AxisMark(kind, start, end, title, tuple(card), (group.id,))

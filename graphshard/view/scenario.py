@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from graphshard.schedule.estimate import Category
 from graphshard.schedule.forecast import CollectiveTime, Forecast, StepTime
-from graphshard.schedule.measured import Measured, Stretch
+from graphshard.schedule.measured import Measured, Segment
 from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
-from graphshard.schedule.signature import Entry
+from graphshard.schedule.signature import SignatureEntry
 from graphshard.schedule.steps import ISSUE_OF, ISSUES, range_name
 from graphshard.view.timeline import computing_groups
 
@@ -21,7 +21,7 @@ OURS, FSDP2, MEASURED = "graphshard, predicted", "FSDP2, predicted", "graphshard
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ComputeSpan:
     """One step on the compute lane: it waits `exposed_us`, then works for `us`.
 
     where: what is computed, as "forward layers.3"; or the name of the communication step.
@@ -48,7 +48,7 @@ class Carried:
     issue, wait: places in `Scenario.works` (wait: None if nothing waits for it).
     """
 
-    entry: Entry
+    entry: SignatureEntry
     name: str
     lane: int
     issue: int
@@ -62,7 +62,7 @@ class Scenario:
     """Everything on one clock. works follow one another without a gap."""
 
     title: str
-    works: tuple[Work, ...]
+    works: tuple[ComputeSpan, ...]
     collectives: tuple[Carried, ...]
 
     @property
@@ -114,7 +114,7 @@ def measured(plan: Plan, found: Measured) -> Scenario:
 
 
 def _laid_out(
-    direction: Direction, stretches: Sequence[Stretch], lanes: dict[tuple[object, ...], int]
+    direction: Direction, stretches: Sequence[Segment], lanes: dict[tuple[object, ...], int]
 ) -> Forecast:
     steps: list[StepTime] = []
     for stretch in stretches:
@@ -161,7 +161,7 @@ def _identity(direction: Direction, step: Step) -> tuple[object, ...]:
 
 
 def _scenario(plan: Plan, title: str, pairs: Sequence[tuple[Schedule, Forecast]]) -> Scenario:
-    works: list[Work] = []
+    works: list[ComputeSpan] = []
     collectives: list[Carried] = []
     names = {group.id: group.fqn for group in plan.groups}
     start_us = 0.0
@@ -174,7 +174,7 @@ def _scenario(plan: Plan, title: str, pairs: Sequence[tuple[Schedule, Forecast]]
 
 def _works(
     schedule: Schedule, forecast: Forecast, names: dict[int, str], start_us: float
-) -> Iterator[Work]:
+) -> Iterator[ComputeSpan]:
     owners = computing_groups(schedule.steps)
     for index, (step, time) in enumerate(zip(schedule.steps, forecast.steps, strict=True)):
         if step.kind is StepKind.COMPUTE:
@@ -183,7 +183,7 @@ def _works(
             where = " ".join([str(schedule.direction), *owner])
         else:
             where = _name(step, names)
-        yield Work(
+        yield ComputeSpan(
             direction=schedule.direction,
             step=step,
             where=where,

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from graphshard.schedule.forecast import CollectiveTime
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Direction, Lane, Plan, Step
-from graphshard.schedule.signature import Entry
+from graphshard.schedule.signature import SignatureEntry
 from graphshard.view.axis import Axis, axis_of, offsets_us
 from graphshard.view.text import bytes_text, group_name
-from graphshard.view.timeline import Segment, Timeline, timeline
+from graphshard.view.timeline import LaneSegment, Timeline, timeline
 from graphshard.view.units import time_text
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CollectiveBar:
     """One collective on its lane. issue, wait: numbers of its steps (wait None: not in this plan).
 
     start, end: on the axis; without times they are the places of issue and wait. lane: number of
@@ -31,7 +31,7 @@ class Collective:
 
     step: Step
     direction: Direction
-    entry: Entry
+    entry: SignatureEntry
     issue: int
     wait: int | None
     lane: int
@@ -51,7 +51,7 @@ class Sheet:
     rows: Timeline
     axis: Axis
     names: Mapping[int, str]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[CollectiveBar, ...]
     alive_bytes: tuple[int, ...]
     measured: Measured | None
     measured_us: Mapping[tuple[Direction, Step], float]
@@ -99,7 +99,7 @@ def _measured_us(plan: Plan, measured: Measured | None) -> dict[tuple[Direction,
     return {(row.direction, row.step): row.us.measured_us for row in both}
 
 
-def _collectives(plan: Plan, rows: Timeline, axis: Axis) -> Iterator[Collective]:
+def _collectives(plan: Plan, rows: Timeline, axis: Axis) -> Iterator[CollectiveBar]:
     """In the order of issue, forward first, which is that of `plan.skeleton`."""
     found = [s for lane in rows.lanes for s in lane.segments if s.group is not None and not s.kept]
     found.sort(key=lambda s: s.first)
@@ -115,18 +115,18 @@ def _collectives(plan: Plan, rows: Timeline, axis: Axis) -> Iterator[Collective]
             end = offset_us + on_lane.end_us
             exposed_us = 0.0 if wait is None else axis.begun[wait] - axis.reached[wait]
             slack_us = None if wait is None else max(axis.reached[wait] - end, 0.0)
-            yield Collective(
+            yield CollectiveBar(
                 step, segment.direction, entry, segment.first, wait, on_lane.lane, 0,
                 offset_us + on_lane.start_us, end, exposed_us, slack_us,
             )  # fmt: skip
 
 
 def _untimed(
-    segment: Segment, step: Step, entry: Entry, wait: int | None, axis: Axis
-) -> Collective:
+    segment: LaneSegment, step: Step, entry: SignatureEntry, wait: int | None, axis: Axis
+) -> CollectiveBar:
     lane = 1 + (segment.lane is Lane.REDUCE_SCATTER)
     start, end = axis.reached[segment.first], axis.done[segment.last]
-    return Collective(
+    return CollectiveBar(
         step, segment.direction, entry, segment.first, wait, lane, segment.row, start, end
     )
 

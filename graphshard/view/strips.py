@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from graphshard.schedule.measured import Measured
-from graphshard.schedule.plan import Course, Direction, Estimate, Step
-from graphshard.view.marks import Mark, Row
+from graphshard.schedule.plan import Baseline, Direction, Estimate, Step
+from graphshard.view.marks import AxisMark, MarkRow
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import LANE_WORDS
 from graphshard.view.units import time_text
@@ -26,14 +26,14 @@ class _Piece:
     work_us: float
 
 
-def strip_rows(sheet: Sheet) -> list[Row]:
+def strip_rows(sheet: Sheet) -> list[MarkRow]:
     """FSDP2 first; empty for a plan without the cost model that was not measured either."""
     plan = sheet.plan
     rows = []
     if plan.fsdp2 is not None:
         rows.append(_row(sheet, "FSDP2, predicted", _predicted(plan.fsdp2)))
     if plan.forecasts:
-        own = Course(plan.schedules, plan.forecasts)
+        own = Baseline(plan.schedules, plan.forecasts)
         rows.append(_row(sheet, "graphshard, predicted", _predicted(own)))
     if sheet.measured is not None:
         note = _measured_note(sheet.measured, plan.estimate)
@@ -41,7 +41,7 @@ def strip_rows(sheet: Sheet) -> list[Row]:
     return rows
 
 
-def _predicted(course: Course) -> Iterator[_Piece]:
+def _predicted(course: Baseline) -> Iterator[_Piece]:
     for schedule, forecast in zip(course.schedules, course.forecasts, strict=True):
         for step, time in zip(schedule.steps, forecast.steps, strict=True):
             yield _Piece(schedule.direction, step, time.exposed_us, time.work_us)
@@ -66,14 +66,14 @@ def _note(step_us: float, exposed_us: float) -> str:
     return f"{time_text(step_us)}, exposed {time_text(exposed_us)}"
 
 
-def _row(sheet: Sheet, name: str, pieces: Iterable[_Piece], note: str = "") -> Row:
+def _row(sheet: Sheet, name: str, pieces: Iterable[_Piece], note: str = "") -> MarkRow:
     pieces = list(pieces)
     waiting_us = sum(piece.wait_us for piece in pieces)
     whole_us = waiting_us + sum(piece.work_us for piece in pieces)
-    return Row(name, tuple(_marks(sheet, name, pieces)), 1, note or _note(whole_us, waiting_us))
+    return MarkRow(name, tuple(_marks(sheet, name, pieces)), 1, note or _note(whole_us, waiting_us))
 
 
-def _marks(sheet: Sheet, name: str, pieces: Iterable[_Piece]) -> Iterator[Mark]:
+def _marks(sheet: Sheet, name: str, pieces: Iterable[_Piece]) -> Iterator[AxisMark]:
     """Work between two waits is one mark."""
     since = now = 0.0
     direction = Direction.FORWARD
@@ -90,14 +90,14 @@ def _marks(sheet: Sheet, name: str, pieces: Iterable[_Piece]) -> Iterator[Mark]:
         yield _work(name, direction, since, now)
 
 
-def _work(name: str, direction: Direction, start: float, end: float) -> Mark:
+def _work(name: str, direction: Direction, start: float, end: float) -> AxisMark:
     card = (("start", time_text(start)), ("duration", time_text(end - start)))
-    return Mark(str(direction), start, end, f"{name}: {direction}", card, label=str(direction))
+    return AxisMark(str(direction), start, end, f"{name}: {direction}", card, label=str(direction))
 
 
-def _waiting(sheet: Sheet, name: str, piece: _Piece, start: float, end: float) -> Mark:
+def _waiting(sheet: Sheet, name: str, piece: _Piece, start: float, end: float) -> AxisMark:
     groups = " + ".join(sheet.names[g] for g in piece.step.groups if g in sheet.names)
     kind = LANE_WORDS[piece.step.lane]
     what = f"waits for the {kind} of {groups}" if groups else "waits"
     card = (("start", time_text(start)), ("exposed", time_text(end - start)))
-    return Mark("wait", start, end, f"{name}: {what}", card, piece.step.groups)
+    return AxisMark("wait", start, end, f"{name}: {what}", card, piece.step.groups)

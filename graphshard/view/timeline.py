@@ -29,7 +29,7 @@ POINT_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class LaneSegment:
     """One bar of a lane, over the steps `first` to `last`.
 
     Compute has `num_ops` and no group; the rest has a group and no ops. `row` separates segments
@@ -54,7 +54,7 @@ class LaneRows:
 
     lane: Lane
     depth: int
-    segments: tuple[Segment, ...]
+    segments: tuple[LaneSegment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def axis_edges(steps: Sequence[Step]) -> tuple[float, ...]:
 
 def lane_rows(plan: Plan) -> tuple[LaneRows, ...]:
     """The three lanes, top to bottom: compute, all-gather, reduce-scatter."""
-    spans: dict[Lane, list[Segment]] = {lane: [] for lane in Lane}
+    spans: dict[Lane, list[LaneSegment]] = {lane: [] for lane in Lane}
     offset = 0
     for schedule in plan.schedules:
         numbered = list(enumerate(schedule.steps, start=offset))
@@ -175,15 +175,15 @@ def _num_ops(step: Step) -> int:
     return max(step.stop - step.start, 0) if step.kind is StepKind.COMPUTE else 0
 
 
-def _compute(direction: Direction, numbered: Iterable[tuple[int, Step]]) -> Iterator[Segment]:
+def _compute(direction: Direction, numbered: Iterable[tuple[int, Step]]) -> Iterator[LaneSegment]:
     for index, step in numbered:
         if step.kind is StepKind.COMPUTE:
-            yield Segment(Lane.COMPUTE, direction, index, index, num_ops=_num_ops(step))
+            yield LaneSegment(Lane.COMPUTE, direction, index, index, num_ops=_num_ops(step))
 
 
 def _communication(
     direction: Direction, numbered: Sequence[tuple[int, Step]], issue: StepKind
-) -> Iterator[Segment]:
+) -> Iterator[LaneSegment]:
     """One segment per issue, up to its next wait, or to the direction's last step."""
     waits: dict[tuple[object, ...], deque[int]] = defaultdict(deque)
     for index, step in numbered:
@@ -196,7 +196,7 @@ def _communication(
         while queue and queue[0] < index:  # a wait without an issue: the verifier's business
             queue.popleft()
         last = queue.popleft() if queue else None
-        yield Segment(
+        yield LaneSegment(
             lane=step.lane,
             direction=direction,
             first=last if step.kept and last is not None else index,
@@ -207,7 +207,7 @@ def _communication(
         )
 
 
-def _stack(lane: Lane, segments: Iterable[Segment]) -> LaneRows:
+def _stack(lane: Lane, segments: Iterable[LaneSegment]) -> LaneRows:
     """Each segment on the first row that is free at its first step."""
     busy_until: list[int] = []
     placed = []

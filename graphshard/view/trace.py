@@ -18,7 +18,7 @@ from graphshard.errors import FileError, MeasureError
 from graphshard.files.decode import MOST
 from graphshard.files.reading import read_packed_json
 from graphshard.schedule.plan import Lane, Plan, StepKind
-from graphshard.view.scenario import Carried, Scenario, Work, scenarios
+from graphshard.view.scenario import Carried, ComputeSpan, Scenario, scenarios
 from graphshard.view.text import lane_names
 
 Event: TypeAlias = dict[str, Any]
@@ -28,7 +28,7 @@ OUR_RANGES = "graphshard::"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TraceOffset:
     """Where events go in a file: the first free process id and flow id, and the time of zero."""
 
     pid: int = 1
@@ -93,16 +93,16 @@ def is_time(value: object) -> bool:
     return isinstance(value, int | float) and -MOST < value < MOST
 
 
-def trace_events(plan: Plan, place: Place | None = None) -> Iterator[Event]:
+def trace_events(plan: Plan, place: TraceOffset | None = None) -> Iterator[Event]:
     """The events of all scenarios of `plan`. Raises MeasureError (GS803) if it has none."""
-    place = place or Place()
+    place = place or TraceOffset()
     found = scenarios(plan)
     if not found:
         text = f"{plan.name} was made without the cost model and never measured: it has no times"
         raise MeasureError("GS803", text)
     flow = place.flow
     for number, scenario in enumerate(found):
-        at = Place(place.pid + number, flow, place.zero_us)
+        at = TraceOffset(place.pid + number, flow, place.zero_us)
         flow += len(scenario.collectives)
         yield from _names(scenario, at, number, plan.name)
         for work in scenario.works:
@@ -112,21 +112,21 @@ def trace_events(plan: Plan, place: Place | None = None) -> Iterator[Event]:
         yield from _memory(scenario, at)
 
 
-def _free_place(events: Iterable[Event]) -> Place:
+def _free_place(events: Iterable[Event]) -> TraceOffset:
     events = list(events)
     pids = [e["pid"] for e in events if isinstance(e.get("pid"), int)]
     flows = [e["id"] for e in events if isinstance(e.get("id"), int)]
     timed = [e for e in events if is_time(e.get("ts"))]
     starts = [e["ts"] for e in timed]
     own = [e["ts"] for e in timed if str(e.get("name", "")).startswith(OUR_RANGES)]
-    return Place(
+    return TraceOffset(
         pid=max(pids, default=0) + 1,
         flow=max(flows, default=0) + 1,
         zero_us=min(own or starts, default=0.0),
     )
 
 
-def _names(scenario: Scenario, at: Place, number: int, plan_name: str) -> Iterator[Event]:
+def _names(scenario: Scenario, at: TraceOffset, number: int, plan_name: str) -> Iterator[Event]:
     """What processes and threads are called, and the order in which they stand."""
     about = {"name": f"{scenario.title} ({plan_name})"}
     yield {"ph": "M", "name": "process_name", "pid": at.pid, "tid": COMPUTE_TID, "args": about}
@@ -145,7 +145,9 @@ def _tid(lane: int) -> int:
     return lane + 1
 
 
-def _slice(name: str, category: str, at: Place, tid: int, start_us: float, us: float) -> Event:
+def _slice(
+    name: str, category: str, at: TraceOffset, tid: int, start_us: float, us: float
+) -> Event:
     return {
         "ph": "X",
         "name": name,
@@ -158,7 +160,7 @@ def _slice(name: str, category: str, at: Place, tid: int, start_us: float, us: f
     }
 
 
-def _work(work: Work, at: Place) -> Iterator[Event]:
+def _work(work: ComputeSpan, at: TraceOffset) -> Iterator[Event]:
     """A step on the compute lane; its exposed wait is a slice inside it."""
     if work.exposed_us + work.us == 0:
         return
@@ -176,7 +178,7 @@ def _work(work: Work, at: Place) -> Iterator[Event]:
 
 
 def _collective(
-    plan: Plan, scenario: Scenario, carried: Carried, at: Place, flow: int
+    plan: Plan, scenario: Scenario, carried: Carried, at: TraceOffset, flow: int
 ) -> Iterator[Event]:
     """One slice on its lane, and an arrow to the step that waits for it."""
     us = carried.end_us - carried.start_us
@@ -203,7 +205,7 @@ def _collective(
     yield {"ph": "f", "bp": "e", **both, "tid": COMPUTE_TID, "ts": at.zero_us + end_us}
 
 
-def _memory(scenario: Scenario, at: Place) -> Iterator[Event]:
+def _memory(scenario: Scenario, at: TraceOffset) -> Iterator[Event]:
     """A counter wherever it changes; the last step's value holds until its end."""
     last: tuple[object, ...] = ()
     for work in scenario.works:

@@ -17,11 +17,11 @@ from pool import Ctx, Pool
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.calibrate.calibrate import believed, calibrate, groups_of
-from graphshard.cost.comm import Collective, Group
+from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.machine import collective_us
 from graphshard.cost.memory import OPTIMIZERS, ParamFacts, group_bytes, total_bytes
 from graphshard.cost.presets import preset_for
-from graphshard.cost.profile import Profile, calibrated
+from graphshard.cost.profile import CostProfile, calibrated
 from graphshard.errors import CostError
 from graphshard.fsdp2 import FsdpGroup, fsdp_groups
 
@@ -44,15 +44,15 @@ def test_every_rank_gets_the_same_profile(pool: Pool) -> None:
     assert [other for other, _ in others] == [text] * len(others)
     assert said[-1] == "pointwise ops"
     assert all(silent == [] for _, silent in others)
-    profile = Profile.from_json(text)
+    profile = CostProfile.from_json(text)
     if profile.origin.world_size == 1:
         return
-    assert [c.kind for c in profile.comm] == list(Collective)
-    assert {c.group for c in profile.comm} == {Group(2, 2, "dim0")}
+    assert [c.kind for c in profile.comm] == list(CollectiveKind)
+    assert {c.group for c in profile.comm} == {RankGroup(2, 2, "dim0")}
     assert [s.amount for s in profile.comm[0].fit.samples] == [n / 2 for n in SIZES]
     machine = calibrated(preset_for(profile.origin.device), profile)
-    for kind in Collective:
-        times = [collective_us(machine, kind, Group(2, 2, "dim0"), n) for n in SIZES]
+    for kind in CollectiveKind:
+        times = [collective_us(machine, kind, RankGroup(2, 2, "dim0"), n) for n in SIZES]
         assert 0 < times[0] <= times[-1] < 1e6
 
 
@@ -165,7 +165,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    profile = Profile.from_json(out.read_text())
+    profile = CostProfile.from_json(out.read_text())
     assert done.stdout.count("all_gather world, 2 ranks") == 1
     assert done.stderr.count("graphshard calibrate: pointwise ops") == 1
     assert "graphshard calibrate -o" in profile.origin.command

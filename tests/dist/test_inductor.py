@@ -14,9 +14,9 @@ from pool import Ctx, Pool
 from test_semantics import Step
 
 import graphshard
-from graphshard.cost.comm import Collective, Group
+from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.curve import Fit, line
-from graphshard.cost.profile import CommFit, Origin, Profile
+from graphshard.cost.profile import CommFit, CostProfile, Origin
 from graphshard.schedule.plan import Plan, StepKind
 
 
@@ -31,13 +31,13 @@ def test_models_follow_eager_fsdp2(inductor: Pool, name: str) -> None:
     inductor.run(2, test_parity.parity_case, name, "in place", 5, {}, timeout_s=300)
 
 
-def slow_link(ranks: int) -> Profile:
+def slow_link(ranks: int) -> CostProfile:
     """A network that takes somewhat longer than compute, and next to nothing for a launch."""
     fit = Fit(line(1.0, 55.0 * ranks), ())
-    kinds = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
-    comm = tuple(CommFit(kind, Group(ranks, ranks, "world"), fit) for kind in kinds)
+    kinds = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+    comm = tuple(CommFit(kind, RankGroup(ranks, ranks, "world"), fit) for kind in kinds)
     origin = Origin("cpu", "host", 1, 1, ranks, "gloo", "2.13.0", "", "")
-    return Profile(origin, comm, (), (), Fit(line(1.0, 1e4), ()))
+    return CostProfile(origin, comm, (), (), Fit(line(1.0, 1e4), ()))
 
 
 def budgeted(ctx: Ctx, shares: list[float]) -> list[Plan]:

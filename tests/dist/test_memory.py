@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
 from graphshard.runtime import gather, reduce, rooms, travel
-from graphshard.runtime.rooms import Room
+from graphshard.runtime.rooms import GatherBuffer
 
 pytestmark = pytest.mark.dist
 
@@ -56,7 +56,7 @@ def watch_gathered() -> Iterator[Storages]:
     def watching(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            for tensor in result.flats if isinstance(result, Room) else result:
+            for tensor in result.flats if isinstance(result, GatherBuffer) else result:
                 seen.add(tensor)
             return result
 
@@ -145,7 +145,7 @@ def poison(output_at: int) -> Callable[[Any], Any]:
 def poison_released(original: Any) -> Any:
     """The memory stays, so that who reads it finds NaN; the next gather finds its size right."""
 
-    def call(room: Room) -> None:
+    def call(room: GatherBuffer) -> None:
         for storage in room.storages:
             ones = torch.full((storage.nbytes(),), 0xFF, dtype=torch.uint8)
             storage.copy_(ones.untyped_storage())
@@ -161,7 +161,7 @@ def poisoned(ctx: Ctx, name: str) -> None:
     released = []
 
     def counting(original: Any) -> Any:
-        def call(room: Room) -> None:
+        def call(room: GatherBuffer) -> None:
             released.append(len(room.flats))
             poison_released(original)(room)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import graphshard
 from graphshard.capture.ports import records_under
-from graphshard.compiler.instrument import Running
+from graphshard.compiler.instrument import Executable
 from graphshard.schedule.plan import Plan
 
 pytestmark = pytest.mark.dist
@@ -55,10 +55,10 @@ def facts(model: nn.Module) -> tuple[int, int, list[str]]:
     return report.graphs, report.captured, sorted(names)
 
 
-def running_of(model: nn.Module) -> Running:
+def running_of(model: nn.Module) -> Executable:
     (record,) = records_under(model)
     (found,) = record.plans.values()
-    assert isinstance(found.running, Running)
+    assert isinstance(found.running, Executable)
     return found.running
 
 

@@ -10,7 +10,7 @@ from pool import Ctx, Pool
 
 import graphshard
 from graphshard.capture.ports import records_under
-from graphshard.compiler.instrument import Running
+from graphshard.compiler.instrument import Executable
 from graphshard.errors import MeasureError
 from graphshard.schedule.plan import Plan, StepKind
 
@@ -23,10 +23,10 @@ def compiled(ctx: Ctx, name: str, **options: Any) -> Any:
     return model
 
 
-def running_of(model: Any) -> Running:
+def running_of(model: Any) -> Executable:
     (record,) = records_under(model)
     (found,) = record.plans.values()
-    assert isinstance(found.running, Running)
+    assert isinstance(found.running, Executable)
     return found.running
 
 

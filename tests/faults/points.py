@@ -23,7 +23,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "all-reduce": (reduce.Reduction, "_all_reduce"),
     "assign": (reduce.Reduction, "_assign"),
     "finish": (finish, "_finish"),
-    "replan": (replan.Feedback, "_plan_again"),
+    "replan": (replan.Replan, "_plan_again"),
     "save": (announce, "_stem"),
     "checkpoint": (FileSystemWriter, "write_data"),
 }

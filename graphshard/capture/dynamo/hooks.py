@@ -17,7 +17,7 @@ from torch._dynamo.utils import (
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard import fsdp2
-from graphshard.capture.entrance import Entrance
+from graphshard.capture.entrance import GroupSpec
 from graphshard.capture.hooks import enter_group, leave_group
 from graphshard.capture.ports import is_entered_as, port_of, prepare
 
@@ -74,7 +74,7 @@ def _post_forward(self: Any, module: Any, args: Any, output: Any) -> Any:
     return allow_side_effects(leave_group, module, output)
 
 
-def _graphshard_entrance(self: nn.Module) -> Entrance | None:
+def _graphshard_entrance(self: nn.Module) -> GroupSpec | None:
     """What entering the module's group is traced as; None leaves it to FSDP2's own hook.
 
     Runs at trace time, on the real module: Dynamo calls a method with the constant mark on the

@@ -13,10 +13,10 @@ from graphshard import fsdp2
 from graphshard.capture import dynamo
 from graphshard.capture.fallback.causes import named_groups, warn_once
 from graphshard.capture.fallback.together import open_roots
-from graphshard.capture.fallback.watch import Watch
+from graphshard.capture.fallback.watch import CallWatch
 from graphshard.capture.ports import (
-    Port,
-    Record,
+    CaptureHandle,
+    RootState,
     all_records,
     port_of,
     prepare,
@@ -82,11 +82,11 @@ class Keeper:
         self._frames = -1
         self.plain: Callable[..., Any] | None = None
         self._gone = False
-        self._later: list[Port] = []
+        self._later: list[CaptureHandle] = []
         self._graphs: list[PendingGraph] = []
 
     @dynamo.hidden
-    def before(self) -> Watch | None:
+    def before(self) -> CallWatch | None:
         """Validate before the first call; watch a call that may compile something, one that
         recomputes, and all until `_later` is done."""
         if self._frames < 0:
@@ -98,7 +98,7 @@ class Keeper:
         changed = self._frames != dynamo.frames_seen() and not self._gone
         if changed or recomputes or self._later:
             plain = self.plain is not None
-            return Watch(self._module, self._options, plain=plain, compiles=changed)
+            return CallWatch(self._module, self._options, plain=plain, compiles=changed)
         return None
 
     def _after_backward(self) -> None:
@@ -114,7 +114,7 @@ class Keeper:
                 self._apart(later)
             self._later = []
 
-    def _apart(self, port: Port) -> None:
+    def _apart(self, port: CaptureHandle) -> None:
         """Compile the port's modules on their own; one that was before goes back to eager."""
         for module in fsdp2.modules_of(port.state):
             if port.apart and module is self._module:
@@ -130,7 +130,7 @@ class Keeper:
         return bool(self._graphs) or any(c.is_pending for g in lives if g for c in g.calls)
 
     @dynamo.hidden
-    def after(self, watch: Watch, result: Any) -> None:
+    def after(self, watch: CallWatch, result: Any) -> None:
         self._try_again(False)
         if watch.compiles:
             self._later += [port for port in watch.report() if port not in self._later]
@@ -140,7 +140,7 @@ class Keeper:
         self._frames = dynamo.frames_seen()
 
     @dynamo.hidden
-    def failed(self, watch: Watch | None, error: BaseException) -> None:
+    def failed(self, watch: CallWatch | None, error: BaseException) -> None:
         recomputes = watch is not None and watch.recomputes
         self._try_again(not recomputes)
         if watch is not None and recomputes:
@@ -201,7 +201,7 @@ def recover(module: nn.Module | None, error: BaseException) -> None:
         _reset(record, error)
 
 
-def _reset(record: Record, error: BaseException) -> None:
+def _reset(record: RootState, error: BaseException) -> None:
     waits = not isinstance(error, (CollectiveFailed, DivergedRanks))
     with cleaning_up(error):
         fsdp2.reset_iteration(record.states, waits=waits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphshard.capture.fallback.causes import describe, warn_once
-from graphshard.capture.ports import Record
+from graphshard.capture.ports import RootState
 from graphshard.errors import DivergedRanks
 from graphshard.options import Options
 from graphshard.runtime.agree import leave
@@ -12,7 +12,7 @@ from graphshard.runtime.roll import call_roll
 from graphshard.runtime.votes import FSDP2_RUNS
 
 
-def open_roots(records: list[Record], options: Options) -> None:
+def open_roots(records: list[RootState], options: Options) -> None:
     """All ranks begin to run these roots together.
 
     Raises DivergedRanks on all of them if they differ in what eager FSDP2 does not bear either.
@@ -27,7 +27,7 @@ def open_roots(records: list[Record], options: Options) -> None:
         part_ways(records, error, options)
 
 
-def part_ways(records: list[Record], error: DivergedRanks, options: Options) -> None:
+def part_ways(records: list[RootState], error: DivergedRanks, options: Options) -> None:
     """All groups of these roots go to FSDP2, on every rank.
 
     Raises `error` where FSDP2 would fail as well.

@@ -6,13 +6,13 @@ from torch import nn
 
 from graphshard.capture import dynamo
 from graphshard.capture.fallback.causes import named_groups, warn_once
-from graphshard.capture.ports import Port, Record, all_records, port_of, records_under
+from graphshard.capture.ports import CaptureHandle, RootState, all_records, port_of, records_under
 from graphshard.errors import CaptureError
 from graphshard.options import Options
 from graphshard.runtime.calls import current_task
 
 
-class Watch:
+class CallWatch:
     """Finds the groups that one call ran outside the graphs, says why, and helps the rest.
 
     A graph break inside a loop over blocks leaves all of them outside. In a later call each of
@@ -35,20 +35,20 @@ class Watch:
         self._known = all_records() if module is None else records_under(module)
         ports = [port for record in self._known for port in record.ports]
         self._entered = {port: top for port in ports if (top := port.entered["top"])}
-        self._traces: dict[Record, int] = {}
+        self._traces: dict[RootState, int] = {}
         self._forwards: dict[int, int] = {}
         if compiles:  # only then is there a report; a backward may call hundreds of modules again
             self._traces = {record: record.traces for record in self._known}
             lives = [port.live for port in ports if port.live is not None]
             self._forwards = {live.number: live.counters.forwards for live in lives}
 
-    def report(self) -> list[Port]:
+    def report(self) -> list[CaptureHandle]:
         """Note a reason for each group that stayed outside, and warn once per reason.
 
         Returns those of which the modules may run in graphs of their own. Raises CaptureError
         instead with `fallback="error"`.
         """
-        apart: list[Port] = []
+        apart: list[CaptureHandle] = []
         for record in self._records():
             inside = [p for p in self._ports(record) if self._ran_inside(p)]
             outside = [p for p in self._ports(record) if p not in inside]
@@ -78,13 +78,13 @@ class Watch:
                 port.leave(self._entered.get(port, ()))
             record.interrupt(current_task())
 
-    def _records(self) -> list[Record]:
+    def _records(self) -> list[RootState]:
         """The roots that this call was about: those of the module, or those that it traced."""
         if self._module is not None:
             return records_under(self._module)
         return [r for r in all_records() if r.traces > self._traces.get(r, 0)]
 
-    def _ports(self, record: Record) -> list[Port]:
+    def _ports(self, record: RootState) -> list[CaptureHandle]:
         """Ports with a group that could be captured and that this call was about."""
         ports = [p for p in record.ports if p.live is not None and not p.eager]
         if self._module is None:
@@ -92,7 +92,7 @@ class Watch:
         under = {port_of(m) for m in self._module.modules()}
         return [p for p in ports if p in under]
 
-    def _ran_inside(self, port: Port) -> bool:
+    def _ran_inside(self, port: CaptureHandle) -> bool:
         live = port.live
         return live is not None and live.counters.forwards > self._forwards.get(live.number, 0)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from graphshard.capture.repeated.trace import PIECE, PIECE_GRAD, Piece
+from graphshard.capture.repeated.trace import PIECE, PIECE_GRAD, RepeatedBlock
 from graphshard.graph.program import adopt, attribute_of, note_attributes
 
 _CHECKPOINT = "ac_graph_id"  # of one call of torch.utils.checkpoint; they rise in call order
@@ -17,7 +17,7 @@ _MANY = 1_000_000  # more than there are checkpoints in one piece
 Env = dict[fx.Node, fx.Node]
 
 
-def expanded(joint: fx.GraphModule, pieces: Sequence[Piece]) -> fx.GraphModule:
+def expanded(joint: fx.GraphModule, pieces: Sequence[RepeatedBlock]) -> fx.GraphModule:
     """`joint` with the ops of each piece in the place of its calls; it is changed in place.
 
     What a piece ran in forward stands in the place of its forward call, and its backward reads
@@ -45,7 +45,7 @@ def expanded(joint: fx.GraphModule, pieces: Sequence[Piece]) -> fx.GraphModule:
     return joint
 
 
-def _forward(piece: Piece) -> set[fx.Node]:
+def _forward(piece: RepeatedBlock) -> set[fx.Node]:
     """The ops that ran in forward: AOTAutograd marks them, but passes may have replaced some."""
     late = set(piece.placeholders[len(piece.placeholders) - sum(piece.differentiable) :])
     needed = set(piece.results)

@@ -25,7 +25,7 @@ FEWEST = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
+class BlockRange:
     """`nodes` in order, what they read from outside and what is read of them outside.
 
     modes: before the first node and after the last (`graphshard.capture.repeated.content.modes`).
@@ -37,7 +37,7 @@ class Stretch:
     modes: tuple[tuple[str, ...], tuple[str, ...]]
 
 
-def alike_stretches(graph: fx.Graph) -> Iterator[tuple[Stretch, ...]]:
+def alike_stretches(graph: fx.Graph) -> Iterator[tuple[BlockRange, ...]]:
     """Runs of alike stretches, the longest first; no node is in two of them."""
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     codes = _codes(nodes)
@@ -96,20 +96,20 @@ def _crossing(nodes: Sequence[fx.Node]) -> list[int]:
 
 def _stretch(
     part: Sequence[fx.Node], its_modes: tuple[tuple[str, ...], tuple[str, ...]]
-) -> Stretch:
+) -> BlockRange:
     own = dict.fromkeys(part)
     inputs = dict.fromkeys(n for node in part for n in node.all_input_nodes if n not in own)
     outputs = (n for n in part if any(user not in own for user in n.users))
-    return Stretch(tuple(part), tuple(inputs), tuple(outputs), its_modes)
+    return BlockRange(tuple(part), tuple(inputs), tuple(outputs), its_modes)
 
 
-def _longest_alike(found: Sequence[Stretch]) -> tuple[Stretch, ...]:
+def _longest_alike(found: Sequence[BlockRange]) -> tuple[BlockRange, ...]:
     runs = [list(run) for _, run in groupby(found, key=_wiring)]
     best = max(runs, key=len, default=[])
     return tuple(best) if best and _is_eligible(best[0]) else ()
 
 
-def _wiring(stretch: Stretch) -> str:
+def _wiring(stretch: BlockRange) -> str:
     names = {node: f"in_{i} {layout(example(node))}" for i, node in enumerate(stretch.inputs)}
     rows = []
     for index, node in enumerate(stretch.nodes):
@@ -126,7 +126,7 @@ def _ops(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
             yield from _ops(body.graph.nodes)
 
 
-def _is_eligible(stretch: Stretch) -> bool:
+def _is_eligible(stretch: BlockRange) -> bool:
     """Tensors and sizes in, tensors out, modes as around the graph; and each gradient is handed
     over by one op.
 

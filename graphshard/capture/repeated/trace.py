@@ -23,7 +23,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from graphshard.capture.repeated.find import Stretch, alike_stretches
+from graphshard.capture.repeated.find import BlockRange, alike_stretches
 from graphshard.codegen.lowering import Lowering
 from graphshard.graph.owners import owner
 from graphshard.graph.program import output_node
@@ -43,7 +43,7 @@ PIECE_GRAD = torch.ops.graphshard.piece_grad.default
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class RepeatedBlock:
     """A stretch that was traced. graph: joint, or forward alone if nothing has a gradient.
 
     Its inputs are tensors, then sizes, then the gradients of those results that have one
@@ -69,7 +69,7 @@ class Piece:
         return list(self.graph.find_nodes(op="output")[0].args[0])
 
 
-class PieceError(Exception):
+class RepeatedBlockError(Exception):
     """A stretch cannot be traced by itself, or a graph not with the calls of piece `number`."""
 
     def __init__(self, why: str, number: int = -1) -> None:
@@ -81,18 +81,18 @@ class PieceError(Exception):
 class Family:
     """Stretches that are alike, and the trace of the first one."""
 
-    stretches: tuple[Stretch, ...]
-    piece: Piece
+    stretches: tuple[BlockRange, ...]
+    piece: RepeatedBlock
 
 
 # Whose pieces are being traced: the ops know theirs by number alone.
-_TRACED: ContextVar[Sequence[Piece]] = ContextVar("graphshard pieces")
+_TRACED: ContextVar[Sequence[RepeatedBlock]] = ContextVar("graphshard pieces")
 
 
 def traced_by_pieces(
     gm: fx.GraphModule,
     lowering: Lowering,
-    trace: Callable[[fx.GraphModule, tuple[Piece, ...]], Traced],
+    trace: Callable[[fx.GraphModule, tuple[RepeatedBlock, ...]], Traced],
 ) -> Traced:
     """What `trace` makes of `gm`, with a call in place of each stretch that repeats.
 
@@ -105,14 +105,14 @@ def traced_by_pieces(
         try:
             with _tracing(pieces):
                 return trace(module, pieces)
-        except PieceError as error:
+        except RepeatedBlockError as error:
             left_out = families.pop(error.number)
             logger.debug("%d blocks are no pieces: %s", len(left_out.stretches), error)
     return trace(gm, ())
 
 
 @contextmanager
-def _tracing(pieces: Sequence[Piece]) -> Iterator[None]:
+def _tracing(pieces: Sequence[RepeatedBlock]) -> Iterator[None]:
     """Inside, graphs with calls of these pieces can be traced."""
     token = _TRACED.set(pieces)
     try:
@@ -158,7 +158,7 @@ def _with_calls(gm: fx.GraphModule, families: Sequence[Family]) -> fx.GraphModul
     return fx.GraphModule(gm, graph)
 
 
-def _arguments(stretch: Stretch) -> tuple[list[fx.Node], list[fx.Node]]:
+def _arguments(stretch: BlockRange) -> tuple[list[fx.Node], list[fx.Node]]:
     """Tensors and sizes. Symbols in the layouts are handed in, too: the whole graph has them as
     inputs, and would not ask a tensor for its size."""
     tensors = [n for n in stretch.inputs if isinstance(n.meta["example_value"], Tensor)]
@@ -171,7 +171,7 @@ def _arguments(stretch: Stretch) -> tuple[list[fx.Node], list[fx.Node]]:
     return tensors, list(sizes)
 
 
-def _traced(gm: fx.GraphModule, stretch: Stretch, lowering: Lowering) -> Piece:
+def _traced(gm: fx.GraphModule, stretch: BlockRange, lowering: Lowering) -> RepeatedBlock:
     """Raises PieceError, or what AOTAutograd raises, if the stretch cannot stand alone."""
     body = fx.Graph()
     tensors, sizes = _arguments(stretch)
@@ -184,12 +184,12 @@ def _traced(gm: fx.GraphModule, stretch: Stretch, lowering: Lowering) -> Piece:
     trains = torch.is_grad_enabled() and any(_has_grad(n) for n in stretch.outputs)
     with tracing(TracingContext(detect_fake_mode(values))):
         joint = lowering.joint(_joint(fx.GraphModule(gm, body), list(map(_leaf, values)), lowering))
-    piece = Piece(joint.graph, tuple(trains and _has_grad(n) for n in stretch.outputs))
+    piece = RepeatedBlock(joint.graph, tuple(trains and _has_grad(n) for n in stretch.outputs))
     _check(piece)
     return piece
 
 
-class _Done(Exception):
+class _Traced(Exception):
     """Carries the traced graph out of AOTAutograd."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -198,7 +198,7 @@ class _Done(Exception):
 
 def _joint(module: fx.GraphModule, inputs: list[Any], lowering: Lowering) -> fx.GraphModule:
     def stop(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        raise _Done(joint)
+        raise _Traced(joint)
 
     compiler = aot_autograd(
         fw_compiler=stop,
@@ -208,21 +208,21 @@ def _joint(module: fx.GraphModule, inputs: list[Any], lowering: Lowering) -> fx.
     )
     try:
         compiler(module, inputs)
-    except _Done as done:
+    except _Traced as done:
         return done.graph
-    raise PieceError("AOTAutograd compiled nothing")
+    raise RepeatedBlockError("AOTAutograd compiled nothing")
 
 
-def _check(piece: Piece) -> None:
+def _check(piece: RepeatedBlock) -> None:
     """Raises PieceError unless each result is memory of its own and nothing else is written."""
     described = output_node(piece.graph).meta["desc"][: len(piece.results)]
     if [getattr(d, "idx", None) for d in described if isinstance(d, PlainAOTOutput)] != list(
         range(len(piece.results))
     ):
-        raise PieceError("it writes to its inputs or to what it returns")
+        raise RepeatedBlockError("it writes to its inputs or to what it returns")
     owners = [owner(node) for node in piece.results]
     if len(set(owners)) < len(owners) or any(node.op == "placeholder" for node in owners):
-        raise PieceError("it returns a view of an input or of another result")
+        raise RepeatedBlockError("it returns a view of an input or of another result")
 
 
 def _has_grad(node: fx.Node) -> bool:
@@ -276,10 +276,10 @@ def _blaming(number: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise PieceError(str(error), number) from error
+        raise RepeatedBlockError(str(error), number) from error
 
 
-def _check_tangents(piece: Piece, tangents: Sequence[Tensor | None], number: int) -> None:
+def _check_tangents(piece: RepeatedBlock, tangents: Sequence[Tensor | None], number: int) -> None:
     """Raises PieceError unless gradients of results come as they did when the piece was traced.
 
     If the loss does not hang on all results, eager has no gradient where zeros would make one. And
@@ -288,9 +288,11 @@ def _check_tangents(piece: Piece, tangents: Sequence[Tensor | None], number: int
     traced = [n.meta["val"] for n in piece.placeholders[-len(tangents) :]] if tangents else []
     for tangent, expected in zip(tangents, traced, strict=True):
         if tangent is None:
-            raise PieceError("a result of a block has no gradient", number)
+            raise RepeatedBlockError("a result of a block has no gradient", number)
         if _memory(tangent) != _memory(expected):
-            raise PieceError("a gradient comes in another layout than in the first block", number)
+            raise RepeatedBlockError(
+                "a gradient comes in another layout than in the first block", number
+            )
 
 
 def _memory(value: Tensor) -> tuple[Any, ...]:
