@@ -4,7 +4,7 @@
 
 Plans of training steps on machines that are not here, each three times: with FSDP2's one process
 group for gathers and reductions, after `set_separate_reduce_scatter_group()`, and as the planner
-chooses. Two groups share the link (`graphshard/planner/wires.py`), so the second one can hide
+chooses. Two groups share the link (`graphshard/planner/links.py`), so the second one can hide
 launches and let a collective pass another; it adds no bandwidth. One table on stdout, progress on
 stderr.
 """
@@ -33,7 +33,7 @@ import graphshard  # noqa: E402
 from bench import rounds  # noqa: E402
 from bench.rounds import say  # noqa: E402
 from examples.llama import LLAMA3_8B, Config, Llama  # noqa: E402
-from graphshard.planner import apart as planner_apart  # noqa: E402
+from graphshard.planner import separate_group  # noqa: E402
 from graphshard.schedule.plan import Plan  # noqa: E402
 
 HARDWARE = "h100-ib400"
@@ -85,7 +85,7 @@ def never_chosen() -> Iterator[None]:
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, GRAPHSHARD_CACHE_DIR=folder),
-        mock.patch.object(planner_apart, "WORTH", float("inf")),
+        mock.patch.object(separate_group, "WORTH", float("inf")),
     ):
         yield
 

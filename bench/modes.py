@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from bench import emulator, overlap, peers
 from bench.models import WithLoss
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 from graphshard.schedule.plan import Estimate
 
 

@@ -22,7 +22,7 @@ from bench.models import CONFIGS, Llama, WithLoss, make_batch
 from bench.rounds import turns
 from bench.ways import WAYS, compile_as, shard
 from examples import tiny_llama
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 
 DEMO = "demo"
 DEMO_BATCH = 4  # of examples/train.py, like the sizes below

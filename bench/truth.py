@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from bench import machine, netns  # noqa: E402
 from bench.models import CONFIGS, Config, Llama, WithLoss, make_batch  # noqa: E402
 from graphshard.calibrate.calibrate import calibrate  # noqa: E402
-from graphshard.capture.ports import records_under  # noqa: E402
+from graphshard.capture.root_state import records_under  # noqa: E402
 from graphshard.planner.fsdp2 import cpu_placement  # noqa: E402
 from graphshard.planner.plan_step import fsdp2  # noqa: E402
 from graphshard.planner.problem import Problem  # noqa: E402

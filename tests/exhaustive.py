@@ -15,7 +15,7 @@ from graphshard.planner.events import (
     total_bytes,
     turns,
 )
-from graphshard.planner.kit import Memo
+from graphshard.planner.memo import Memo
 from graphshard.planner.stage import stage_of
 from graphshard.schedule.plan import Direction
 

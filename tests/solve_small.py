@@ -17,7 +17,7 @@ from exhaustive import optimum
 from planning import random_problem
 
 from graphshard.planner.infeasible import least_peak
-from graphshard.planner.kit import Memo
+from graphshard.planner.memo import Memo
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import TICK_US, checked
 

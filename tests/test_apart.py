@@ -6,10 +6,10 @@ import pytest
 from planning import layers
 from test_planner_random import check
 
-from graphshard.planner.apart import WORTH, plan_best, reductions_apart
+from graphshard.planner.links import Wires
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import CollectiveLane, together
-from graphshard.planner.wires import Wires
+from graphshard.planner.separate_group import WORTH, plan_best, reductions_apart
 
 OPEN = {"may_reduce_apart": True, "regroup_gathers": False, "most_ahead": 2}
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, TangentAOTInput
 from torch.distributed.fsdp import fully_shard
 
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 from graphshard.cli import main
 from graphshard.codegen.emit import check_inputs
 from graphshard.compiler import graph_compiler

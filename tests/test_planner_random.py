@@ -12,7 +12,7 @@ from graphshard.errors import InfeasibleBudget
 from graphshard.planner.choices import Choices
 from graphshard.planner.events import region_events
 from graphshard.planner.fsdp2 import fsdp2_choices
-from graphshard.planner.kit import Memo
+from graphshard.planner.memo import Memo
 from graphshard.planner.plan_step import fsdp2, plan_step
 from graphshard.planner.score import SearchContext, candidate
 from graphshard.schedule.plan import Direction

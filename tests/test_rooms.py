@@ -5,10 +5,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 from graphshard.offline.world import pretended
-from graphshard.runtime.live import LiveGroup
-from graphshard.runtime.rooms import (
+from graphshard.runtime.gather_buffers import (
     GatherBuffer,
     GatherLayout,
     give_back,
@@ -17,6 +16,7 @@ from graphshard.runtime.rooms import (
     parameters,
     room_for,
 )
+from graphshard.runtime.live import LiveGroup
 
 
 @pytest.fixture

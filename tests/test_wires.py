@@ -1,7 +1,7 @@
 """When collectives end: queues, and links that several lanes share."""
 
+from graphshard.planner.links import Wires
 from graphshard.planner.problem import CollectiveLane
-from graphshard.planner.wires import Wires
 
 LANES = (
     CollectiveLane("gather", 10.0, "net"),

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors
 
 from graphshard.capture.dtensors import unshard_dtensor
-from graphshard.capture.entrance import CALLED, GroupSpec
-from graphshard.capture.ports import CaptureHandle
+from graphshard.capture.group_spec import CALLED, GroupSpec
+from graphshard.capture.root_state import CaptureHandle
 from graphshard.fsdp2.layouts import PLAIN
 from graphshard.graph.marks import UNSHARD
 

@@ -23,9 +23,9 @@ from torch._ops import HigherOrderOperator
 
 from graphshard.capture.dynamo import ends_early, resets
 from graphshard.capture.fallback import describe, warn_once
-from graphshard.capture.ports import CompiledPlan, RootState
 from graphshard.capture.repeated.expand import expanded
 from graphshard.capture.repeated.trace import RepeatedBlock, traced_by_pieces
+from graphshard.capture.root_state import CompiledPlan, RootState
 from graphshard.codegen.emit import check_inputs
 from graphshard.codegen.lowering import lowering_of
 from graphshard.compiler.instrument import Executable, executables
@@ -42,11 +42,11 @@ from graphshard.compiler.planning import (
     apply,
 )
 from graphshard.compiler.planning_inputs import costs_of, order_of
-from graphshard.compiler.tenants import Shared, record_of
+from graphshard.compiler.shared_graph import Shared, record_of
 from graphshard.errors import CaptureError
 from graphshard.graph.program import Program, anchor_places, copied, output_node
 from graphshard.options import Options
-from graphshard.planner.apart import reductions_apart
+from graphshard.planner.separate_group import reductions_apart
 from graphshard.runtime.agree import settle
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.calls import Calls

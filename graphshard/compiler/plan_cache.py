@@ -27,8 +27,8 @@ from graphshard.errors import FileError, GraphshardWarning, PlanError
 from graphshard.files.decode import DecodeError, decode
 from graphshard.files.information import informing, write_whole
 from graphshard.files.reading import read_json, reason, shown
-from graphshard.planner.apart import reductions_apart
 from graphshard.planner.problem import Problem, checked
+from graphshard.planner.separate_group import reductions_apart
 from graphshard.planner.simulate import simulate
 from graphshard.schedule.plan import GroupInfo, Plan
 from graphshard.schedule.steps import to_json

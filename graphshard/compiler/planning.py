@@ -18,8 +18,8 @@ from graphshard.graph.verify import verify
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.regroup import regroup
-from graphshard.planner.apart import plan_best
 from graphshard.planner.problem import Problem
+from graphshard.planner.separate_group import plan_best
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy, price
 from graphshard.pricing.recompute import offered

@@ -17,8 +17,8 @@ from graphshard.compiler.instrument import Executable, combined, laps_of, unwatc
 from graphshard.compiler.planning import apply, plan_with_costs
 from graphshard.files.information import printable
 from graphshard.graph.program import Program, copied
-from graphshard.planner.apart import reductions_apart
 from graphshard.planner.observed import observed
+from graphshard.planner.separate_group import reductions_apart
 from graphshard.runtime.agree import told
 from graphshard.runtime.live import LiveGroup, ballots_of, part_reductions
 from graphshard.schedule import measured as times

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard import fsdp2
-from graphshard.capture.ports import port_of
+from graphshard.capture.root_state import port_of
 from graphshard.compiler.planning_inputs import machine_for
 from graphshard.cost.comm import CollectiveKind
 from graphshard.cost.comm import RankGroup as Ranks

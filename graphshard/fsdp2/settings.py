@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
-from graphshard.fsdp2.apart import may_reduce_apart
 from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.param import FsdpParam, hooks_of
+from graphshard.fsdp2.separate_group import may_reduce_apart
 from graphshard.fsdp2.state import is_root
 from graphshard.schedule.plan import Direction
 

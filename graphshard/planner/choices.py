@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from graphshard.planner.kit import Memo, once
+from graphshard.planner.memo import Memo, once
 from graphshard.planner.problem import Group, Part, Problem, use_of
 from graphshard.schedule.plan import Direction
 

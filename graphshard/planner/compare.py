@@ -19,7 +19,7 @@ from graphshard.planner.events import (
     turns,
 )
 from graphshard.planner.fsdp2 import fsdp2_placement
-from graphshard.planner.kit import Memo
+from graphshard.planner.memo import Memo
 from graphshard.planner.problem import Claim, Problem
 from graphshard.planner.score import Candidate, SearchContext, score, start_bytes
 from graphshard.planner.simulate import Played, Simulation, owners_at, play, report

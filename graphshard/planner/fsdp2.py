@@ -14,9 +14,9 @@ computes; a group that backward does not need is gathered in backward all the sa
 from __future__ import annotations
 
 from graphshard.planner.choices import Choices
-from graphshard.planner.fill import UNLIMITED, FillPolicy, fill, wait_before
-from graphshard.planner.kit import Memo
+from graphshard.planner.memo import Memo
 from graphshard.planner.memory import profile_of, view_of
+from graphshard.planner.placement import UNLIMITED, FillPolicy, fill, wait_before
 from graphshard.planner.problem import Problem
 from graphshard.planner.stage import Placement, Reduced, Stage, position_before
 from graphshard.schedule.plan import Direction, StepKind

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from graphshard.planner.compare import simulated
-from graphshard.planner.kit import Memo
+from graphshard.planner.memo import Memo
 from graphshard.planner.moves import lean_choices
 from graphshard.planner.problem import Claim, Problem, Region
 from graphshard.planner.score import Candidate, SearchContext, candidate

@@ -16,7 +16,7 @@ from itertools import accumulate
 from operator import add, itemgetter
 
 from graphshard.planner.events import Event
-from graphshard.planner.kit import Memo, once
+from graphshard.planner.memo import Memo, once
 from graphshard.planner.stage import Job, Stage
 
 

@@ -22,7 +22,7 @@ from graphshard.planner.choices import (
     reduce_buckets,
 )
 from graphshard.planner.fsdp2 import has_lists
-from graphshard.planner.kit import Memo
+from graphshard.planner.memo import Memo
 from graphshard.planner.problem import Group, gather_of
 from graphshard.schedule.plan import Direction
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphshard.errors import InfeasibleBudget
+from graphshard.planner.alap import lean, settled
 from graphshard.planner.bounds import lower_bound_us
 from graphshard.planner.compare import Place, forecasts, placed_as, schedules, simulated
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
 from graphshard.planner.infeasible import why_infeasible
-from graphshard.planner.kit import Memo
+from graphshard.planner.memo import Memo
 from graphshard.planner.problem import Problem, checked, together, with_copies
 from graphshard.planner.reasons import reasons_of
 from graphshard.planner.score import Candidate, SearchContext
 from graphshard.planner.search import search
-from graphshard.planner.settle import lean, settled
 from graphshard.planner.simulate import Simulation
 from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Owner, Reason, Schedule

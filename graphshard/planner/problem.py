@@ -51,7 +51,7 @@ class CollectiveLane:
 
     launch_us: what one collective costs whatever its size (alpha of the alpha-beta model); two
     merged collectives cost this much less than both alone, a split one that much more.
-    link: lanes that name the same one share its bandwidth (`graphshard.planner.wires`); "": none.
+    link: lanes that name the same one share its bandwidth (`graphshard.planner.links`); "": none.
     """
 
     name: str
@@ -229,7 +229,7 @@ class Problem:
     near: the search may stop at a step that is longer than the lower bound by this share of it.
     early_waits: gradients are used as soon as they are there, so that reductions are waited for
     when they are done, where that costs next to nothing.
-    may_reduce_apart: reductions may get lanes of their own (`graphshard.planner.apart`);
+    may_reduce_apart: reductions may get lanes of their own (`graphshard.planner.separate_group`);
     reduces_apart: they have.
     """
 

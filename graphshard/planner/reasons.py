@@ -14,12 +14,12 @@ from dataclasses import replace
 from graphshard.planner.choices import Bucket, Choices, Cuts, first_use
 from graphshard.planner.compare import placed_as
 from graphshard.planner.events import turns
-from graphshard.planner.kit import Memo
+from graphshard.planner.explain_issue import why_not_earlier
+from graphshard.planner.memo import Memo
 from graphshard.planner.problem import Group, gather_of
 from graphshard.planner.score import Candidate, SearchContext, score, start_bytes
 from graphshard.planner.simulate import Simulation
 from graphshard.planner.stage import stage_of
-from graphshard.planner.timing import why_not_earlier
 from graphshard.schedule.plan import Direction, Reason
 
 

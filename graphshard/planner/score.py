@@ -12,10 +12,10 @@ from itertools import product
 
 from graphshard.planner.choices import Choices
 from graphshard.planner.events import MicroStep, given_gradients, start_claims, total_bytes, turns
-from graphshard.planner.fill import UNLIMITED, FillPolicy, fill
 from graphshard.planner.fsdp2 import has_lists, listed_positions, with_buffers
-from graphshard.planner.kit import Memo, once
+from graphshard.planner.memo import Memo, once
 from graphshard.planner.memory import MemoryProfile, View, profile_of, view_of
+from graphshard.planner.placement import UNLIMITED, FillPolicy, fill
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of

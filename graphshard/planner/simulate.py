@@ -28,8 +28,8 @@ from graphshard.planner.events import (
     total_bytes,
     turns,
 )
+from graphshard.planner.links import Wires
 from graphshard.planner.problem import Category, Claim, CollectiveLane, Problem
-from graphshard.planner.wires import Wires
 from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
 
 

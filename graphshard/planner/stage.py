@@ -32,7 +32,7 @@ from graphshard.planner.events import (
     region_events,
     release_event,
 )
-from graphshard.planner.kit import Memo, once, recently
+from graphshard.planner.memo import Memo, once, recently
 from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
 
 NEVER = -1

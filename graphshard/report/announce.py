@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from graphshard.capture.ports import CompiledPlan
+from graphshard.capture.root_state import CompiledPlan
 from graphshard.compiler.instrument import Executable
 from graphshard.files.information import informing, write_whole
 from graphshard.graph import structured_log

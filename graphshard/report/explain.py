@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from graphshard.capture.ports import CompiledPlan, RootState, records_under
+from graphshard.capture.root_state import CompiledPlan, RootState, records_under
 from graphshard.compiler.instrument import Executable
 from graphshard.files.information import printable
 from graphshard.fsdp2 import fsdp_groups, states_under

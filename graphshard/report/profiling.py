@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from graphshard.capture.ports import CompiledPlan, RootState, records_under
+from graphshard.capture.root_state import CompiledPlan, RootState, records_under
 from graphshard.compiler.instrument import (
     OBSERVER,
     Executable,

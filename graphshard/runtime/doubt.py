@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphshard.runtime.gather_buffers import GatherBuffer
 from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
-from graphshard.runtime.rooms import GatherBuffer
 from graphshard.runtime.waiting import NamedCollective, finish
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
-from graphshard.runtime.live import KeptParams, LiveGroup
-from graphshard.runtime.rooms import (
+from graphshard.runtime.buckets import Carrier, Payload, send
+from graphshard.runtime.gather_buffers import (
     GatherBuffer,
     GatherLayout,
     give_back,
@@ -25,7 +25,7 @@ from graphshard.runtime.rooms import (
     parameters,
     room_for,
 )
-from graphshard.runtime.travel import Carrier, Payload, send
+from graphshard.runtime.live import KeptParams, LiveGroup
 
 
 class Gather:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import FsdpGroup, State
-from graphshard.fsdp2.apart import reduce_apart
+from graphshard.fsdp2.separate_group import reduce_apart
 from graphshard.runtime.ballot import Ballot
 
 Versions: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -29,10 +29,10 @@ Versions: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 class KeptParams:
     """Gathered parameters that outlive their direction.
 
-    rooms: where they stand (`graphshard.runtime.rooms.GatherBuffer`), if they are whole. versions:
-    of the shards that they were gathered from. parts, part_of: this rank's part of each, and the
-    smaller group over which they are spread (an int `reshard_after_forward`). by_plan: FSDP2 would
-    have resharded them, so a forward that finds them asks whether they still hold
+    rooms: where they stand (`graphshard.runtime.gather_buffers.GatherBuffer`), if they are whole.
+    versions: of the shards that they were gathered from. parts, part_of: this rank's part of each,
+    and the smaller group over which they are spread (an int `reshard_after_forward`). by_plan:
+    FSDP2 would have resharded them, so a forward that finds them asks whether they still hold
     (`graphshard.runtime.doubt`).
     """
 

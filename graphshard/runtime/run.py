@@ -14,6 +14,7 @@ from graphshard.errors import CollectiveFailed, DivergedRanks, cleaning_up
 from graphshard.fsdp2 import gradients, is_root, reset_iteration, siblings
 from graphshard.fsdp2.layouts import as_dtensor
 from graphshard.runtime.ahead import Lot, SentGroup, remember
+from graphshard.runtime.buckets import Carrier
 from graphshard.runtime.calls import (
     ALL_DEFINED,
     Calls,
@@ -29,7 +30,6 @@ from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.ranges import direction_range
 from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_unreduced
 from graphshard.runtime.stopwatch import Stopwatch, stopwatch
-from graphshard.runtime.travel import Carrier
 from graphshard.runtime.waiting import CLEAN_UP_S
 from graphshard.schedule.plan import Direction
 

@@ -16,13 +16,13 @@ from typing import Any
 from graphshard.errors import FileError
 from graphshard.files.decode import Count, DecodeError, Positive, decode, parse
 from graphshard.schedule import signature
-from graphshard.schedule.comparison import Comparison, compare
-from graphshard.schedule.contradictions import (
+from graphshard.schedule.check import (
     course_faults,
     figure_faults,
     group_faults,
     step_faults,
 )
+from graphshard.schedule.comparison import Comparison, compare
 from graphshard.schedule.estimate import Category as Category
 from graphshard.schedule.estimate import Estimate as Estimate
 from graphshard.schedule.estimate import Figures as Figures

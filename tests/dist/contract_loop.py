@@ -16,7 +16,7 @@ from pool import Ctx
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 
 Parameters = Any
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

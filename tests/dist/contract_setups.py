@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from graphshard.capture.ports import port_of
+from graphshard.capture.root_state import port_of
 
 HALF, FULL = torch.bfloat16, torch.float32
 

@@ -47,7 +47,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import graphshard
 from graphshard.capture import fallback
-from graphshard.capture.ports import port_of, records_under
+from graphshard.capture.root_state import port_of, records_under
 from graphshard.schedule.plan import StepKind
 
 EQUAL, DIFFERS, REFUSED = "equal", "differs", "refused"

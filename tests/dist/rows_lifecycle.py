@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 
 adam = partial(torch.optim.Adam, lr=1e-2)
 

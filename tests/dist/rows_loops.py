@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 
 # -- optimizers ----------------------------------------------------------------------------------
 

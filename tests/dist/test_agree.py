@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import graphshard
 from graphshard.capture import fallback
 from graphshard.capture.fallback import calls
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 from graphshard.compiler import planning, planning_inputs
 
 pytestmark = [

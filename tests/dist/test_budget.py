@@ -9,7 +9,7 @@ from pool import Ctx, Pool
 from test_memory import watch_gathered
 
 import graphshard
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 from graphshard.schedule.plan import StepKind
 
 pytestmark = pytest.mark.dist

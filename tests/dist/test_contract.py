@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import graphshard
 from graphshard.capture import dynamo
-from graphshard.capture.ports import port_of
+from graphshard.capture.root_state import port_of
 
 pytestmark = pytest.mark.dist
 

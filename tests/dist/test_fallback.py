@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.capture import fallback
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 from graphshard.compiler import planning
-from graphshard.runtime import travel
+from graphshard.runtime import buckets
 
 pytestmark = pytest.mark.dist
 
@@ -177,7 +177,7 @@ def collective_failure(ctx: Ctx) -> None:
     oracle, model = two_heads(ctx), two_heads(ctx)
     model.compile(backend="graphshard", **STRICT)
     assert_same(step(oracle, ctx), step(model, ctx))
-    original, calls = travel._copy_out, []
+    original, calls = buckets._copy_out, []
 
     def failing(*args: Any) -> Any:
         calls.append(1)
@@ -185,12 +185,12 @@ def collective_failure(ctx: Ctx) -> None:
             raise Boom("collective")
         return original(*args)
 
-    travel._copy_out = failing
+    buckets._copy_out = failing
     try:
         with pytest.raises(Boom):
             model(inputs(ctx))
     finally:
-        travel._copy_out = original
+        buckets._copy_out = original
     assert_clean(model)
     assert_same(step(oracle, ctx, 1), step(model, ctx, 1))
 

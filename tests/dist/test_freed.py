@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard.capture.ports import all_records
+from graphshard.capture.root_state import all_records
 from graphshard.runtime.live import _LIVE
 
 pytestmark = pytest.mark.dist

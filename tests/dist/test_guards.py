@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
 from graphshard.capture import dynamo
-from graphshard.capture.ports import port_of
+from graphshard.capture.root_state import port_of
 from graphshard.errors import RuntimeStateError
 
 pytestmark = pytest.mark.dist

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 from graphshard.fsdp2.signature import mesh_rows, signature_of
 
 pytestmark = [
@@ -250,7 +250,7 @@ def not_compiled(ctx: Ctx) -> tuple[str, float]:
 
 
 def prepared(model: Any) -> Any:
-    from graphshard.capture.ports import prepare
+    from graphshard.capture.root_state import prepare
     from graphshard.fsdp2 import state_of
 
     prepare(state_of(model))

@@ -21,7 +21,7 @@ from test_memory import patched, poison_released
 from test_parity import STRICT
 
 from graphshard.fsdp2 import group
-from graphshard.runtime import reduce, rooms, travel
+from graphshard.runtime import buckets, gather_buffers, reduce
 
 pytestmark = pytest.mark.dist
 
@@ -92,7 +92,7 @@ def copies(ctx: Ctx) -> list[str]:
         model.compile(backend="graphshard", **STRICT)
         train(model, case, ctx, 2)
         with (
-            patched(travel, "_bucket", noted),
+            patched(buckets, "_bucket", noted),
             patched(reduce, "_pack", noted),
             count_collectives() as ours,
         ):
@@ -128,7 +128,7 @@ def refused(ctx: Ctx) -> None:
 
         return call
 
-    with in_place(), patched(travel, "gather_in_place", refusing):
+    with in_place(), patched(buckets, "gather_in_place", refusing):
         model.compile(backend="graphshard", **STRICT)
         assert_equal(train(oracle, case, ctx, 3), train(model, case, ctx, 3))
     assert len(asked) == len([m for m in model.modules() if hasattr(m, "unshard")])
@@ -172,9 +172,9 @@ def poisoned(ctx: Ctx, name: str) -> None:
 
     with (
         in_place(),
-        patched(travel, "gather_in_place", counted),
+        patched(buckets, "gather_in_place", counted),
         patched(reduce, "reduce_in_place", counted),
-        patched(rooms, "free", poison_released),
+        patched(gather_buffers, "free", poison_released),
     ):
         model.compile(backend="graphshard", **STRICT)
         assert_equal(expected, train(model, case, ctx, 10))
@@ -199,7 +199,7 @@ def early_use(ctx: Ctx) -> bool:
 
         return call
 
-    with in_place(), patched(travel, "gather_in_place", no_wait):
+    with in_place(), patched(buckets, "gather_in_place", no_wait):
         model.compile(backend="graphshard", **STRICT)
         loss = case.loss(model, case.batch(0, ctx.rank, ctx.device))
     return bool(torch.isnan(loss))

@@ -17,9 +17,9 @@ from pool import Ctx, Pool
 from test_freed import WIDTH, in_place, sharded, steps_of, wrapped
 
 import graphshard
-from graphshard.capture import entrance
+from graphshard.capture import group_spec
 from graphshard.capture.dynamo import entry
-from graphshard.capture.ports import all_records
+from graphshard.capture.root_state import all_records
 from graphshard.fsdp2 import layouts
 from graphshard.runtime import leftovers, live
 
@@ -64,7 +64,7 @@ def held() -> Held:
         sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()),
         len(all_records()),
         len(live._LIVE),
-        len(entrance._ENTRANCES),
+        len(group_spec._ENTRANCES),
         len(entry._FRAMES),
         len(layouts._LAYOUTS),
         len(leftovers._LEFT),

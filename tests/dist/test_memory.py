@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
-from graphshard.runtime import gather, reduce, rooms, travel
-from graphshard.runtime.rooms import GatherBuffer
+from graphshard.runtime import buckets, gather, gather_buffers, reduce
+from graphshard.runtime.gather_buffers import GatherBuffer
 
 pytestmark = pytest.mark.dist
 
@@ -63,8 +63,8 @@ def watch_gathered() -> Iterator[Storages]:
         return call
 
     with (
-        patched(travel, "_bucket", watching),
-        patched(travel, "room_for", watching),
+        patched(buckets, "_bucket", watching),
+        patched(buckets, "room_for", watching),
         patched(gather, "room_for", watching),
     ):
         yield seen
@@ -168,9 +168,9 @@ def poisoned(ctx: Ctx, name: str) -> None:
         return call
 
     with (
-        patched(travel, "all_gather", poison(0)),
+        patched(buckets, "all_gather", poison(0)),
         patched(reduce, "reduce_scatter", poison(0)),
-        patched(rooms, "free", counting),
+        patched(gather_buffers, "free", counting),
     ):
         actual = train(model, case, ctx, 10)
     assert sum(released) > 0
@@ -199,7 +199,7 @@ def early_use(ctx: Ctx) -> bool:
 
         return call
 
-    with patched(travel, "all_gather", no_wait):
+    with patched(buckets, "all_gather", no_wait):
         loss = case.loss(model, case.batch(0, ctx.rank, ctx.device))
     return bool(torch.isnan(loss))
 

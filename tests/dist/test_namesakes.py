@@ -10,7 +10,7 @@ from test_freed import WIDTH, Outer, in_place, sharded, wrapped
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 from graphshard.compiler.instrument import Executable
 from graphshard.schedule.plan import Plan
 

@@ -12,7 +12,7 @@ from torch import nn
 import graphshard
 from bench.models import make_batch
 from bench.peaks import resident_bytes, step_peaks
-from graphshard.capture.ports import port_of
+from graphshard.capture.root_state import port_of
 
 pytestmark = pytest.mark.dist
 

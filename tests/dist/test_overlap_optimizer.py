@@ -11,7 +11,7 @@ from parity import assert_equal, sgd, train, twin
 from pool import Ctx, Pool
 from torch import nn
 
-from graphshard.capture.ports import port_of
+from graphshard.capture.root_state import port_of
 from graphshard.runtime.live import LiveGroup
 
 pytestmark = pytest.mark.dist

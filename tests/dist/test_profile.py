@@ -9,7 +9,7 @@ from parity import assert_equal, build, train
 from pool import Ctx, Pool
 
 import graphshard
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 from graphshard.compiler.instrument import Executable
 from graphshard.errors import MeasureError
 from graphshard.schedule.plan import Plan, StepKind

@@ -17,8 +17,8 @@ from test_memory import patched
 import graphshard
 from graphshard.cost import presets
 from graphshard.fsdp2 import fsdp_groups, states_under
-from graphshard.fsdp2.apart import MAY_REDUCE_APART
-from graphshard.planner import apart
+from graphshard.fsdp2.separate_group import MAY_REDUCE_APART
+from graphshard.planner import separate_group
 
 pytestmark = [
     pytest.mark.dist,
@@ -38,7 +38,7 @@ def wanted(worth: float = 0.0) -> Iterator[None]:
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, GRAPHSHARD_CACHE_DIR=folder),  # plans depend on WORTH
         patched(presets, "_network", said),
-        patched(apart, "WORTH", lambda _: worth),
+        patched(separate_group, "WORTH", lambda _: worth),
     ):
         yield
 
@@ -114,7 +114,7 @@ def test_no_rank_makes_a_process_group_alone(pool: Pool) -> None:
 
 def by_default(ctx: Ctx) -> None:
     case = CASES["llama"]
-    with patched(apart, "WORTH", lambda _: 0.0):
+    with patched(separate_group, "WORTH", lambda _: 0.0):
         model = compiled(build(case, ctx))
         train(model, case, ctx, 1)
     assert not graphshard.plans(model)[0].reduces_apart

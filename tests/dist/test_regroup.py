@@ -20,10 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard.capture.ports import port_of
+from graphshard.capture.root_state import port_of
 from graphshard.compiler import planning
 from graphshard.pricing import op_costs, problem
-from graphshard.runtime import reduce, rooms, travel
+from graphshard.runtime import buckets, gather_buffers, reduce
 from graphshard.schedule.plan import Plan, StepKind
 
 pytestmark = pytest.mark.dist
@@ -238,9 +238,9 @@ def poisoned(ctx: Ctx, plan_name: str) -> None:
     model.compile(backend="graphshard", **STRICT)
     with (
         planned_as(plan_name),
-        patched(travel, "all_gather", poison(0)),
+        patched(buckets, "all_gather", poison(0)),
         patched(reduce, "reduce_scatter", poison(0)),
-        patched(rooms, "free", poison_released),
+        patched(gather_buffers, "free", poison_released),
     ):
         assert_equal(expected, train(model, case, ctx, 3))
 
@@ -273,7 +273,7 @@ def failing(ctx: Ctx, plan_name: str, function: str, calls: int) -> None:
         case.loss(model, case.batch(0, ctx.rank, ctx.device))
     model.reshard()
     with watch_gathered() as seen:
-        with patched(travel, function, partial(Failing, calls=calls)):
+        with patched(buckets, function, partial(Failing, calls=calls)):
             try:
                 case.loss(model, case.batch(0, ctx.rank, ctx.device))
                 raise AssertionError("it did not fail")

@@ -21,7 +21,7 @@ from test_memory import patched
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from graphshard.runtime import rooms
+from graphshard.runtime import gather_buffers
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
@@ -79,7 +79,7 @@ def steady(ctx: Ctx, options: dict[str, Any]) -> int:
     for _ in range(WARM_UP):
         step()
     before = segments()
-    with patched(rooms, "_new_room", noted):
+    with patched(gather_buffers, "_new_room", noted):
         seen = [allocations(step) for _ in range(STEADY)]
     assert segments() == before
     assert made == [], "rooms for gathered parameters are made once"

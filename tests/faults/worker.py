@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from graphshard.capture.ports import records_under
+from graphshard.capture.root_state import records_under
 
 GROUP_S = 5.0  # time limit of the process group
 STEPS = 5

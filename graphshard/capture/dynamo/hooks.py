@@ -17,9 +17,9 @@ from torch._dynamo.utils import (
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard import fsdp2
-from graphshard.capture.entrance import GroupSpec
+from graphshard.capture.group_spec import GroupSpec
 from graphshard.capture.hooks import enter_group, leave_group
-from graphshard.capture.ports import is_entered_as, port_of, prepare
+from graphshard.capture.root_state import is_entered_as, port_of, prepare
 
 _WRAPPERS = (
     "_torchdynamo_orig_backend",

@@ -14,7 +14,7 @@ from graphshard.capture import dynamo
 from graphshard.capture.fallback.causes import named_groups, warn_once
 from graphshard.capture.fallback.together import open_roots
 from graphshard.capture.fallback.watch import CallWatch
-from graphshard.capture.ports import (
+from graphshard.capture.root_state import (
     CaptureHandle,
     RootState,
     all_records,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphshard.capture.fallback.causes import describe, warn_once
-from graphshard.capture.ports import RootState
+from graphshard.capture.root_state import RootState
 from graphshard.errors import DivergedRanks
 from graphshard.options import Options
 from graphshard.runtime.agree import leave

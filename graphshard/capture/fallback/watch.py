@@ -6,7 +6,13 @@ from torch import nn
 
 from graphshard.capture import dynamo
 from graphshard.capture.fallback.causes import named_groups, warn_once
-from graphshard.capture.ports import CaptureHandle, RootState, all_records, port_of, records_under
+from graphshard.capture.root_state import (
+    CaptureHandle,
+    RootState,
+    all_records,
+    port_of,
+    records_under,
+)
 from graphshard.errors import CaptureError
 from graphshard.options import Options
 from graphshard.runtime.calls import current_task

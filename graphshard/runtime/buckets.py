@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from graphshard.runtime.gather_buffers import GatherBuffer, GatherLayout, give_back, room_for
 from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
-from graphshard.runtime.rooms import GatherBuffer, GatherLayout, give_back, room_for
 from graphshard.runtime.waiting import NamedCollective, finish, trying_in_place
 from graphshard.schedule.steps import StepKind
 

@@ -19,10 +19,10 @@ from itertools import accumulate
 
 from graphshard.planner.choices import Choices
 from graphshard.planner.events import turns
-from graphshard.planner.fill import UNLIMITED, latest_waits
 from graphshard.planner.fsdp2 import has_lists
-from graphshard.planner.kit import Memo
+from graphshard.planner.memo import Memo
 from graphshard.planner.memory import profile_of, view_of
+from graphshard.planner.placement import UNLIMITED, latest_waits
 from graphshard.planner.problem import Problem
 from graphshard.planner.score import Scored, SearchContext, score, start_bytes
 from graphshard.planner.simulate import play

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from graphshard import fsdp2
-from graphshard.capture.entrance import GroupSpec, PathStep, entrance_of, lay_out
+from graphshard.capture.group_spec import GroupSpec, PathStep, entrance_of, lay_out
 from graphshard.capture.plain import modules_to_leave, run_plainly
 from graphshard.fsdp2 import FsdpGroup, State
 from graphshard.runtime.agree import mark

@@ -1,6 +1,6 @@
 """Whether reductions get lanes of their own: second process groups over the same ranks.
 
-They add no bandwidth (`graphshard.planner.wires`). They hide launches, where many small collectives
+They add no bandwidth (`graphshard.planner.links`). They hide launches, where many small collectives
 follow each other, and cost a communicator, so they have to gain WORTH.
 """
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from graphshard.capture.ports import CompiledPlan, RootState, port_of
+from graphshard.capture.root_state import CompiledPlan, RootState, port_of
 from graphshard.codegen.emit import code_of
 from graphshard.compiler.instrument import OBSERVER, Executable
 from graphshard.compiler.replan import Replan
@@ -37,8 +37,8 @@ from graphshard.runtime.live import (
 )
 from graphshard.runtime.run import Body
 from graphshard.schedule.measured import Measured
-from graphshard.schedule.namesake import plan_for
 from graphshard.schedule.plan import Direction, GroupInfo, Plan, Reshard
+from graphshard.schedule.same_graph import plan_for
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from graphshard.planner.events import Event, given_gradients, start_claims, turns
 from graphshard.planner.fsdp2 import has_lists
-from graphshard.planner.kit import Memo
+from graphshard.planner.memo import Memo
 from graphshard.planner.problem import Claim, Problem
 from graphshard.planner.score import Candidate, SearchContext
 from graphshard.planner.simulate import LaneCollective, Simulation, owners_at
