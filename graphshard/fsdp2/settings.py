@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,16 +145,25 @@ def _shard_bytes(group: FsdpGroup, *, trainable: bool) -> int:
     return sum(math.prod(p.padded_shard_size) * p.sharded.dtype.itemsize for p in params)
 
 
-def before_unshard(group: FsdpGroup, then: Callable[[], None]) -> None:
-    """Call `then` whenever FSDP2 itself is about to issue an all-gather of the group."""
+def around_unshard(
+    group: FsdpGroup,
+    issuing: Callable[[], AbstractContextManager[None]],
+    waiting: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Enter `issuing` whenever FSDP2 itself issues an all-gather of the group, and `waiting` when
+    it waits for one."""
     raw = group.raw
-    unshard = raw.unshard
+    unshard, wait = raw.unshard, raw.wait_for_unshard
 
     def call(*args: Any, **kwargs: Any) -> None:
         in_backward = raw._training_state == _fsdp_common.TrainingState.PRE_BACKWARD
         skips = in_backward and not raw.unshard_in_backward
-        if group.is_sharded and not skips and group.world_size > 1:
-            then()
-        unshard(*args, **kwargs)
+        issues = group.is_sharded and not skips and group.world_size > 1
+        with issuing() if issues else nullcontext():
+            unshard(*args, **kwargs)
 
-    raw.unshard = call
+    def call_wait() -> None:
+        with waiting():
+            wait()
+
+    raw.unshard, raw.wait_for_unshard = call, call_wait

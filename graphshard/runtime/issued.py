@@ -17,17 +17,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from graphshard.files.information import printable
-from graphshard.fsdp2.settings import before_unshard
+from graphshard.fsdp2.settings import around_unshard
 from graphshard.runtime.agree import answer
 from graphshard.runtime.ballot import Ballot, collect
 from graphshard.runtime.calls import current_task
 from graphshard.runtime.live import LiveGroup, Root
 from graphshard.runtime.neighbour import Neighbour, Passed, other_order
+from graphshard.runtime.waiting import NamedCollective, naming
 
 SPAN = 3  # so many collectives before one say what comes next
 KEPT = 1024  # collectives that this rank can still tell of
@@ -183,11 +185,22 @@ def follow(root: Root) -> None:
         ballot.also = trail.answer
         for live in lives:
             live.trail = trail
-            before_unshard(live.fsdp, partial(_gathered_by_fsdp2, live))
+            gather = _unshard(live)
+            around_unshard(live.fsdp, partial(_issued_by_fsdp2, gather), partial(naming, gather))
 
 
-def _gathered_by_fsdp2(live: LiveGroup) -> None:
+def _unshard(live: LiveGroup) -> NamedCollective:
+    names = [live.fqn or "(root)"]
+    process_group = live.fsdp.gather_process_group
+    return NamedCollective("all-gather (unshard)", live, lambda: names, process_group)
+
+
+@contextmanager
+def _issued_by_fsdp2(gather: NamedCollective) -> Iterator[None]:
+    live = gather.live
     note(live, ("FSDP2", live.number), lambda: f"all-gather of {live.fqn} by FSDP2 (unshard)")
+    with naming(gather):
+        yield
 
 
 def note(live: LiveGroup, key: Any, text: Callable[[], str]) -> None:

@@ -65,9 +65,18 @@ def finish(work: Work, trip: NamedCollective, *, limit_s: float | None = None) -
     taking part: then raises DivergedRanks, as that rank does. On a GPU only the stream waits, and
     this returns at once.
     """
+    with naming(trip):
+        _wait(work, trip, limit_s)
+
+
+@contextmanager
+def naming(trip: NamedCollective) -> Iterator[None]:
+    """What the backend raises inside becomes CollectiveFailed (GS405), which names `trip`."""
     began = time.monotonic()
     try:
-        _wait(work, trip, limit_s)
+        yield
+    except CollectiveFailed:
+        raise
     except RuntimeError as error:
         raise _failure(trip, error, time.monotonic() - began) from error
 

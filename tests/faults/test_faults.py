@@ -110,6 +110,15 @@ def test_a_setting_that_all_ranks_had_once_on_one_rank_only(what: str, world_siz
     assert any("GS702: the ranks issue different" in one.answer.error for one in ended)
 
 
+def test_an_unshard_that_fsdp2_itself_waits_for_is_named() -> None:
+    """It was known after these collectives, so nobody asked; and nobody comes."""
+    case = Case(2, Fault("unshard", "step", 2), rehearsed=True)
+    ended = run(2, work, case, limit_s=LIMIT_S, patience_s=CASE_S)
+    for one in ended:
+        check(one, case)
+    assert "GS405: rank 0: all-gather (unshard) of layers.1" in ended[0].answer.error
+
+
 @pytest.mark.parametrize("what", ["keep", "unshard"])
 def test_a_setting_on_all_ranks(what: str) -> None:
     assert outcome(Case(2, Fault(what, "step", 2, rank=-1))) == GOES_ON

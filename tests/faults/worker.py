@@ -184,7 +184,9 @@ class Own:
     def loaded(self, model: nn.Module) -> dict[str, Tensor]:
         """What was saved, in `model`."""
         state = {"model": model.state_dict()}
+        self.is_saving = True
         dcp.load(state, checkpoint_id=self._folder, process_group=self._group)
+        self.is_saving = False
         return shards(model)
 
 
@@ -223,7 +225,7 @@ def work(place: Place, case: Case) -> Answer:
 
 
 def failed(model: nn.Module, error: BaseException, seen: Any, is_saving: bool) -> Answer:
-    """While DCP saves, what it says of it is not graphshard's."""
+    """While DCP saves or loads, what it says of it is not graphshard's."""
     known = (Boom, KeyboardInterrupt)
     name = type(error).__name__
     clear = is_saving or isinstance(error, known) or str(error).startswith("GS")
