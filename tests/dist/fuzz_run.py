@@ -113,6 +113,15 @@ def run_case(ctx: Ctx, case: FuzzCase) -> Outcome:
     return Outcome(verdict, why, tally["in_graph"], tally["calls"], (*reasons, *fixed))
 
 
+def run_oracle(ctx: Ctx, case: FuzzCase) -> None:
+    """Eager FSDP2 alone through all calls. Raises what it raises."""
+    model = sharded(case, ctx)
+    side = Side(case, ctx, model, model, [], True, _managed(model), _names(model))
+    make_optimizer(side)
+    for number, call in enumerate(case.calls):
+        perform(side, call, number)
+
+
 def _in_step(sides: tuple[Side, Side], ctx: Ctx) -> tuple[str, str]:
     oracle, model = sides
     for number, call in enumerate(oracle.case.calls):

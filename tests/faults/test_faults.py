@@ -112,7 +112,7 @@ def test_a_setting_that_all_ranks_had_once_on_one_rank_only(what: str, world_siz
 
 def test_an_unshard_that_fsdp2_itself_waits_for_is_named() -> None:
     """It was known after these collectives, so nobody asked; and nobody comes."""
-    case = Case(2, Fault("unshard", "step", 2), rehearsed=True)
+    case = Case(2, Fault("unshard", "step", 2, rank=0), rehearsed=True)
     ended = run(2, work, case, limit_s=LIMIT_S, patience_s=CASE_S)
     for one in ended:
         check(one, case)
