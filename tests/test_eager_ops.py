@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.codegen.aten import as_eager, taken_apart
+from graphshard.codegen.aten import IN_PYTHON_TOO, WITH_SIZES, as_eager, taken_apart
 
 PRODUCTS = ("mm", "mv", "dot")  # addmm, bmm, ...
 
@@ -107,3 +107,45 @@ def test_a_gradient_of_dropout_lies_as_traced(turned):
     out = torch.compile(forward, backend=backend)(x)
     out.backward(torch.randn_like(out))
     assert torch.equal(x.grad != 0, (out.transpose(1, 2) if turned else out) != 0)
+
+
+def interpolated(mode, **kwargs):
+    return lambda x: F.interpolate(x, mode=mode, **kwargs)
+
+
+OTHER_KERNELS = {
+    "linear": (interpolated("linear", scale_factor=2.3), (2, 3, 11)),
+    "bilinear": (interpolated("bilinear", scale_factor=2.3), (2, 3, 7, 5)),
+    "bilinear-size": (interpolated("bilinear", size=(4, 9), align_corners=True), (2, 3, 7, 5)),
+    "bicubic": (interpolated("bicubic", scale_factor=(2, 1.5)), (2, 3, 7, 5)),
+    "trilinear": (interpolated("trilinear", scale_factor=2), (1, 2, 4, 5, 3)),
+    "nearest": (interpolated("nearest", scale_factor=1.7), (2, 3, 7, 5)),
+    "multi_margin_loss": (lambda x: F.multi_margin_loss(x, torch.tensor([1, 2, 0])), (3, 5)),
+    "multilabel_margin_loss": (
+        lambda x: F.multilabel_margin_loss(x, torch.tensor([[1, 2, -1, 0, 0]] * 3)),
+        (3, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", OTHER_KERNELS)
+def test_kernels_are_those_of_eager_torch(name, dynamic):
+    """With those that torch traces the last bits differ: with symbolic sizes they do."""
+    call, shape = OTHER_KERNELS[name]
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=run_as_is, decompositions=taken_apart())
+    before = {op: dict(op.py_kernels) for op in (*IN_PYTHON_TOO, *WITH_SIZES)}
+    with as_eager():
+        compiled = torch.compile(call, backend=backend, dynamic=dynamic)
+        for rows in (shape[0], shape[0] + dynamic * ("loss" not in name)):
+            x = torch.randn(rows, *shape[1:], generator=torch.Generator().manual_seed(0))
+            found = []
+            for run in (call, compiled):
+                given = x.clone().requires_grad_()
+                out = run(given)
+                out.square().sum().backward()
+                found.append((out.detach(), given.grad))
+            same = partial(torch.allclose, atol=1e-4) if dynamic else torch.equal
+            assert all(map(same, *found))
+    assert before == {op: dict(op.py_kernels) for op in before}

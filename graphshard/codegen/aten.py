@@ -8,11 +8,13 @@ is entered: the ops traced are those that eager runs. `tests/test_eager_ops.py` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch._decomp import decompositions, get_decompositions
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -20,8 +22,29 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 # what the ops give that it takes this one apart into.
 OTHER_LAYOUTS = (torch.ops.aten.native_dropout_backward,)
 
+Kernel: TypeAlias = Callable[..., Any]
+_aten = torch.ops.aten
+_PYTHON = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
-def taken_apart() -> dict[Any, Callable[..., Any]]:
+# Ops with a kernel in Python that traces many others, whose results differ in the last bits, and
+# one in C++ that eager runs. The latter knows no symbols: interpolation of these is torch's.
+IN_PYTHON_TOO = (
+    _aten.upsample_linear1d.default,
+    _aten.upsample_bilinear2d.default,
+    _aten.upsample_bicubic2d.default,
+    _aten.upsample_trilinear3d.default,
+    _aten.multi_margin_loss.default,
+    _aten.multilabel_margin_loss_forward.default,
+)
+WITH_SIZES = {
+    _aten.upsample_linear1d.vec: _aten.upsample_linear1d.default,
+    _aten.upsample_bilinear2d.vec: _aten.upsample_bilinear2d.default,
+    _aten.upsample_bicubic2d.vec: _aten.upsample_bicubic2d.default,
+    _aten.upsample_trilinear3d.vec: _aten.upsample_trilinear3d.default,
+}
+
+
+def taken_apart() -> dict[Any, Kernel]:
     """Decompositions for AOTAutograd."""
     return get_decompositions(OTHER_LAYOUTS)
 
@@ -32,9 +55,45 @@ def as_eager() -> Iterator[None]:
     before = decompositions.should_fold
     decompositions.should_fold = _is_folded
     try:
-        yield
+        with ExitStack() as kernels:
+            for op in IN_PYTHON_TOO:
+                kernels.enter_context(_python_kernels(op, lambda _: None))
+            for op, resolved in WITH_SIZES.items():
+                kernels.enter_context(_python_kernels(op, partial(_or_with_sizes, resolved)))
+            yield
     finally:
         decompositions.should_fold = before
+
+
+@contextmanager
+def _python_kernels(op: Any, other: Callable[[Kernel], Kernel | None]) -> Iterator[None]:
+    """Inside, tracing runs what `other` makes of the kernels of `op` in Python, or what eager runs
+    where that is None."""
+    before = {key: op.py_kernels[key] for key in _PYTHON if key in op.py_kernels}
+    for key, kernel in before.items():
+        instead = other(kernel)
+        if instead is None:
+            del op.py_kernels[key]
+        else:
+            op.py_kernels[key] = instead
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        op.py_kernels.update(before)
+        op._dispatch_cache.clear()
+
+
+def _or_with_sizes(resolved: Kernel, kernel: Kernel) -> Kernel:
+    """`F.interpolate` with a size or with factors."""
+
+    def call(tensor: Tensor, size: Any, align_corners: bool, factors: Any) -> Any:
+        if any(isinstance(length, torch.SymInt) for length in (*tensor.size(), *(size or ()))):
+            return kernel(tensor, size, align_corners, factors)
+        found = decompositions.upsample_compute_output_size(tensor.size(), size, factors)
+        return resolved(tensor, found, align_corners, *(factors or [None] * len(found)))
+
+    return call
 
 
 def _is_folded(tensor1: Tensor, tensor2: Tensor, is_out: bool) -> bool:
