@@ -1,8 +1,8 @@
 """`compute="aten"`: the ops that eager torch runs, where torch's tracing chooses others.
 
 AOTAutograd takes ops apart by rules in Python. They are to say what eager's rules in C++ say, and
-do not always: then a bit differs, or a layout that nothing at run time has. True while `as_eager()`
-is entered: the ops traced are those that eager runs. `tests/test_eager_ops.py` compares the two.
+do not always, and then a bit differs. True while `as_eager()` is entered: the ops traced are those
+that eager runs. `tests/test_eager_ops.py` compares the two.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._C import DispatchKey
-from torch._decomp import decompositions, get_decompositions
+from torch._decomp import decompositions
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-# Eager's kernel lays its result out as the gradient lies; torch traces a contiguous one, which is
-# what the ops give that it takes this one apart into.
-OTHER_LAYOUTS = (torch.ops.aten.native_dropout_backward,)
+from graphshard.codegen.emit import emit
 
 Kernel: TypeAlias = Callable[..., Any]
 _aten = torch.ops.aten
@@ -44,9 +42,12 @@ WITH_SIZES = {
 }
 
 
-def taken_apart() -> dict[Any, Kernel]:
-    """Decompositions for AOTAutograd."""
-    return get_decompositions(OTHER_LAYOUTS)
+def emit_ops(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The boxed callable of one direction. A view copies where it has to, as eager's reshape does:
+    some kernels lay their results out otherwise than torch traced them."""
+    for node in module.graph.find_nodes(op="call_function", target=_aten.view.default):
+        node.target = _aten.reshape.default
+    return emit(module)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class Lowering:
     Dynamo's in which there is nothing to communicate.
     """
 
-    decompositions: dict[Any, Callable[..., Any]]
+    decompositions: dict[Any, Callable[..., Any]] | None
     tracing: Callable[[], AbstractContextManager[None]]
     joint: Callable[[fx.GraphModule], fx.GraphModule]
     artifacts: Artifacts | None
@@ -35,7 +35,7 @@ class Lowering:
 def lowering_of(options: Options, *, trains: bool) -> Lowering:
     """trains: the graph is a part of a training step."""
     if options.compute == "aten":
-        return Lowering(aten.taken_apart(), aten.as_eager, _same, None)
+        return Lowering(None, aten.as_eager, _same, None)
     from graphshard.codegen import inductor  # takes a second to import
 
     settings = dict(options.inductor)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import fx
 
+from graphshard.codegen.aten import emit_ops
 from graphshard.codegen.emit import emit, with_marks
 from graphshard.codegen.regions import Artifacts, compile_missing, linked, sliced
 from graphshard.graph.program import Program
@@ -60,7 +61,7 @@ def executables(
     """The boxed callables of a graph pair, marked or not. Raises what the compiler raises."""
     artifacts = running.artifacts
     if artifacts is None:
-        return {direction: emit(module) for direction, module in modules.items()}
+        return {direction: emit_ops(module) for direction, module in modules.items()}
     slices = {d: sliced(module, cuts(running.problem, d)) for d, module in modules.items()}
     compile_missing(list(slices.values()), artifacts)
     return {direction: emit(linked(part, artifacts)) for direction, part in slices.items()}

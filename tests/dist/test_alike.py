@@ -9,7 +9,7 @@ alone.
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -113,6 +113,7 @@ FOUND = [
     two_rows("number", turned="end"),
     two_rows("dropout", turned="end"),
     early(BlockSpec((("frozen", 1), ("flex_mask", 0)))),
+    replace(two_rows("vmapped", turned="end"), half=True),
 ]
 
 
