@@ -18,7 +18,7 @@ from bench import memory, netns, single, sockets  # noqa: E402
 from bench.memory import Spot  # noqa: E402
 from bench.single_launch import Measured as Alone  # noqa: E402
 from bench.sockets_rank import Measured, Times  # noqa: E402
-from graphshard.planner import apart  # noqa: E402
+from graphshard.planner import separate_group  # noqa: E402
 
 
 def test_budgets_go_from_below_the_lowest_peak_to_the_highest():
@@ -102,5 +102,5 @@ def test_a_second_process_group_is_compared(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["is_chosen"] == (row["gain"] >= apart.WORTH)
+    assert row["is_chosen"] == (row["gain"] >= separate_group.WORTH)
     assert row["together_us"] >= row["lower_bound_us"]
