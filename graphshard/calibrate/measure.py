@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from graphshard.cost.comm import CollectiveKind
+from graphshard.fsdp2.versions import TORCH
 
 # The shape of common language models: heads of 64 or 128.
 ATTENTION_HEADS = 8
@@ -24,9 +25,10 @@ MIN_REPETITIONS = 3
 BUDGET_US = 5e5
 BATCH_US = 500.0
 
-# Their names until torch 2.12, deprecated in 2.13.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+if TORCH >= (2, 13):
+    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 def collective_time_us(

@@ -14,11 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphshard._version import NEWEST_TORCH, OLDEST_TORCH
 from graphshard.doctor.findings import Finding, Level, fault, warning
 
-# As in pyproject.toml; a test compares them.
-OLDEST_TORCH = (2, 11)
-BEYOND_TORCH = (2, 16)
 PROBE_S = 20.0
 
 
@@ -54,21 +52,17 @@ def probe_environment() -> tuple[Probe, ...]:
 
 
 def probe_torch(version: str) -> Probe:
-    allowed = f">= {_dotted(OLDEST_TORCH)}, < {_dotted(BEYOND_TORCH)}"
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    now = tuple(map(int, numbers.groups())) if numbers else (0, 0)
-    if OLDEST_TORCH <= now < BEYOND_TORCH:
-        return Probe("torch", f"{version} ({allowed})")
-    finding = fault(
-        "GS1101",
-        f"torch {version} is not supported ({allowed})",
-        f'pip install "torch>={_dotted(OLDEST_TORCH)},<{_dotted(BEYOND_TORCH)}"',
-    )
-    return Probe("torch", version, finding)
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
+    oldest, newest = (".".join(map(str, v)) for v in (OLDEST_TORCH, NEWEST_TORCH))
+    tested = f"tested with {oldest} to {newest}"
+    found = (*map(int, re.findall(r"\d+", version)[:2]),)
+    if OLDEST_TORCH <= found <= NEWEST_TORCH:
+        return Probe("torch", f"{version} ({tested})")
+    if found < OLDEST_TORCH:
+        what = f"torch {version} is older than {oldest}, the oldest that is supported"
+        return Probe("torch", version, fault("GS1101", what, f'pip install "torch>={oldest}"'))
+    what = f"torch {version} is newer than {newest}, the newest that was tested"
+    fix = "compare a few steps with eager FSDP2, or install a tested torch"
+    return Probe("torch", version, warning("GS1101", what, fix))
 
 
 def probe_backend(names: list[str]) -> Probe:

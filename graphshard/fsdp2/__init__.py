@@ -1,4 +1,4 @@
-"""The one place that reads FSDP2's private state (torch 2.11 to 2.15).
+"""The one place that reads FSDP2's private state; `versions` says what this torch has of it.
 
 Everything else sees thin views whose attributes are read live, so that a setting changed by the
 user between two steps takes effect at the next use, as in FSDP2.

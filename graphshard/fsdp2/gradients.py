@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphshard.fsdp2 import versions
 from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.param import FsdpParam
 
@@ -30,7 +31,7 @@ def take_unreduced(raw: Any) -> Tensor | None:
     leaf = getattr(raw, "_unsharded_param", None)
     if leaf is None:
         return None
-    if _has_own_place(raw) and raw.unsharded_accumulated_grad is not None:
+    if not versions.GRADS_HAVE_DTYPES and raw.unsharded_accumulated_grad is not None:
         grad = raw.unsharded_accumulated_grad
         raw.unsharded_accumulated_grad = None
     else:
@@ -42,17 +43,18 @@ def leave_unreduced(group: FsdpGroup, param: FsdpParam, grad: Tensor) -> None:
     """Keep an unsharded gradient (of `param.as_accumulated`'s dtype) for a later micro-step."""
     raw = param.raw
     leaf = _leaf(group, raw)
-    if _has_own_place(raw) and grad.dtype != leaf.dtype:
+    if not versions.GRADS_HAVE_DTYPES and grad.dtype != leaf.dtype:
+        # Beside the parameter, whose own `.grad` has to be of its dtype.
         raw.unsharded_accumulated_grad = grad
     else:
         leaf.grad = grad
-    if hasattr(group.raw, "_post_backward_pending"):  # torch >= 2.15
+    if versions.BACKWARD_MAY_BE_PENDING:
         group.raw._post_backward_pending = True
 
 
 def nothing_unreduced(group: FsdpGroup) -> None:
     """Tell FSDP2 that all gradients of `group` are on their way."""
-    if hasattr(group.raw, "_post_backward_pending"):  # torch >= 2.15
+    if versions.BACKWARD_MAY_BE_PENDING:
         group.raw._post_backward_pending = False
 
 
@@ -70,7 +72,7 @@ def take_partial(
     params: those that are reduced now, in packing order. Cleared there.
     """
     raw = group.raw
-    if hasattr(raw, "_prepare_partial_reduce_output"):  # torch >= 2.15
+    if versions.PARTIAL_GRADS_ARE_BY_PARAM:
         sizes = [p.padded_numel for p in params]
         partial = raw._prepare_partial_reduce_output([p.raw for p in params], sizes, dtype)
     else:
@@ -91,7 +93,9 @@ def reduced_as_zeros(group: FsdpGroup) -> list[int]:
     (`set_reduce_scatter_unused_params`), and those of which HSDP has still to all-reduce a part
     (torch >= 2.15: before, it is known only by its place in the packed buffer).
     """
-    unused, partial = group.reduces_unused, getattr(group.raw, "_get_partial_reduce_grad", None)
+    unused, partial = group.reduces_unused, None
+    if versions.PARTIAL_GRADS_ARE_BY_PARAM:
+        partial = group.raw._get_partial_reduce_grad
     if not unused and partial is None:
         return []
     return [
@@ -107,11 +111,6 @@ def forget(group: FsdpGroup) -> None:
     take_all_unreduced(group, range(len(group.params)))
     group.raw._partial_reduce_output = None
     nothing_unreduced(group)
-
-
-def _has_own_place(raw: Any) -> bool:
-    """torch < 2.15 keeps gradients that are not of the parameter's dtype beside the parameter."""
-    return "unsharded_accumulated_grad" in vars(raw)
 
 
 def _leaf(group: FsdpGroup, raw: Any) -> Any:

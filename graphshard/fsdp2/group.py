@@ -10,17 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard.errors import RuntimeStateError
+from graphshard.fsdp2 import versions
 from graphshard.fsdp2.param import FsdpParam
 from graphshard.fsdp2.threads import ranks_are_threads
 from graphshard.schedule.plan import Direction
-
-# torch >= 2.15
-MAY_KEEP_STORAGE = hasattr(FSDPModule, "set_keep_unsharded_storage")
 
 version_of = attrgetter("_version")
 _TRAINABLE = attrgetter("sharded_param.requires_grad")
@@ -28,10 +26,9 @@ _TRAINABLE = attrgetter("sharded_param.requires_grad")
 
 def fsdp_groups(state: FSDPState) -> list[FsdpGroup]:
     """The parameter groups of one state (none if all its parameters belong to children)."""
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.13
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return [FsdpGroup(g, state) for g in groups]
+    if versions.PARAM_GROUPS_ARE_A_LIST:
+        return [FsdpGroup(g, state) for g in state._fsdp_param_groups]
+    return [FsdpGroup(state._fsdp_param_group, state)] if state._fsdp_param_group else []
 
 
 # Backends that copy many tensors of one collective into one of their own, so that nothing is gained
@@ -104,7 +101,7 @@ class FsdpGroup:
     def reduce_process_group(self) -> dist.ProcessGroup | None:
         if not self._shards:
             return None
-        return getattr(self.raw, "_reduce_scatter_process_group", None) or self.gather_process_group
+        return self.raw._reduce_scatter_process_group  # type: ignore[no-any-return]
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -127,22 +124,24 @@ class FsdpGroup:
     @property
     def reduces_unused(self) -> bool:
         """`set_reduce_scatter_unused_params` (torch >= 2.13)."""
-        return bool(getattr(self.raw, "reduce_scatter_unused_params", False))
+        return versions.MAY_REDUCE_UNUSED and bool(self.raw.reduce_scatter_unused_params)
 
     def reduce_order(self) -> Sequence[int]:
         """Parameter indices in the order in which FSDP2 packs their gradients.
 
         Registration order; torch 2.15 puts parameters of one dtype together.
         """
-        indices: Sequence[int] = getattr(self.raw, "_reduce_scatter_param_indices", ())
-        return indices or range(len(self.params))
+        known: Sequence[int] = ()
+        if versions.GRADS_HAVE_DTYPES:
+            known = self.raw._reduce_scatter_param_indices
+        return known or range(len(self.params))
 
     def reduce_dtype(self, params: Sequence[FsdpParam], grads: Sequence[Tensor]) -> torch.dtype:
         """The dtype on the wire for these gradients.
 
         Raises RuntimeStateError where FSDP2 refuses gradients of several dtypes (torch < 2.15).
         """
-        if hasattr(self.raw, "_get_reduce_dtype"):  # torch >= 2.15
+        if versions.GRADS_HAVE_DTYPES:
             return self.raw._get_reduce_dtype([p.raw for p in params], list(grads))  # type: ignore[no-any-return]
         dtypes = {g.dtype for g in grads}
         if len(dtypes) > 1:
@@ -228,15 +227,15 @@ class FsdpGroup:
     @property
     def reduce_input_cap(self) -> int | None:
         """`set_reduce_scatter_max_input_buffers` (torch >= 2.13), None if left at FSDP2's 1."""
-        cap = getattr(self.state._comm_ctx, "reduce_scatter_max_input_buffers", 1)
+        if not versions.MAY_CAP_REDUCE_INPUTS:
+            return None
+        cap: int = self.state._comm_ctx.reduce_scatter_max_input_buffers
         return cap if cap > 1 else None
 
     @property
     def keeps_storage(self) -> bool:
         """`set_keep_unsharded_storage` (torch >= 2.15): gathered memory stays in place."""
-        if not MAY_KEEP_STORAGE:
-            return False
-        return any(getattr(p.raw, "keep_unsharded_storage", False) for p in self.params)
+        return versions.MAY_KEEP_STORAGE and any(p.raw.keep_unsharded_storage for p in self.params)
 
     def shards(self) -> list[Tensor]:
         """This rank's padded data of every parameter, in registration order.
@@ -262,7 +261,7 @@ class FsdpGroup:
 
     def as_autograd_gives(self, grads: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
         """Gradients by parameter index, as leaves of this torch would receive them."""
-        if not hasattr(self.raw.fsdp_params[0], "unsharded_grad_dtype"):  # torch < 2.15
+        if not versions.GRADS_HAVE_DTYPES:
             return grads
         return {i: self.params[i].as_autograd_gives(grad) for i, grad in grads.items()}
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from graphshard.fsdp2 import versions
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -82,7 +84,7 @@ class FsdpParam:
 
     def as_accumulated(self, grad: Tensor) -> Tensor:
         """`grad` in the dtype in which FSDP2 accumulates it over micro-steps without sync."""
-        if hasattr(self.raw, "unsharded_grad_dtype"):  # torch >= 2.15
+        if versions.GRADS_HAVE_DTYPES:
             dtype = self.raw.unsharded_grad_dtype
         else:
             dtype = self.raw.reduce_dtype
@@ -102,7 +104,7 @@ class FsdpParam:
     @property
     def unsharded_spec(self) -> Any:
         """Mesh, placements and global shape of an unsharded DTensor; None for a plain tensor."""
-        if hasattr(self.raw, "_unsharded_dtensor_spec"):  # torch >= 2.13
+        if versions.UNSHARDED_SPEC_IS_KEPT:
             return self.raw._unsharded_dtensor_spec
         return self.raw._tp_spec if self.raw.is_dtensor else None
 
@@ -115,7 +117,7 @@ class FsdpParam:
 def grad_dtypes(params: Sequence[FsdpParam]) -> list[torch.dtype | None]:
     """Dtype of each sharded `.grad`; None leaves it in the reduction's dtype."""
     raws = [param.raw for param in params]
-    if hasattr(raws[0], "sharded_grad_dtype"):  # torch >= 2.15
+    if versions.GRADS_HAVE_DTYPES:
         return [raw.sharded_grad_dtype for raw in raws]
     return [raw.orig_dtype for raw in raws]
 

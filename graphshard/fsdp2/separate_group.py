@@ -9,18 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
+from graphshard.fsdp2 import versions
 from graphshard.fsdp2.group import FsdpGroup, backend_name
-
-# torch >= 2.13
-MAY_REDUCE_APART = hasattr(FSDPModule, "set_separate_reduce_scatter_group")
 
 
 def may_reduce_apart(group: FsdpGroup) -> bool:
     """The user left reductions where FSDP2 puts them, and this torch can move them."""
     shared = group.reduce_process_group is group.gather_process_group
-    return MAY_REDUCE_APART and group.world_size > 1 and shared and group.reduces_plainly
+    return versions.MAY_REDUCE_APART and group.world_size > 1 and shared and group.reduces_plainly
 
 
 def reduce_apart(group: FsdpGroup, made: dict[tuple[int, ...], dist.ProcessGroup]) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from graphshard.fsdp2 import versions
 from graphshard.fsdp2.group import fsdp_groups
 
 State = FSDPState
@@ -121,7 +122,7 @@ def reset_iteration(states: Sequence[FSDPState], *, waits: bool = True) -> None:
 
 def _reset_waiting(states: Sequence[FSDPState]) -> None:
     for state in states:
-        if hasattr(state, "_reset_iter_state"):
+        if versions.STATE_RESETS_ITSELF:
             if is_root(state):
                 state._reset_iter_state()
             continue

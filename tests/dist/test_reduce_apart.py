@@ -17,7 +17,7 @@ from test_memory import patched
 import graphshard
 from graphshard.cost import presets
 from graphshard.fsdp2 import fsdp_groups, states_under
-from graphshard.fsdp2.separate_group import MAY_REDUCE_APART
+from graphshard.fsdp2.versions import MAY_REDUCE_APART
 from graphshard.planner import separate_group
 
 pytestmark = [
