@@ -10,10 +10,11 @@ BIN  := $(VENV)/bin
 DONE := $(VENV)/.installed
 PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help demo test check bench contract clean
+.PHONY: help demo test test-torch check bench contract clean
 help:
 	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
 	@echo "make test    run the test suite"
+	@echo "make test-torch TORCH=2.15.0  private names, parity and the contract with another torch"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   time a training step on an emulated network, graphshard against FSDP2"
 	@echo "make contract write docs/fsdp2-contract.md from the results of its tests"
@@ -28,6 +29,23 @@ test: $(DONE)
 	@command -v chromium >/dev/null || echo "no chromium: the tests of the viewer in a browser are" \
 		"skipped; to run them: apt-get install chromium fonts-dejavu-core" >&2
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile $(PYTEST_ARGS)
+
+# Another torch, with CUDA's libraries 5 GB, goes into a venv of its own.
+OTHER := .venv-torch-$(TORCH)
+OTHER_PIP := $(OTHER)/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest -n $(TESTERS) --dist loadfile tests/test_torch_names.py \
+		tests/dist/test_parity.py tests/dist/test_contract.py $(PYTEST_ARGS)
+
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	@test -n "$(TORCH)" || { echo "error: which torch? make test-torch TORCH=2.15.0" >&2; exit 1; }
+	@echo "installing torch $(TORCH) into $(OTHER) (a few minutes)"
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt >$(OTHER)/constraints.txt
+	$(OTHER_PIP) torch==$(TORCH)
+	$(OTHER_PIP) -c $(OTHER)/constraints.txt setuptools
+	$(OTHER_PIP) -c $(OTHER)/constraints.txt --no-build-isolation -e '.[cli,dev]'
+	@touch $@
 
 check: $(DONE)
 	$(BIN)/python -m ruff check .
@@ -58,6 +76,6 @@ contract: $(DONE)
 	GRAPHSHARD_WRITE_CONTRACT=1 $(BIN)/python -m pytest tests/dist/test_contract.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 		.import_linter_cache out schedule.html schedule.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

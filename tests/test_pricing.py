@@ -149,3 +149,30 @@ def test_lanes_of_one_group_share_a_link():
         "lane 0": "lane 0", "lane 1": "lane 0", "lane 2": "",
     }  # fmt: skip
     assert [lane.link for lane in priced(groups_of(1, 4)).lanes] == [""]
+
+
+# -- an int `reshard_after_forward` ----------------------------------------------------------------
+
+
+SMALLER = replace(OWN, ranks=8, ranks_per_node=4, reshard=True)
+ON_A_NODE = replace(SMALLER, post_forward_ranks=4, post_forward_lane="lane 1")
+
+
+def test_backward_gathers_from_the_smaller_mesh():
+    plain, smaller = (priced(groups_of(1, 1), first=SMALLER, own=o) for o in (SMALLER, ON_A_NODE))
+    group = smaller.groups[1]
+    (part,), (whole,) = group.parts, plain.groups[1].parts
+    assert group.post_forward is not None
+    assert group.held_bytes == group.gathered_bytes // 4
+    assert smaller.lanes[group.lane_in(Direction.BACKWARD)].name == "lane 1"
+    assert smaller.lanes[group.lane_in(Direction.FORWARD)].name == "lane 0"
+    assert part.gather == whole.gather
+    assert part.regather is not None
+    assert part.regather.us < part.gather.us
+
+
+@pytest.mark.parametrize(("nodes", "shares"), [(1, True), (2, False)])
+def test_a_smaller_mesh_on_one_node_does_not_share_the_link_between_nodes(nodes, shares):
+    own = replace(ON_A_NODE, ranks_per_node=8 // nodes)
+    problem = priced(groups_of(1, 1), first=replace(SMALLER, ranks_per_node=8 // nodes), own=own)
+    assert (problem.lanes[0].link == problem.lanes[1].link != "") == shares

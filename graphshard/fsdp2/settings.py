@@ -36,7 +36,8 @@ class GroupSettings:
     exact_sums: its sums have to be those of FSDP2, to the last bit. reduces_alone: nothing but the
     reduce-scatter is done to its gradients (no all-reduce, no hook). has_hooks: something runs as
     soon as a gradient is there (an optimizer in backward). may_reduce_apart: reductions may get a
-    process group of their own.
+    process group of their own. post_forward_ranks, post_forward_lane: the smaller mesh of an int
+    `reshard_after_forward`; 0 and "" without one.
     """
 
     reshard: bool | None
@@ -57,6 +58,8 @@ class GroupSettings:
     reduces_alone: bool = False
     has_hooks: bool = False
     may_reduce_apart: bool = False
+    post_forward_ranks: int = 0
+    post_forward_lane: str = ""
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
 
@@ -105,6 +108,10 @@ def settings_of(
             lanes.append(process_group)
         return f"lane {lanes.index(process_group)}"
 
+    def post_forward(group: FsdpGroup) -> tuple[int, str]:
+        mesh = group.post_forward_process_group
+        return (0, "") if mesh is None else (mesh.size(), lane(mesh))
+
     def listed(group: FsdpGroup, direction: Direction) -> tuple[int, ...]:
         return tuple(places[s] for s in group.prefetches(direction) if s in places)
 
@@ -128,6 +135,8 @@ def settings_of(
             reduces_alone=group.reduces_alone,
             has_hooks=any(hooks_of(param.sharded) for param in group.params),
             may_reduce_apart=may_reduce_apart(group),
+            post_forward_ranks=(smaller := post_forward(group))[0],
+            post_forward_lane=smaller[1],
             forward_prefetch=listed(group, Direction.FORWARD),
             backward_prefetch=listed(group, Direction.BACKWARD),
         )

@@ -79,7 +79,7 @@ def _gathers(problem: Problem, direction: Direction, turn: MicroStep) -> Iterato
 
 def _may_be_there(problem: Problem, group: Group, direction: Direction, turn: MicroStep) -> bool:
     """Some choice of the planner finds the group gathered already."""
-    both = all(group.use_in(d) is not None for d in Direction) and group.spread is None
+    both = all(group.use_in(d) is not None for d in Direction) and group.post_forward is None
     if direction is Direction.BACKWARD:
         return both and (group.reshard is not True or keeps(problem, group.id))
     return both and not turn.first and group.keep_across is not False

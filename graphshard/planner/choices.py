@@ -68,7 +68,7 @@ def gather_buckets(kit: Memo, choices: Choices, direction: Direction) -> list[Bu
     kept = set(choices.kept) if direction is Direction.BACKWARD else set()
     used = [g for g in _by_first_use(kit, direction) if g.id not in kept]
     # Gathered in the first micro-step only, or from a smaller group of ranks.
-    alone = {*choices.across, *(g.id for g in used if g.spread is not None)}
+    alone = {*choices.across, *(g.id for g in used if g.post_forward is not None)}
     found = _cut(
         used,
         choices.cuts_in(direction) if problem.regroup_gathers else Cuts(),

@@ -202,7 +202,7 @@ def gather_events(
         comm_us=transfer_us([t.us for t in transfers], problem.lanes[lane].launch_us),
         job=_job(problem, bucket, 0),
         takes=params if in_place else flight,
-        gives=_spread(problem, bucket) if direction is Direction.BACKWARD else (),
+        gives=_post_forward_claims(problem, bucket) if direction is Direction.BACKWARD else (),
     )
     unpack_us = sum(t.after_us for t in transfers)
     if in_place:
@@ -210,7 +210,7 @@ def gather_events(
     return issue, Event(steps[1], us=unpack_us, job=issue.job, takes=params, gives=flight)
 
 
-def _spread(problem: Problem, bucket: Bucket) -> tuple[Claim, ...]:
+def _post_forward_claims(problem: Problem, bucket: Bucket) -> tuple[Claim, ...]:
     groups = (problem.groups[n] for n in bucket.groups)
     return tuple(
         Claim(Category.UNSHARDED_PARAM, g.held_bytes, g.id) for g in groups if g.held_bytes
@@ -230,7 +230,7 @@ def release_event(
     if number in choices.across and not turn.last:
         return Event(step)
     gathered = (Claim(Category.UNSHARDED_PARAM, group.room_bytes, number),)
-    held = _spread(problem, Bucket((number,))) if forward and backward_needs else ()
+    held = _post_forward_claims(problem, Bucket((number,))) if forward and backward_needs else ()
     return Event(step, takes=held, gives=gathered)
 
 

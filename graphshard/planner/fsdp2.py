@@ -37,7 +37,7 @@ def keeps(problem: Problem, number: int) -> bool:
     group = problem.groups[number]
     carried = bool(group.keep_across) and problem.micro_steps > 1
     both = all(group.use_in(d) is not None for d in Direction)
-    return both and (group.kept_by_fsdp2 or carried) and group.spread is None
+    return both and (group.kept_by_fsdp2 or carried) and group.post_forward is None
 
 
 def fsdp2_placement(problem: Problem, stage: Stage) -> Placement:

@@ -153,7 +153,7 @@ def _all_split(kit: Memo, what: What) -> Cuts:
 
 
 def _in_both(group: Group) -> bool:
-    return all(group.use_in(d) is not None for d in Direction) and group.spread is None
+    return all(group.use_in(d) is not None for d in Direction) and group.post_forward is None
 
 
 def _must_keep(kit: Memo, group: Group) -> bool:

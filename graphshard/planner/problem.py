@@ -151,7 +151,7 @@ class Group:
     reshard: bool | None = None
     is_root: bool = False
     keep_across: bool | None = None
-    spread: PostForwardMesh | None = None
+    post_forward: PostForwardMesh | None = None
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
 
@@ -171,7 +171,7 @@ class Group:
     @property
     def held_bytes(self) -> int:
         """What stays between forward and backward although the group is resharded."""
-        return self.spread.held_bytes if self.spread is not None else 0
+        return self.post_forward.held_bytes if self.post_forward is not None else 0
 
     @property
     def kept_by_fsdp2(self) -> bool:
@@ -179,8 +179,8 @@ class Group:
         return self.is_root if self.reshard is None else not self.reshard
 
     def lane_in(self, direction: Direction) -> int:
-        spread = self.spread if direction is Direction.BACKWARD else None
-        return self.gather_lane if spread is None else spread.lane
+        smaller = self.post_forward if direction is Direction.BACKWARD else None
+        return self.gather_lane if smaller is None else smaller.lane
 
     def lane_of(self, issue: StepKind, direction: Direction) -> int:
         """Where the collective of an issuing step runs."""

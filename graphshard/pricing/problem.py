@@ -27,6 +27,7 @@ from graphshard.planner.problem import (
     Gradient,
     Group,
     Part,
+    PostForwardMesh,
     Problem,
     Region,
     Transfer,
@@ -166,9 +167,19 @@ def _group(
         reshard=decided.get(reshard, info.reshard_after_forward),
         is_root=own.is_root,
         keep_across=True if own.kept_after_backward else None,
+        post_forward=_post_forward(info, own, list(lanes)),
         forward_prefetch=own.forward_prefetch,
         backward_prefetch=own.backward_prefetch,
     )
+
+
+def _post_forward(
+    info: GroupInfo, own: GroupSettings, lanes: Sequence[str]
+) -> PostForwardMesh | None:
+    if not own.post_forward_ranks:
+        return None
+    held_bytes = info.gathered_bytes // own.post_forward_ranks
+    return PostForwardMesh(held_bytes, lanes.index(own.post_forward_lane))
 
 
 def _pieces(info: GroupInfo, reads: Mapping[int, int]) -> list[tuple[int, ...]]:
@@ -197,23 +208,41 @@ def _part(
     machine: Machine,
 ) -> Part:
     size_bytes = sum(info.params[place].gathered_bytes for place in params)
-    ranks = Ranks(own.ranks, own.ranks_per_node, own.gather_lane)
-    gather = Transfer(
-        us=float(collective_us(machine, CollectiveKind.ALL_GATHER, ranks, info.gathered_bytes)),
-        pack_us=float(copy_us(machine.processor, info.gathered_bytes / own.ranks)),
-        unpack_us=float(copy_us(machine.processor, info.gathered_bytes)),
-        in_place=own.gathers_in_place,
-    )
+
+    def share(ranks: Ranks) -> Transfer:
+        whole = _gather(info, ranks, machine, in_place=own.gathers_in_place)
+        return _share(whole, lanes[ranks.name], size_bytes, info.gathered_bytes)
+
     whole = len(params) == len(info.params)
+    smaller = _post_forward_ranks(own)
     uses = {d: _use(stage, info.id, () if whole else params) for d, stage in stages.items()}
     return Part(
         gathered_bytes=size_bytes,
-        gather=_share(gather, lanes[own.gather_lane], size_bytes, info.gathered_bytes),
+        gather=share(Ranks(own.ranks, own.ranks_per_node, own.gather_lane)),
+        regather=None if smaller is None else share(smaller),
         forward=uses[Direction.FORWARD],
         backward=uses.get(Direction.BACKWARD),
         gradient=_gradient(info, params, own, stages, lanes, machine),
         params=params,
     )
+
+
+def _gather(info: GroupInfo, ranks: Ranks, machine: Machine, *, in_place: bool) -> Transfer:
+    """The whole group from `ranks`, each of which has as much of it as the others."""
+    return Transfer(
+        us=float(collective_us(machine, CollectiveKind.ALL_GATHER, ranks, info.gathered_bytes)),
+        pack_us=float(copy_us(machine.processor, info.gathered_bytes / ranks.ranks)),
+        unpack_us=float(copy_us(machine.processor, info.gathered_bytes)),
+        in_place=in_place,
+    )
+
+
+def _post_forward_ranks(own: GroupSettings) -> Ranks | None:
+    """They are neighbours: as many of them on one node as of the whole mesh, at most."""
+    if not own.post_forward_ranks:
+        return None
+    on_a_node = min(own.post_forward_ranks, own.ranks_per_node)
+    return Ranks(own.post_forward_ranks, on_a_node, own.post_forward_lane)
 
 
 def _share(whole: Transfer, launch_us: float, part_bytes: int, whole_bytes: int) -> Transfer:
@@ -287,17 +316,23 @@ def _lanes(
     found: dict[str, float] = {}
     for info in groups:
         own = settings[info.id]
-        for name in (own.gather_lane, own.reduce_lane):
-            ranks = Ranks(own.ranks, own.ranks_per_node, name)
+        smaller = _post_forward_ranks(own)
+        both = [Ranks(own.ranks, own.ranks_per_node, n) for n in (own.gather_lane, own.reduce_lane)]
+        for ranks in both if smaller is None else [*both, smaller]:
             whole = collective_us(machine, CollectiveKind.ALL_GATHER, ranks, info.gathered_bytes)
             launch = launch_us(machine, CollectiveKind.ALL_GATHER, ranks, 2**20)
-            found[name] = min(found.get(name, float(launch)), float(whole))
+            found[ranks.name] = min(found.get(ranks.name, float(launch)), float(whole))
     return found
 
 
 def _links(settings: Sequence[GroupSettings]) -> dict[str, str]:
-    """Lanes that reach the same ranks, as those of one group do, share a link."""
+    """Lanes that reach the same ranks, as those of one group do, share a link; so does the lane of
+    a smaller mesh, unless it stays on one node and the other does not."""
     lanes = nx.Graph((s.gather_lane, s.reduce_lane) for s in settings)
+    for own in settings:
+        smaller = _post_forward_ranks(own)
+        if smaller is not None and (smaller.nodes > 1) == (own.ranks > own.ranks_per_node):
+            lanes.add_edge(own.gather_lane, smaller.name)
     lanes.remove_edges_from(nx.selfloop_edges(lanes))
     shared = (found for found in nx.connected_components(lanes) if len(found) > 1)
     return {lane: min(together) for together in shared for lane in together}

@@ -29,11 +29,11 @@ TOLERANCE = 0.05
 NO_LIMIT = 2**50
 
 
-def sharded(ctx: Ctx) -> Any:
+def sharded(ctx: Ctx, **settings: Any) -> Any:
     torch.manual_seed(0)
     model = WithLoss(Llama(CONFIG))
     for layer in model.model.layers:
-        fully_shard(layer, mesh=ctx.mesh)
+        fully_shard(layer, mesh=ctx.mesh, **settings)
     return fully_shard(model, mesh=ctx.mesh)
 
 
@@ -108,6 +108,17 @@ def recording(stretches: list[tuple[Step, ...]]) -> Callable[[Any], Any]:
     return record
 
 
+def peaks(model: Any, optimizer: Any, ctx: Ctx) -> dict[str, Any]:
+    """Of one more step."""
+    (plan,) = graphshard.plans(model)
+    optimizer.zero_grad()
+    step = step_peaks(lambda: model(*make_batch(CONFIG, ctx.rank)).backward())
+    return {
+        "predicted": plan.summary()["peak_bytes"],
+        "measured": step.allocated_bytes + resident_bytes(optimizer),
+    }
+
+
 def swept(ctx: Ctx) -> list[dict[str, Any]]:
     expected = steps_of(sharded(ctx), ctx, 3)
     own_bytes, found = NO_LIMIT, []
@@ -122,15 +133,12 @@ def swept(ctx: Ctx) -> list[dict[str, Any]]:
         assert all(map(torch.equal, params, expected[1]))
         (plan,) = graphshard.plans(model)
         assert sampled_on(model, make_batch(CONFIG, ctx.rank), stretches) == planned(plan)
-        optimizer.zero_grad()
-        step = step_peaks(lambda m=model: m(*make_batch(CONFIG, ctx.rank)).backward())
         summary = plan.summary()
         found.append(
             {
+                **peaks(model, optimizer, ctx),
                 "share": share,
                 "budget": summary["budget_bytes"],
-                "predicted": summary["peak_bytes"],
-                "measured": step.allocated_bytes + resident_bytes(optimizer),
                 "recompute": plan.recompute,
             }
         )
@@ -146,3 +154,22 @@ def test_ten_budgets_are_kept_byte_for_byte(pool: Pool) -> None:
             assert abs(row["measured"] / row["predicted"] - 1) < TOLERANCE, row
         assert any(row["recompute"] for row in rows)
         assert len({row["predicted"] for row in rows}) > 4
+
+
+def held_after_forward(ctx: Ctx) -> list[dict[str, Any]]:
+    """Peaks where each block is resharded to all ranks, to half of them, and not at all."""
+    found = []
+    for reshard in (True, ctx.world_size // 2, False):
+        torch._dynamo.reset()
+        model = sharded(ctx, reshard_after_forward=reshard)
+        model.compile(backend="graphshard", options={"fallback": "error"})
+        *_, optimizer = steps_of(model, ctx, 2)
+        found.append(peaks(model, optimizer, ctx))
+    return found
+
+
+def test_a_smaller_mesh_after_forward_is_in_the_peak(pool: Pool) -> None:
+    for rows in pool.run(4, held_after_forward, timeout_s=120):
+        for row in rows:
+            assert abs(row["measured"] / row["predicted"] - 1) < TOLERANCE, rows
+        assert [row["predicted"] for row in rows] == sorted({row["predicted"] for row in rows})
