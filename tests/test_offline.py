@@ -23,7 +23,7 @@ from graphshard.schedule.plan import Direction, Plan
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HARDWARE = "h100-ib400"
-DEPTH = 6
+DEPTH = CAPTURED + 2
 
 
 class Block(nn.Module):
@@ -100,7 +100,7 @@ class TwoRows(nn.Module):
         return self.mix(x).sum()
 
 
-def two_rows(depth=5):
+def two_rows(depth=DEPTH):
     model = TwoRows(depth)
     for block in [*model.encoder, *model.decoder]:
         fully_shard(block)
@@ -123,8 +123,10 @@ def llama(recompute, depth=DEPTH):
     return example.sharded(config, 1, 16)
 
 
-def point(world=8, sizes=(), *, budget=None, recompute=True, hardware="h100"):
-    return Point(world, 8, machine_of(hardware), PlanningPolicy(budget, recompute=recompute), sizes)
+def point(world=8, sizes=(), *, budget=None, recompute=True, hardware="h100", regroup=False):
+    """regroup: compute is compiled, and groups may travel in parts."""
+    policy = PlanningPolicy(budget, recompute=recompute, regroup=regroup)
+    return Point(world, 8, machine_of(hardware), policy, sizes, fused=regroup)
 
 
 def study(build, points=(), *, whole=False):
@@ -140,15 +142,15 @@ def planned(build, points=(), *, whole=False):
     return [answer.plan for answer in study(build, points, whole=whole).answers()]
 
 
-def basis(build, *, whole):
+def basis(build, *, whole, regroup=False):
     """What the planner sees of the model, from a few blocks or from all of them."""
-    found = study(build, whole=whole)
+    found = study(build, (point(regroup=regroup),), whole=whole)
     found._prepare()
     assert bool(found._repeats) is not whole
     if not whole:
         return found._basis(found.points[0])
     placed = found._in_world(found.points[0]).placed
-    return basis_of(placed, found.points[0].machine, recompute=True)
+    return basis_of(placed, found.points[0].machine, recompute=True, fused=regroup, parts=regroup)
 
 
 def without_nodes(units):
@@ -160,22 +162,24 @@ def without_nodes(units):
 
 
 @pytest.mark.parametrize(
-    "build",
+    ("build", "regroup"),
     [
-        pytest.param(functools.partial(llama, "none"), id="no recompute"),
-        pytest.param(functools.partial(llama, "selective"), id="selective recompute"),
-        pytest.param(functools.partial(llama, "full"), id="full recompute"),
-        pytest.param(functools.partial(net, depth=5), id="one more block"),
-        pytest.param(functools.partial(net, nested=True), id="nested groups"),
-        pytest.param(functools.partial(net, reshard_after_forward=False), id="kept"),
-        pytest.param(functools.partial(net, reshard_after_forward=2), id="smaller mesh"),
-        pytest.param(functools.partial(net, container=named), id="ModuleDict"),
-        pytest.param(functools.partial(net, container=nn.Sequential), id="Sequential"),
-        pytest.param(lambda: two_rows(), id="two rows"),
+        pytest.param(functools.partial(llama, "none"), False, id="no recompute"),
+        pytest.param(functools.partial(llama, "selective"), False, id="selective recompute"),
+        pytest.param(functools.partial(llama, "full"), False, id="full recompute"),
+        pytest.param(functools.partial(net, depth=CAPTURED + 1), False, id="one more block"),
+        pytest.param(functools.partial(net, nested=True), False, id="nested groups"),
+        pytest.param(functools.partial(net, reshard_after_forward=False), False, id="kept"),
+        pytest.param(functools.partial(net, reshard_after_forward=2), False, id="smaller mesh"),
+        pytest.param(functools.partial(net, container=named), False, id="ModuleDict"),
+        pytest.param(functools.partial(net, container=nn.Sequential), False, id="Sequential"),
+        pytest.param(lambda: two_rows(), False, id="two rows"),
+        pytest.param(functools.partial(llama, "none"), True, id="compiled, in parts"),
+        pytest.param(lambda: two_rows(), True, id="two rows, compiled, in parts"),
     ],
 )
-def test_what_a_few_blocks_say_is_what_the_whole_says(build):
-    whole, short = basis(build, whole=True), basis(build, whole=False)
+def test_what_a_few_blocks_say_is_what_the_whole_says(build, regroup):
+    whole, short = (basis(build, whole=whole, regroup=regroup) for whole in (True, False))
     assert short.groups == whole.groups
     assert list(short.sketches) == list(whole.sketches)
     for direction in Direction:
@@ -189,13 +193,13 @@ def test_what_a_few_blocks_say_is_what_the_whole_says(build):
 
 
 def test_the_plan_is_the_same_too():
-    build = functools.partial(net, depth=6)
+    build = net
     assert planned(build) == planned(build, whole=True)
 
 
 def test_recomputation_without_a_second_partition_is_nearly_the_same():
     """Of alike blocks there is no whole graph that could be cut again."""
-    build = functools.partial(net, depth=6, batch=64, seq=64)
+    build = functools.partial(net, batch=64, seq=64)
     (free,) = planned(build)
     tight = (point(budget=free.estimate.fsdp2.peak_bytes * 2 // 3),)
     (short,), (whole,) = planned(build, tight), planned(build, tight, whole=True)
@@ -216,11 +220,11 @@ def scale_results(model, by):
 
 
 def alike(change):
-    """Whether 6 blocks are still taken for alike after `change(model)`."""
+    """Whether blocks are still taken for alike after `change(model)`."""
     with pretended(8):
 
         def build():
-            model = Net(nn.ModuleList(Block() for _ in range(6)))
+            model = Net(nn.ModuleList(Block() for _ in range(CAPTURED + 1)))
             change(model)
             shard(model)
             return made_of("net", (model, tokens()))
@@ -273,13 +277,13 @@ class ByNumber(Net):
 
     def forward(self, tokens):
         x = self.embedding(tokens)
-        for number in range(6):
+        for number in range(CAPTURED + 1):
             x = self.blocks[number](x)
         return self.head(x).sum()
 
 
 class Taps(Net):
-    """Another group joins behind the sixth block, which is not captured if four stand for all."""
+    """Another group joins behind the first block that is not captured if a few stand for all."""
 
     def __init__(self, blocks):
         super().__init__(blocks)
@@ -289,7 +293,7 @@ class Taps(Net):
         x = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
             x = block(x)
-            if number == 5:
+            if number == CAPTURED:
                 x = self.tap(x)
         return self.head(x).sum()
 
@@ -331,7 +335,7 @@ class Losses(Net):
 @pytest.mark.parametrize("kind", [ByNumber, Taps, Shared, Averaged, Losses])
 def test_blocks_that_cannot_stand_for_others_are_captured_whole(kind):
     def build():
-        model = kind(nn.ModuleList(Block() for _ in range(6)))
+        model = kind(nn.ModuleList(Block() for _ in range(CAPTURED + 1)))
         if hasattr(model, "tap"):
             fully_shard(model.tap)
         shard(model)
@@ -373,7 +377,7 @@ SIZES = (sized(2, 4), sized(4, 4), sized(2, 8), sized(1, 8))
     ("build", "captures"),
     [
         pytest.param(functools.partial(net, depth=2), [None], id="whole"),
-        pytest.param(functools.partial(net, depth=6), [None], id="alike blocks"),
+        pytest.param(net, [None], id="alike blocks"),
         pytest.param(insisting, list(SIZES), id="insists on numbers"),
     ],
 )
@@ -393,7 +397,7 @@ def test_plans_at_many_sizes_are_those_of_captures_at_these_sizes(build, capture
 
 
 def test_plans_of_many_worlds_and_machines_are_those_of_each():
-    build = functools.partial(net, depth=6)
+    build = net
     points = tuple(
         point(world, hardware=hardware)
         for world in (2, 8, 24)

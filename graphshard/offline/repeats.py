@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from graphshard import fsdp2
+from graphshard.pricing.region_cuts import AT_START, AT_TURN
 
-# Two at either end have neighbours of their own: the two in between show what repeats.
-CAPTURED = 4
+# Two show what repeats. Those before and behind them have neighbours of their own, and forward may
+# be cut inside the first and the last few (`graphshard.pricing.region_cuts`).
+EARLY = AT_START + 1
+CAPTURED = EARLY + 1 + AT_TURN
 _OWN = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 

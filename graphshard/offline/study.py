@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 from graphshard.compiler.partition import Partition, decide, parts_of, priced_on, repeating
 from graphshard.compiler.planning import PlanningInputs, best_plan, pose
@@ -63,6 +63,15 @@ class Point:
     sizes: Sizes = ()
     fused: bool = False
 
+    @property
+    def in_parts(self) -> bool:
+        """As `PlanningInputs.in_parts`."""
+        return self.freedom.regroup and self.world_size > 1
+
+
+# sizes, machine, recompute, fused, in parts: what the costs of a graph hang on.
+_BasisKey: TypeAlias = tuple[Sizes, str, bool, bool, bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -98,7 +107,7 @@ class Study:
     _cuts: dict[tuple[int, tuple[RecomputeUnit, ...], bool], Partition] = field(
         default_factory=dict
     )
-    _bases: dict[tuple[Sizes, str, bool, bool], GraphCosts] = field(default_factory=dict)
+    _bases: dict[_BasisKey, GraphCosts] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
     _times: dict[str, float] = field(default_factory=lambda: {"capture": 0, "passes": 0, "plan": 0})
 
@@ -276,8 +285,9 @@ class Study:
                 self._cuts[key] = parts_of(draft, joint, fused=fused)
         return self._cuts[key]
 
-    def _key(self, point: Point) -> tuple[Sizes, str, bool, bool]:
-        return point.sizes, point.machine.name, point.freedom.recompute, point.fused
+    def _key(self, point: Point) -> _BasisKey:
+        freedom = point.freedom
+        return point.sizes, point.machine.name, freedom.recompute, point.fused, point.in_parts
 
     def _basis(self, point: Point) -> GraphCosts:
         return self._bases[self._key(point)]
@@ -285,7 +295,13 @@ class Study:
     def _short_basis(self, point: Point) -> GraphCosts:
         placed = self._cut(point.sizes, (), point.fused).placed
         recompute = point.freedom.recompute
-        return basis_of(placed, point.machine, recompute=recompute, fused=point.fused)
+        return basis_of(
+            placed,
+            point.machine,
+            recompute=recompute,
+            fused=point.fused,
+            parts=point.in_parts,
+        )
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

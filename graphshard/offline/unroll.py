@@ -1,8 +1,8 @@
 """From the basis of a model with few blocks to that of the model with all of them.
 
 In: a basis in which CAPTURED alike blocks stand in a row. Out: what the basis would be with the
-whole row, op by op; or None where the two blocks in the middle do not repeat exactly, so that
-nothing can be said. What is repeated in each direction is the block that comes second there.
+whole row, op by op; or None where blocks EARLY - 1 and EARLY do not repeat exactly, so that
+nothing can be said. What is repeated in each direction is the one of these two that comes first.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from graphshard.offline.repeats import CAPTURED, Repeat
+from graphshard.offline.repeats import CAPTURED, EARLY, Repeat
 from graphshard.pricing.liveness import Live
 from graphshard.pricing.op_costs import GraphCosts, OpCosts
 from graphshard.pricing.recompute import RecomputeUnit
 from graphshard.pricing.usage import GradReady, GroupUse, ParamUse
 from graphshard.schedule.plan import Direction, GroupInfo
 
-# The captured blocks: two that come first in forward, two that come last.
-_EARLY = CAPTURED // 2
 # A group is named in a graph by a float32 scalar (`graphshard.runtime.live.register`).
 ANCHOR_BYTES = 4
 _Item = TypeVar("_Item", GroupUse, ParamUse, GradReady)
@@ -44,13 +42,15 @@ class _Naming:
 class _Insert:
     """`copies` more runs of the ops [start, stop), right after them.
 
-    blocks: the captured blocks in the order of this direction.
+    blocks: the captured blocks in the order of this direction. early: so many of them come before
+    the copies; the last of these is the one that is repeated.
     """
 
     start: int
     stop: int
     copies: int
     blocks: tuple[int, ...]
+    early: int
 
     @property
     def period(self) -> int:
@@ -62,7 +62,7 @@ class _Insert:
 
     def moved(self, block: int | None, op: int) -> int:
         """The new number of op `op` of a captured block, or of none."""
-        late = op >= self.stop if block is None else self.blocks.index(block) >= _EARLY
+        late = op >= self.stop if block is None else self.blocks.index(block) >= self.early
         return op + self.added if late else op
 
     def copied(self, copy: int, op: int) -> int:
@@ -91,7 +91,7 @@ def unrolled(basis: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> G
 def _naming(basis: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _Naming | None:
     """None if the whole model lacks a group."""
     owner = {g.id: found for g in basis.groups if (found := _owner(g.fqn, repeat)) is not None}
-    second = [g.id for g in basis.groups if owner.get(g.id, (None,))[0] == _EARLY - 1]
+    repeated = [g.id for g in basis.groups if owner.get(g.id, (None,))[0] == EARLY - 1]
     shift = repeat.count - CAPTURED
     names: list[tuple[str, int | None, tuple[int, str] | None]] = []
     for group in basis.groups:
@@ -99,15 +99,15 @@ def _naming(basis: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _N
         if block is None:
             names.append((group.fqn, group.id, None))
         else:
-            place = block if block < _EARLY else block + shift
+            place = block if block < EARLY else block + shift
             names.append((repeat.names[place] + suffix, group.id, None))
-        if second and group.id == second[-1]:
-            for place in range(_EARLY, _EARLY + shift):
-                for number in second:
+        if repeated and group.id == repeated[-1]:
+            for place in range(EARLY, EARLY + shift):
+                for number in repeated:
                     key = place, owner[number][1]
                     names.append((repeat.names[place] + key[1], None, key))
     known = {info.fqn: info for info in infos}
-    if not second or any(name not in known for name, _, _ in names):
+    if not repeated or any(name not in known for name, _, _ in names):
         return None
     return _Naming(
         tuple(replace(known[name], id=number) for number, (name, _, _) in enumerate(names)),
@@ -128,7 +128,7 @@ def _owner(fqn: str, repeat: Repeat) -> tuple[int, str] | None:
 
 
 def _insert(sketch: OpCosts, naming: _Naming, copies: int) -> _Insert | None:
-    """None unless the second and the third block of this direction are alike, op by op."""
+    """None unless the last early block and the one after it are alike, op by op."""
     firsts: dict[int, int] = {}
     for use in sketch.outline.uses:
         if use.group in naming.owner:
@@ -138,13 +138,18 @@ def _insert(sketch: OpCosts, naming: _Naming, copies: int) -> _Insert | None:
     forward = list(range(CAPTURED))
     if blocks not in (forward, forward[::-1]):
         return None
-    start, middle, stop = (firsts[block] for block in blocks[1:])
-    insert = _Insert(start, middle, copies, tuple(blocks))
+    early = EARLY if blocks == forward else CAPTURED - EARLY
+    start, middle, stop = (firsts[block] for block in blocks[early - 1 : early + 2])
+    insert = _Insert(start, middle, copies, tuple(blocks), early)
+    first, second = (
+        _items(sketch, naming, blocks[early - 1], start),
+        _items(sketch, naming, blocks[early], middle),
+    )
     alike = (
         middle - start == stop - middle
         and sketch.us[start:middle] == sketch.us[middle:stop]
         and _growth(sketch, insert) is not None
-        and _items(sketch, naming, blocks[1], start) == _items(sketch, naming, blocks[2], middle)
+        and first == second
         and _cuts(sketch, start, middle) == _cuts(sketch, middle, stop)
         and not _strangers(sketch, naming, range(start, stop))
     )
@@ -158,9 +163,9 @@ def _cuts(sketch: OpCosts, start: int, stop: int) -> list[int]:
 
 def _growth(sketch: OpCosts, insert: _Insert) -> Live | None:
     """What one more block adds to the bytes alive; None if that differs from op to op."""
-    second = sketch.live[insert.start : insert.stop]
-    third = sketch.live[insert.stop : insert.stop + insert.period]
-    found = {_plus(b, a, -1) for a, b in zip(second, third, strict=True)}
+    one = sketch.live[insert.start : insert.stop]
+    next_one = sketch.live[insert.stop : insert.stop + insert.period]
+    found = {_plus(b, a, -1) for a, b in zip(one, next_one, strict=True)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -215,7 +220,7 @@ def _longer(sketch: OpCosts, naming: _Naming, insert: _Insert, count: int) -> Op
 
     def place(copy: int) -> int:
         """The block of the whole that copy `copy` of the repeated block is."""
-        return count - _EARLY - copy if backward else _EARLY - 1 + copy
+        return count - (CAPTURED - EARLY) - copy if backward else EARLY - 1 + copy
 
     def all_of(items: Sequence[_Item]) -> tuple[_Item, ...]:
         return tuple(_all_items(items, naming, insert, place))
@@ -242,7 +247,7 @@ def _all_items(
 ) -> Iterator[_Item]:
     """The items with their new numbers; the copies come after those that they are copies of."""
     owner = {item.group: naming.owner.get(item.group, (None, "")) for item in items}
-    repeated = [item for item in items if owner[item.group][0] == insert.blocks[1]]
+    repeated = [item for item in items if owner[item.group][0] == insert.blocks[insert.early - 1]]
     for item in items:
         block = owner[item.group][0]
         moved = _shifted(item, partial(insert.moved, block))
@@ -281,7 +286,9 @@ def _units(
     if not units:
         return
     forward, backward = inserts[Direction.FORWARD], inserts[Direction.BACKWARD]
-    third = {s: u for u in units for b, s in [naming.owner.get(u.group, (0, ""))] if b == _EARLY}
+    first_in_backward = {
+        s: u for u in units for b, s in [naming.owner.get(u.group, (0, ""))] if b == EARLY
+    }
     for unit in units:
         block, suffix = naming.owner.get(unit.group, (None, ""))
         yield replace(
@@ -290,14 +297,14 @@ def _units(
             after=forward.moved(block, unit.after),
             before=backward.moved(block, unit.before),
         )
-        if block != _EARLY - 1 or suffix not in third:
+        if block != EARLY - 1 or suffix not in first_in_backward:
             continue
         for copy in range(1, forward.copies + 1):
             place = block + copy
-            late = count - _EARLY - place
+            late = count - (CAPTURED - EARLY) - place
             yield replace(
                 unit,
                 group=naming.copy[place, suffix],
                 after=forward.copied(copy, unit.after),
-                before=backward.copied(late, third[suffix].before),
+                before=backward.copied(late, first_in_backward[suffix].before),
             )
