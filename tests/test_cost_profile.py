@@ -8,7 +8,8 @@ import pytest
 from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.curve import Curve, Fit, Sample, SizeClass, Trust, line
 from graphshard.cost.machine import collective_us
-from graphshard.cost.presets import preset
+from graphshard.cost.machine_text import from_text, to_text
+from graphshard.cost.presets import preset, preset_names
 from graphshard.cost.profile import CommFit, CostProfile, Origin, calibrated, read_profile
 from graphshard.cost.roofline import OpWork, arithmetic_of, op_us
 from graphshard.errors import CostError
@@ -116,3 +117,9 @@ def test_as_text():
 def test_nodes_are_told():
     comm = replace(PROFILE.comm[0], group=RankGroup(16, 8, "world"))
     assert "world, 2 x 8 ranks" in profile_lines(replace(PROFILE, comm=(comm,)))
+
+
+@pytest.mark.parametrize("name", [*preset_names(), "h100-ib400", "calibrated"])
+def test_other_ranks_read_the_same_machine(name):
+    machine = calibrated(preset("cpu"), PROFILE) if name == "calibrated" else preset(name)
+    assert from_text(to_text(machine)) == machine

@@ -345,6 +345,42 @@ def test_blocks_that_cannot_stand_for_others_are_captured_whole(kind):
     assert short == whole
 
 
+class SideResult(nn.Module):
+    """A block whose second result only the next one reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x, side):
+        x = x + self.down(torch.relu(self.up(x + side)))
+        return x, x * 2
+
+
+class SideResults(nn.Module):
+    """Nobody reads the second result of the last block, so that it has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(SideResult() for _ in range(3))
+
+    def forward(self, x):
+        side = x
+        for block in self.blocks:
+            x, side = block(x, side)
+        return x.sum(), side.detach()
+
+
+def test_a_block_with_a_result_that_has_no_gradient_is_planned():
+    def build():
+        model = SideResults()
+        shard(model)
+        return model, torch.zeros(2, 8)
+
+    (plan,) = planned(build)
+    assert len(plan.groups) == 3
+
+
 # -- one capture for many points -----------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from graphshard.compiler.planning import PlanningInputs
 from graphshard.cost.machine import Machine
+from graphshard.cost.machine_text import from_text, to_text
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
 from graphshard.fsdp2.settings import settings_of
@@ -29,7 +29,7 @@ def order_of(
     fsdp = [live.fsdp for live in groups]
     machine = machine_for(options.machine, fsdp[0].device)
     if ballots:
-        machine = pickle.loads(bytes.fromhex(lead_costs(ballots, _text(machine))))
+        machine = from_text(lead_costs(ballots, to_text(machine)))
     fused = options.compute == "inductor"
     settings = settings_of(fsdp, exact_sums=not fused)
     if not ballots:  # all ranks have to make a process group, or none
@@ -39,11 +39,7 @@ def order_of(
 
 def costs_of(order: PlanningInputs) -> str:
     """The costs of an order, as other ranks read them."""
-    return _text(order.machine)
-
-
-def _text(machine: Machine) -> str:
-    return pickle.dumps(machine).hex()
+    return to_text(order.machine)
 
 
 def freedom_of(options: Options) -> PlanningPolicy:

@@ -1,0 +1,48 @@
+"""A machine as text, which one rank writes and the others of its job read.
+
+Numbers come back bit for bit, so all ranks plan with the same machine. A machine with symbols in it
+has no text. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from graphshard.cost.comm import CollectiveKind, MeasuredCurve, Network, Protocol, RankGroup
+from graphshard.cost.curve import Curve, SizeClass, Trust
+from graphshard.cost.machine import Machine
+from graphshard.cost.roofline import Arithmetic, Processor
+
+
+def to_text(machine: Machine) -> str:
+    return json.dumps(asdict(machine), separators=(",", ":"))
+
+
+def from_text(text: str) -> Machine:
+    """Raises KeyError, TypeError or ValueError for what `to_text` did not write."""
+    data = json.loads(text)
+    network, processor = data["network"], data["processor"]
+    arithmetic = tuple(
+        Arithmetic(**{**a, "curve": _curve(a["curve"]), "trust": Trust(a["trust"])})
+        for a in processor["arithmetic"]
+    )
+    memory, trust = _curve(processor["memory"]), Trust(processor["memory_trust"])
+    traffic = tuple((CollectiveKind(kind), share) for kind, share in network["traffic"])
+    protocols = tuple(Protocol(**p) for p in network["protocols"])
+    return Machine(
+        data["name"],
+        Processor(arithmetic, memory, trust, processor["capacity_bytes"]),
+        Network(**{**network, "protocols": protocols, "traffic": traffic}),
+        tuple(map(_measured, data["measured"])),
+    )
+
+
+def _measured(data: dict[str, Any]) -> MeasuredCurve:
+    kind, trust = CollectiveKind(data["kind"]), Trust(data["trust"])
+    return MeasuredCurve(kind, RankGroup(**data["group"]), _curve(data["curve"]), trust)
+
+
+def _curve(data: dict[str, Any]) -> Curve:
+    return Curve(data["base_us"], tuple(SizeClass(**c) for c in data["classes"]))
