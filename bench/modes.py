@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from bench import emulator, overlap, peers
 from bench.models import WithLoss
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 from graphshard.schedule.plan import Estimate
 
 
@@ -273,6 +273,6 @@ def tune(model: Any, reductions: AsyncReduceScatter) -> None:
 
 def estimate_of(trainer: Trainer) -> Estimate | None:
     """What the planner said of its plan."""
-    records = records_under(trainer.model)
+    records = root_states_under(trainer.model)
     plans = [compiled.plan for record in records for compiled in record.plans.values()]
     return plans[0].estimate if plans else None

@@ -22,7 +22,7 @@ from bench.models import CONFIGS, Llama, WithLoss, make_batch
 from bench.rounds import turns
 from bench.ways import WAYS, compile_as, shard
 from examples import tiny_llama
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 
 DEMO = "demo"
 DEMO_BATCH = 4  # of examples/train.py, like the sizes below
@@ -118,7 +118,7 @@ def run(request: Request) -> Measured:
     regions = {
         name: found
         for name, model in models.items()
-        if records_under(model.module)
+        if root_states_under(model.module)
         for found in graphshard.explain(model.module).regions.values()
     }
     return Measured(steps_ms, losses, regions)

@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from bench import machine, netns  # noqa: E402
 from bench.models import CONFIGS, Config, Llama, WithLoss, make_batch  # noqa: E402
 from graphshard.calibrate.calibrate import calibrate  # noqa: E402
-from graphshard.capture.root_state import records_under  # noqa: E402
+from graphshard.capture.root_state import root_states_under  # noqa: E402
 from graphshard.planner.fsdp2 import cpu_placement  # noqa: E402
 from graphshard.planner.plan_step import fsdp2  # noqa: E402
 from graphshard.planner.problem import Problem  # noqa: E402
@@ -111,7 +111,7 @@ def work(config: Config, num_steps: int, folder: Path) -> dict[str, Any]:
     for _ in range(num_steps):
         for name, model in models.items():
             times[name].append(step(model, tokens, targets)[1])
-    (compiled,) = records_under(models["graphshard"])[0].plans.values()
+    (compiled,) = root_states_under(models["graphshard"])[0].plans.values()
     assert isinstance(compiled.problem, Problem)
     assert compiled.plan.estimate is not None
     dist.destroy_process_group()

@@ -45,7 +45,7 @@ def graphshard(
     fallback.warn_near_recompile_limit()
     mark(compiler.ballots, COMPILING)
     try:
-        fallback.open_roots(compiler.records, settings)
+        fallback.open_roots(compiler.root_states, settings)
         if compiler.is_eager:
             raise dynamo.skip_frame("graphshard: the ranks went to FSDP2")
         compiled = compiler.compile(example_inputs)
@@ -80,10 +80,10 @@ def _part_ways(
     compiler: GraphCompiler, error: DivergedRanks, settings: Options
 ) -> Callable[..., Any]:
     """All groups of the root go to FSDP2, on every rank; or what raises `error` when it is run."""
-    for record in compiler.records:
-        record.plans.pop(compiler.name, None)
+    for root_state in compiler.root_states:
+        root_state.plans.pop(compiler.name, None)
     try:
-        fallback.part_ways(compiler.records, error, settings)
+        fallback.part_ways(compiler.root_states, error, settings)
     except DivergedRanks as final:
         return _raising(final)
     raise dynamo.skip_frame(f"graphshard: {error}") from error
@@ -126,10 +126,10 @@ def _give_up(compiler: GraphCompiler, error: Exception, settings: Options) -> Ca
         if isinstance(error, GraphshardError):
             return _raising(error)
         raise error
-    for record in compiler.records:
-        for live in record.groups if alone else compiler.groups:
-            record.leave_eager(live.fqn, why)
-        record.plans.pop(compiler.name, None)
+    for root_state in compiler.root_states:
+        for live in root_state.groups if alone else compiler.groups:
+            root_state.leave_eager(live.fqn, why)
+        root_state.plans.pop(compiler.name, None)
     if alone:
         leave(compiler.ballots, why)
     fallback.warn_once(

@@ -244,12 +244,12 @@ def all_kept(problem):
             yield kept, across
 
 
-def distinct_stages(kit, direction, base, cuts_list, weights):
+def distinct_stages(memo, direction, base, cuts_list, weights):
     """One (stages) per really different cutting."""
     seen = {}
     for cuts in cuts_list:
         choices = Choices(base.kept, base.across, base.recompute, *cuts)
-        stages = [stage_of(kit, choices, direction, turn) for turn, _ in turns(kit.problem)]
+        stages = [stage_of(memo, choices, direction, turn) for turn, _ in turns(memo.problem)]
         key = tuple(j.bucket for j in (*stages[0].gathers, *stages[0].reductions))
         seen.setdefault(key, stages)
     return list(seen.values())
@@ -258,19 +258,19 @@ def distinct_stages(kit, direction, base, cuts_list, weights):
 def optimum(problem, budget, best_us):
     """The least step time within `budget`, or None if nothing is faster than `best_us`."""
     weights = [times for _, times in turns(problem)]
-    kit = Memo(problem)
+    memo = Memo(problem)
     found = None
     for recompute in subsets(range(len(problem.recompute))):
         for kept, across in all_kept(problem):
             base = Choices(kept, across, recompute)
-            us = _both(kit, budget, base, weights, best_us if found is None else found)
+            us = _both(memo, budget, base, weights, best_us if found is None else found)
             if us is not None:
                 found = us
     return found
 
 
-def _both(kit, budget, base, weights, limit_us):
-    problem = kit.problem
+def _both(memo, budget, base, weights, limit_us):
+    problem = memo.problem
     starts = [total_bytes(start_claims(problem, base, turn)) for turn, _ in turns(problem)]
     forward_cuts = [(c, Cuts(), Cuts()) for c in all_cuts(problem, gathers=True)]
     least_backward = sum(
@@ -283,7 +283,7 @@ def _both(kit, budget, base, weights, limit_us):
     )
     forward = None
     handed = None
-    for stages in distinct_stages(kit, Direction.FORWARD, base, forward_cuts, weights):
+    for stages in distinct_stages(memo, Direction.FORWARD, base, forward_cuts, weights):
         if handed is None:
             handed = [
                 start
@@ -302,7 +302,7 @@ def _both(kit, budget, base, weights, limit_us):
     cuts = product(all_cuts(problem, gathers=True), all_cuts(problem, gathers=False))
     backward_cuts = [(Cuts(), b, r) for b, r in cuts]
     best = None
-    for stages in distinct_stages(kit, Direction.BACKWARD, base, backward_cuts, weights):
+    for stages in distinct_stages(memo, Direction.BACKWARD, base, backward_cuts, weights):
         limit = limit_us - forward if best is None else best
         us = best_direction(stages, [h + given for h in handed], weights, budget, limit)
         best = us if us is not None else best

@@ -150,12 +150,12 @@ def _option(r, index, num_forward, weight):
 def _group(r, index, span, num_backward, lanes, shared, rate):
     first, last = span
     size = r.randint(50, 3000)
-    pieces = r.choice([1, 1, 1, 2]) if last > first else 1
+    blocks = r.choice([1, 1, 1, 2]) if last > first else 1
     needed = r.random() < 0.9
     copies = r.random() < 0.3
     parts = []
-    for piece in range(pieces):
-        begin = first if piece == 0 else r.randint(first, last)
+    for block in range(blocks):
+        begin = first if block == 0 else r.randint(first, last)
         forward = Use(begin, last)
         backward = Use(num_backward - 1 - last, num_backward - 1 - begin) if needed else None
         if index == 0 and r.random() < 0.3:
@@ -168,7 +168,7 @@ def _group(r, index, span, num_backward, lanes, shared, rate):
             reduce = _transfer(r, size, lanes[0 if shared else 1], rate, copies)
             wide = r.choice([1, 2])
             gradient = Gradient(created, ready, size, reduce, wide * size, wide * size // 2)
-        parts.append(Part(size, gather, forward, backward, gradient, params=(piece,)))
+        parts.append(Part(size, gather, forward, backward, gradient, params=(block,)))
         size = r.randint(50, 3000)
     bound = r.choice([None] * 6 + [True, False])
     return Group(

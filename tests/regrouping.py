@@ -18,7 +18,7 @@ def split(plan: Plan, count: int) -> Plan:
     """Each group travels in pieces of at most `count` parameters."""
     groups = {g.id: g for g in plan.groups}
     return _changed(
-        plan, lambda schedule: (p for s in schedule.steps for p in _pieces(s, groups, count))
+        plan, lambda schedule: (p for s in schedule.steps for p in _blocks(s, groups, count))
     )
 
 
@@ -27,7 +27,7 @@ def split_reductions(plan: Plan, count: int) -> Plan:
     groups = {g.id: g for g in plan.groups}
     return _changed(
         plan,
-        lambda schedule: (p for s in schedule.steps for p in _pieces(s, groups, count, REDUCE)),
+        lambda schedule: (p for s in schedule.steps for p in _blocks(s, groups, count, REDUCE)),
     )
 
 
@@ -52,7 +52,7 @@ def _merged(schedule: Schedule, count: int) -> Iterator[Step]:
             yield replace(step, with_groups=lots[step.group][1:])
 
 
-def _pieces(
+def _blocks(
     step: Step,
     groups: dict[int, GroupInfo],
     count: int,

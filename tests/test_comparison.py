@@ -90,14 +90,14 @@ def test_errors_are_shares_of_what_was_measured():
 def test_finer_stretches_add_up_to_a_region_and_unseen_collectives_are_left_out():
     plan = planned(layers(1))
     forward = []
-    for stretch in as_predicted(plan).forward:
-        if stretch.step.kind is StepKind.COMPUTE:
-            pieces = ((0, 0), (0, 1))
+    for block_range in as_predicted(plan).forward:
+        if block_range.step.kind is StepKind.COMPUTE:
+            blocks = ((0, 0), (0, 1))
             forward += [
-                Segment(replace(stretch.step, start=a, stop=b), 20.0 + b) for a, b in pieces
+                Segment(replace(block_range.step, start=a, stop=b), 20.0 + b) for a, b in blocks
             ]
         else:
-            forward.append(replace(stretch, comm_us=None))
+            forward.append(replace(block_range, comm_us=None))
     found = plan.compare(measured(1, tuple(forward), as_predicted(plan).backward))
     assert found.regions[0].us.measured_us == 21.0
     assert [row for row in found.collectives if row.direction is Direction.FORWARD] == []

@@ -136,7 +136,7 @@ def test_counting_leaves_no_guards_behind():
     assert len(value.fake_mode.shape_env.guards) == guards
 
 
-def sketch():
+def op_costs():
     graph = Sketch()
     return graph, graph.input("x", 4, 8), graph.input("w", 8, 16)
 
@@ -149,13 +149,13 @@ def works(graph, *outputs, **options):
 
 
 def test_a_product_by_hand():
-    graph, x, w = sketch()
+    graph, x, w = op_costs()
     bytes_ = 4 * (4 * 8 + 8 * 16 + 4 * 16)
     assert works(graph, graph.op(aten.mm.default, x, w)) == (OpWork(2 * 4 * 8 * 16, bytes_),)
 
 
 def test_views_items_and_empty_tensors_are_free():
-    graph, x, w = sketch()
+    graph, x, w = op_costs()
     turned = graph.op(aten.t.default, w)
     parts = graph.op(aten.split.Tensor, turned, 8)
     item = graph._with_value(
@@ -167,7 +167,7 @@ def test_views_items_and_empty_tensors_are_free():
 
 
 def test_an_input_counts_once_and_an_expanded_one_as_stored():
-    graph, x, _ = sketch()
+    graph, x, _ = op_costs()
     row = graph.op(aten.expand.default, graph.op(aten.select.int, x, 0, 0), [4, 8])
     total = graph.op(aten.add.Tensor, row, row)
     assert works(graph, total)[-1] == OpWork(0, 4 * 8 + 4 * 32)
@@ -190,7 +190,7 @@ def test_marks_are_free():
 
 
 def test_fused_results_stay_out_of_memory():
-    graph, x, w = sketch()
+    graph, x, w = op_costs()
     product = graph.op(aten.mm.default, x, w)
     shifted = graph.op(aten.add.Tensor, product, 1.0)
     active = graph.op(aten.relu.default, shifted)
@@ -202,7 +202,7 @@ def test_fused_results_stay_out_of_memory():
 
 
 def test_fusion_ends_where_a_region_ends():
-    graph, x, _ = sketch()
+    graph, x, _ = op_costs()
     shifted = graph.op(aten.add.Tensor, x, 1.0)
     active = graph.op(aten.relu.default, graph.op(aten.view.default, shifted, [32]))
     assert [w.launches for w in works(graph, active, fused_regions=[0, 1])] == [1, 0, 1]
@@ -227,7 +227,7 @@ def _(x):
 
 
 def test_a_custom_op_counts_bytes_and_is_unknown():
-    graph, x, _ = sketch()
+    graph, x, _ = op_costs()
     out = graph.op(torch.ops.graphshard_test.twist.default, x, name="twist")
     found = works(graph, out)
     assert found == (OpWork(0, 2 * 4 * 32, known=False),)
@@ -235,7 +235,7 @@ def test_a_custom_op_counts_bytes_and_is_unknown():
 
 
 def test_values_that_make_no_sense_do_not_stop_anything():
-    graph, x, w = sketch()
+    graph, x, w = op_costs()
     product = graph.op(aten.mm.default, x, w)
     product.meta.clear()
     lost = graph.call_function(torch.ops.aten.relu.default, (product,))

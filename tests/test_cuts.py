@@ -47,11 +47,11 @@ def test_a_wait_is_not_moved_over_long_compute():
 
 
 def test_a_reduction_waits_for_the_next_cut_if_that_is_near():
-    outline = forward((0, 4), (6, 9), num_ops=12, direction=Direction.BACKWARD)
+    usage = forward((0, 4), (6, 9), num_ops=12, direction=Direction.BACKWARD)
     near, far = GradReady(0, 4, ((0, 2),)), GradReady(1, 9, ((0, 9),))
-    outline = Usage(Direction.BACKWARD, 12, outline.uses, (near, far), params=outline.params)
+    usage = Usage(Direction.BACKWARD, 12, usage.uses, (near, far), params=usage.params)
     us = [10.0] * 5 + [1.0] + [10.0] * 4 + [0.1] * 2
-    found = snapped(outline, [0] + [5] * 4 + [1] * 2 + [5] * 4 + [3, 0], us)
+    found = snapped(usage, [0] + [5] * 4 + [1] * 2 + [5] * 4 + [3, 0], us)
     assert found.regions == (0, 5, 12)
     assert [r.after for r in found.reductions] == [4, 11]
     assert found.reductions[0].comes == ((0, 4),)
@@ -75,31 +75,31 @@ def blocks_of(count, *reads, size=10):
     return replace(blocks, params=tuple(params)), us
 
 
-def inside(outline, crossing, us):
+def inside(usage, crossing, us):
     """The cuts that are made only where parts of a group may travel alone."""
-    whole, parted = (snapped(outline, crossing, us, inside=parts) for parts in (False, True))
+    whole, parted = (snapped(usage, crossing, us, inside=parts) for parts in (False, True))
     assert late_params(whole) == {}
     return sorted(set(parted.regions) - set(whole.regions)), late_params(parted)
 
 
 def test_the_first_and_the_last_stays_are_cut_inside_where_parts_may_travel_alone():
-    outline, us = blocks_of(6, 0, 7)
-    cuts, late = inside(outline, [0, *[1, 9, 9, 9, 4, 9, 9, 9, 9, 9] * 6, 0], us)
+    usage, us = blocks_of(6, 0, 7)
+    cuts, late = inside(usage, [0, *[1, 9, 9, 9, 4, 9, 9, 9, 9, 9] * 6, 0], us)
     # Once each: no parameter is read between this place and a second one.
     assert cuts == [5, 35, 45, 55]
     assert late == {(block, 1): 1 for block in (1, 4, 5, 6)}
 
 
 def test_a_stay_is_cut_in_three_where_parameters_are_read_between():
-    outline, us = blocks_of(1, 0, 3, 7)
-    cuts, late = inside(outline, [0, 1, 9, 9, 2, *[9] * 6, 0], us)
+    usage, us = blocks_of(1, 0, 3, 7)
+    cuts, late = inside(usage, [0, 1, 9, 9, 2, *[9] * 6, 0], us)
     assert cuts == [4, 8]
     assert late == {(1, 1): 1, (1, 2): 2}
 
 
 def test_a_stay_that_reads_all_its_parameters_at_once_is_not_cut_inside():
-    outline, us = blocks_of(3, 0, 1)
-    assert inside(outline, [0, *[5] * 30, 0], us) == ([], {})
+    usage, us = blocks_of(3, 0, 1)
+    assert inside(usage, [0, *[5] * 30, 0], us) == ([], {})
 
 
 def test_nothing_is_cut_inside_where_nothing_is_gathered():
@@ -111,10 +111,10 @@ def test_the_gradients_of_what_is_read_late_are_reduced_first():
     uses = (GroupUse(0, 5, 9), GroupUse(1, 0, 4))
     params = (ParamUse(1, 0, 0, 4), ParamUse(0, 1, 5, 6), ParamUse(0, 0, 8, 9))
     ready = (GradReady(1, 4, ((0, 4),)), GradReady(0, 9, ((0, 9), (1, 6), (2, 5))))
-    outline = Usage(Direction.BACKWARD, 10, uses, ready, frozenset(), params)
+    usage = Usage(Direction.BACKWARD, 10, uses, ready, frozenset(), params)
     crossing, us = [0, *[9] * 4, 1, *[9] * 4, 0], [1.0] * 10
-    assert snapped(outline, crossing, us).regions == (0, 5, 10)
-    found = snapped(outline, crossing, us, late={(0, 1): 1, (0, 2): 2})
+    assert snapped(usage, crossing, us).regions == (0, 5, 10)
+    found = snapped(usage, crossing, us, late={(0, 1): 1, (0, 2): 2})
     assert found.regions == (0, 5, 6, 7, 10)
     assert dict(found.reductions[1].comes) == {0: 9, 1: 6, 2: 5}
 
@@ -130,13 +130,13 @@ def test_alike_blocks_are_cut_alike(count):
 
 
 def test_crossing_bytes_count_memory_once():
-    sketch = graphs.Sketch()
-    x = sketch.input("x", 4, 4)
-    a = sketch.op(aten.relu.default, x)  # 64 bytes
-    view = sketch.op(aten.t.default, a)
-    b = sketch.op(aten.mm.default, a, view)
-    c = sketch.op(aten.add.Tensor, b, view)
-    module = sketch.done(c)
+    op_costs = graphs.Sketch()
+    x = op_costs.input("x", 4, 4)
+    a = op_costs.op(aten.relu.default, x)  # 64 bytes
+    view = op_costs.op(aten.t.default, a)
+    b = op_costs.op(aten.mm.default, a, view)
+    c = op_costs.op(aten.add.Tensor, b, view)
+    module = op_costs.done(c)
     assert len(compute_nodes(module.graph)) == 4
     # x is an input; `a` is alive until the last reader of its view, then `b` joins it.
     assert crossing_bytes(module.graph) == [0, 64, 64, 128, 0]

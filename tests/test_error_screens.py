@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, TangentAOTInput
 from torch.distributed.fsdp import fully_shard
 
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 from graphshard.cli import main
 from graphshard.codegen.emit import check_inputs
 from graphshard.compiler import graph_compiler
@@ -55,7 +55,7 @@ def model():
 
 
 def live_of(model):
-    return records_under(model)[0].groups[0]
+    return root_states_under(model)[0].groups[0]
 
 
 @pytest.mark.parametrize("mark", [UNSHARD, REDUCE_GRAD])

@@ -118,11 +118,11 @@ def base_plans():
 
 
 def test_plans(tmp_path, answers):
-    bases = [plan.to_json().encode() for plan in base_plans()]
+    costs_by_point = [plan.to_json().encode() for plan in base_plans()]
     base, file, out = (tmp_path / name for name in ("base.json", "x.plan.json", "out"))
 
     def case(draw):
-        raw = draw.choice(bases)
+        raw = draw.choice(costs_by_point)
         base.write_bytes(raw)
         file.write_bytes(mutated(draw, raw))
         shown = answers("show", file)

@@ -17,7 +17,7 @@ from graphshard.offline.repeats import CAPTURED, repeats_in
 from graphshard.offline.study import Point, Study
 from graphshard.offline.target import made_of, target_of
 from graphshard.offline.world import built, pretended
-from graphshard.pricing.op_costs import basis_of
+from graphshard.pricing.op_costs import graph_costs
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.schedule.plan import Direction, Plan
 
@@ -142,15 +142,17 @@ def planned(build, points=(), *, whole=False):
     return [answer.plan for answer in study(build, points, whole=whole).answers()]
 
 
-def basis(build, *, whole, regroup=False):
+def costs(build, *, whole, regroup=False):
     """What the planner sees of the model, from a few blocks or from all of them."""
     found = study(build, (point(regroup=regroup),), whole=whole)
     found._prepare()
     assert bool(found._repeats) is not whole
     if not whole:
-        return found._basis(found.points[0])
+        return found._costs_of(found.points[0])
     placed = found._in_world(found.points[0]).placed
-    return basis_of(placed, found.points[0].machine, recompute=True, fused=regroup, parts=regroup)
+    return graph_costs(
+        placed, found.points[0].machine, recompute=True, fused=regroup, parts=regroup
+    )
 
 
 def without_nodes(units):
@@ -179,14 +181,14 @@ def without_nodes(units):
     ],
 )
 def test_what_a_few_blocks_say_is_what_the_whole_says(build, regroup):
-    whole, short = (basis(build, whole=whole, regroup=regroup) for whole in (True, False))
+    whole, short = (costs(build, whole=whole, regroup=regroup) for whole in (True, False))
     assert short.groups == whole.groups
-    assert list(short.sketches) == list(whole.sketches)
+    assert list(short.by_direction) == list(whole.by_direction)
     for direction in Direction:
-        ours, theirs = short.sketches[direction], whole.sketches[direction]
+        ours, theirs = short.by_direction[direction], whole.by_direction[direction]
         for name in ("num_ops", "uses", "params", "reductions", "kept"):
-            assert getattr(ours.outline, name) == getattr(theirs.outline, name), (direction, name)
-        assert ours.outline == theirs.outline
+            assert getattr(ours.usage, name) == getattr(theirs.usage, name), (direction, name)
+        assert ours.usage == theirs.usage
         assert ours.us == theirs.us
         assert ours.live == theirs.live
     assert without_nodes(short.units) == without_nodes(whole.units)

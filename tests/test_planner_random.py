@@ -41,8 +41,8 @@ def test_gradients_that_come_late(seed, share):
     problem = with_absent(random_problem(seed, 30, fewest=6), seed)
     check(problem, share)
     # Within FSDP2's own peak there is always something to be found.
-    bench = SearchContext(Memo(problem), fsdp2(problem).peak_bytes)
-    assert candidate(bench, fsdp2_choices(problem)) is not None
+    context = SearchContext(Memo(problem), fsdp2(problem).peak_bytes)
+    assert candidate(context, fsdp2_choices(problem)) is not None
     for event in region_events(problem, Choices(), Direction.BACKWARD):
         assert -event.brief_bytes <= min(event.alloc_bytes, event.free_bytes)
 

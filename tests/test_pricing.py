@@ -14,7 +14,7 @@ from graphshard.planner.events import gather_events, region_events
 from graphshard.planner.plan_step import fsdp2, plan_step
 from graphshard.planner.problem import Category, Claim
 from graphshard.pricing import problem as posed
-from graphshard.pricing.op_costs import basis_of
+from graphshard.pricing.op_costs import graph_costs
 from graphshard.pricing.problem import MAX_PARTS, PlanningPolicy, price
 from graphshard.schedule.plan import Direction, Schedule
 
@@ -41,9 +41,9 @@ def groups_of(*counts):
 def priced(made, *, first=OWN, own=OWN, regroup=True):
     """The problem of `made`. first, own: settings of its first and its last group."""
     machine = preset("h100")
-    basis = basis_of(made, machine, recompute=False)
+    costs = graph_costs(made, machine, recompute=False)
     settings = [first, *[OWN] * (len(made.groups) - 2), own]
-    return price(basis, settings, machine, PlanningPolicy(regroup=regroup))
+    return price(costs, settings, machine, PlanningPolicy(regroup=regroup))
 
 
 def test_parts_add_up_to_the_group():
@@ -130,8 +130,8 @@ def late_gradient():
 
 def test_a_gradient_counts_from_the_op_that_makes_it(monkeypatch):
     machine = preset("h100")
-    basis = basis_of(late_gradient(), machine, recompute=False, fused=True)
-    problem = price(basis, [OWN], machine, PlanningPolicy())
+    costs = graph_costs(late_gradient(), machine, recompute=False, fused=True)
+    problem = price(costs, [OWN], machine, PlanningPolicy())
     (region,), (part,) = problem.backward, problem.groups[0].parts
     assert (part.gradient.first, part.gradient.bytes) == (0, 128)
     # When the third sum is there (64, and 4 x 64 that are added up, and the anchor), the gradient

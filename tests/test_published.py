@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.llama import LLAMA3_8B, LLAMA3_70B, Config, Llama
-from graphshard.compiler.planning_inputs import freedom_of
+from graphshard.compiler.planning_inputs import policy_of
 from graphshard.cost.optimizer import ADAMW_PASSES, CLIP_PASSES, adamw_us
 from graphshard.cost.presets import preset
 from graphshard.cost.reserved import reserved_bytes
@@ -94,9 +94,9 @@ def as_published(config, batch):
 
 
 def point_of(row):
-    freedom = freedom_of(parse_options({}))
+    policy = policy_of(parse_options({}))
     sizes = (("batch", row.batch),)
-    return Point(row.world, 8, preset(row.machine), freedom, sizes, row.fused)
+    return Point(row.world, 8, preset(row.machine), policy, sizes, row.fused)
 
 
 def predicted(row, plan):

@@ -16,7 +16,7 @@ from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended
 from graphshard.planner.plan_step import plan_step
 from graphshard.pricing.liveness import saved_memory
-from graphshard.pricing.op_costs import basis_of
+from graphshard.pricing.op_costs import graph_costs
 from graphshard.schedule.plan import Figures, Plan
 
 
@@ -31,14 +31,14 @@ def saved_bytes(parts):
 def test_a_unit_frees_what_it_promises(build, fused):
     with pretended(8):
         fake = faked(lambda: made_of("net", build()))
-        draft = capture(fake, "net").draft
-        joint = draft.program.joint
+        joint_graph = capture(fake, "net").joint_graph
+        joint = joint_graph.program.joint
         spare = copy_of(joint)
-        parts = parts_of(draft, joint, fused=fused)
-        found = basis_of(parts.placed, preset("h100"), recompute=True, fused=fused).units
+        parts = parts_of(joint_graph, joint, fused=fused)
+        found = graph_costs(parts.placed, preset("h100"), recompute=True, fused=fused).units
         chosen = found[1:3]
         assert len(chosen) == 2
-        again = repeating(draft, spare, parts, chosen, fused=fused)
+        again = repeating(joint_graph, spare, parts, chosen, fused=fused)
     promised = sum(unit.saved_bytes for unit in chosen)
     assert saved_bytes(parts) - saved_bytes(again) == promised > 0
 

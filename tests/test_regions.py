@@ -29,16 +29,16 @@ def interpreted(bodies):
 
 def chain(*parts):
     """Groups of ops with a communication step between them; each part is a list of functions."""
-    sketch = graphs.Sketch()
-    run = sketch.input("run")
-    x = sketch.input("x", 4, 4)
+    op_costs = graphs.Sketch()
+    run = op_costs.input("run")
+    x = op_costs.input("x", 4, 4)
     for number, part in enumerate(parts):
         if number:
-            step = sketch.call_method("release", (run,))
+            step = op_costs.call_method("release", (run,))
             set_step(step, CommStep(StepKind.RELEASE, 0))
         for target in part:
-            x = sketch.op(target, x)
-    return sketch.done(x)
+            x = op_costs.op(target, x)
+    return op_costs.done(x)
 
 
 class Releases:
@@ -75,26 +75,26 @@ def test_starts_cut_what_nothing_interrupts():
 
 
 def test_constants_and_layouts_tell_regions_apart():
-    sketch = graphs.Sketch()
-    run, x = sketch.input("run"), sketch.input("x", 4, 4)
-    y = sketch.op(aten.add.Scalar, x, 1)
-    set_step(sketch.call_method("release", (run,)), CommStep(StepKind.RELEASE, 0))
-    z = sketch.op(aten.add.Scalar, y, 2)
-    set_step(sketch.call_method("release", (run,)), CommStep(StepKind.RELEASE, 0))
-    w = sketch.op(aten.add.Scalar, sketch.op(aten.t.default, z), 2)
-    _, artifacts = linked_module(sketch.done(w))
+    op_costs = graphs.Sketch()
+    run, x = op_costs.input("run"), op_costs.input("x", 4, 4)
+    y = op_costs.op(aten.add.Scalar, x, 1)
+    set_step(op_costs.call_method("release", (run,)), CommStep(StepKind.RELEASE, 0))
+    z = op_costs.op(aten.add.Scalar, y, 2)
+    set_step(op_costs.call_method("release", (run,)), CommStep(StepKind.RELEASE, 0))
+    w = op_costs.op(aten.add.Scalar, op_costs.op(aten.t.default, z), 2)
+    _, artifacts = linked_module(op_costs.done(w))
     assert len(artifacts.by_key) == 3
 
 
 def test_a_view_of_another_region_is_made_again():
-    sketch = graphs.Sketch()
-    run, x = sketch.input("run"), sketch.input("x", 4, 4)
-    y = sketch.op(aten.relu.default, x)
-    view = sketch.op(aten.t.default, y)
-    first = sketch.op(aten.mm.default, y, view)
-    set_step(sketch.call_method("release", (run,)), CommStep(StepKind.RELEASE, 0))
-    second = sketch.op(aten.mm.default, first, view)
-    module = sketch.done(second)
+    op_costs = graphs.Sketch()
+    run, x = op_costs.input("run"), op_costs.input("x", 4, 4)
+    y = op_costs.op(aten.relu.default, x)
+    view = op_costs.op(aten.t.default, y)
+    first = op_costs.op(aten.mm.default, y, view)
+    set_step(op_costs.call_method("release", (run,)), CommStep(StepKind.RELEASE, 0))
+    second = op_costs.op(aten.mm.default, first, view)
+    module = op_costs.done(second)
     part = sliced(module, ())
     before, after = part.regions.values()
     assert view not in before.outputs
@@ -106,12 +106,12 @@ def test_a_view_of_another_region_is_made_again():
 
 
 def test_items_of_a_list_belong_to_the_op_that_made_it():
-    sketch = graphs.Sketch()
-    run, x = sketch.input("run"), sketch.input("x", 4, 4)
-    both = sketch.op(aten.max.dim, x, 0)
-    set_step(sketch.call_method("release", (run,)), CommStep(StepKind.RELEASE, 0))
-    values = sketch.op(operator.getitem, both, 0, name="values")
-    module = sketch.done(sketch.op(aten.neg.default, values))
+    op_costs = graphs.Sketch()
+    run, x = op_costs.input("run"), op_costs.input("x", 4, 4)
+    both = op_costs.op(aten.max.dim, x, 0)
+    set_step(op_costs.call_method("release", (run,)), CommStep(StepKind.RELEASE, 0))
+    values = op_costs.op(operator.getitem, both, 0, name="values")
+    module = op_costs.done(op_costs.op(aten.neg.default, values))
     part = sliced(module, ())
     assert next(r.outputs for r in part.regions.values()) == (values,)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 from graphshard.offline.world import pretended
 from graphshard.runtime.gather_buffers import (
     GatherBuffer,
@@ -33,33 +33,33 @@ def model():
 
 
 def live_of(model: nn.Module) -> LiveGroup:
-    return next(live for live in records_under(model)[0].groups if live.fqn == "0")
+    return next(live for live in root_states_under(model)[0].groups if live.fqn == "0")
 
 
 def layout(live: LiveGroup) -> GatherLayout:
     return layout_of(live, live.places, live.dtypes, 1)
 
 
-def held_bytes(room: GatherBuffer) -> int:
-    return sum(storage.nbytes() for storage in room.storages)
+def held_bytes(buffer: GatherBuffer) -> int:
+    return sum(storage.nbytes() for storage in buffer.storages)
 
 
 def test_a_step_leaves_a_room_without_memory(model):
-    (room,) = live_of(model).rooms.values()
-    assert held_bytes(room) == 0
+    (buffer,) = live_of(model).buffers.values()
+    assert held_bytes(buffer) == 0
 
 
 def test_the_next_step_uses_the_same_room(model):
-    (before,) = live_of(model).rooms.values()
+    (before,) = live_of(model).buffers.values()
     model(torch.ones(2, 4)).sum().backward()
-    assert list(live_of(model).rooms.values()) == [before]
+    assert list(live_of(model).buffers.values()) == [before]
 
 
 def test_a_room_has_each_parameter_in_its_size(model):
     live = live_of(model)
-    room = room_for(live, layout(live))
-    assert held_bytes(room) == 2 * (12 + 3)
-    views = parameters(live, room)
+    buffer = room_for(live, layout(live))
+    assert held_bytes(buffer) == 2 * (12 + 3)
+    views = parameters(live, buffer)
     assert [tuple(views[i].shape) for i in live.places] == [(3, 4), (3,)]
 
 
@@ -71,11 +71,11 @@ def test_two_gathers_at_once_have_two_rooms(model):
 
 def test_memory_that_somebody_looks_at_stays(model):
     live = live_of(model)
-    room = room_for(live, layout(live))
-    room.flats[0].fill_(7.0)
-    view = parameters(live, room)[0].t()
-    give_back(live, room)
-    assert live.rooms == {}
+    buffer = room_for(live, layout(live))
+    buffer.flats[0].fill_(7.0)
+    view = parameters(live, buffer)[0].t()
+    give_back(live, buffer)
+    assert live.buffers == {}
     assert torch.equal(view, torch.full((4, 3), 7.0, dtype=torch.bfloat16))
 
 
@@ -83,12 +83,12 @@ def test_one_rank_reads_its_shards_where_they_are(model):
     live = live_of(model)
     own = layout_of(live, live.places, (torch.float32, torch.float32), 1)
     shards = live.shards()
-    room = own_room(live, own, shards)
-    assert [view.data_ptr() for view in parameters(live, room).values()] == [
+    buffer = own_room(live, own, shards)
+    assert [view.data_ptr() for view in parameters(live, buffer).values()] == [
         shard.data_ptr() for shard in shards
     ]
-    give_back(live, room)
-    assert own_room(live, own, live.shards()) is room
+    give_back(live, buffer)
+    assert own_room(live, own, live.shards()) is buffer
     assert own_room(live, layout(live), shards) is None, "these are cast"
 
 
@@ -104,9 +104,9 @@ def test_replaced_shards_are_read_where_they_are_now(model):
 
 def test_a_room_of_an_inference_serves_a_training_step(model):
     live = live_of(model)
-    live.rooms.clear()
+    live.buffers.clear()
     with torch.inference_mode():
         give_back(live, room_for(live, layout(live)))
-    (room,) = live.rooms.values()
+    (buffer,) = live.buffers.values()
     model(torch.ones(2, 4)).sum().backward()
-    assert list(live.rooms.values()) == [room]
+    assert list(live.buffers.values()) == [buffer]

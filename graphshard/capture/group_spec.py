@@ -1,9 +1,9 @@
 """What entering a `fully_shard` group means to the traced code, as plain constants.
 
 In: FSDP2's view of one group. Out: an `GroupSpec`, which Dynamo takes as a constant, and the links
-that it relies on. True afterwards: groups of equal entrances are traced alike, so that "the
-entrance is the one that was traced" is all that has to be guarded, once per group; identical
-blocks have the same entrance, and so has a group whose flags were flipped and flipped back.
+that it relies on. True afterwards: groups of equal specs are traced alike, so that "the
+spec is the one that was traced" is all that has to be guarded, once per group; identical
+blocks have the same spec, and so has a group whose flags were flipped and flipped back.
 """
 
 from __future__ import annotations
@@ -86,21 +86,19 @@ class Registration:
     links: tuple[PathStep, ...]
 
 
-# Weak: an entrance lives as long as a group that has it or a graph that is guarded by it.
+# Weak: a spec lives as long as a group that has it or a graph that is guarded by it.
 _ENTRANCES: weakref.WeakKeyDictionary[GroupSpec, weakref.ref[GroupSpec]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def interned(entrance: GroupSpec) -> GroupSpec:
-    """The one object that stands for all entrances equal to this one, so that `is` compares."""
-    known = _ENTRANCES.setdefault(entrance, weakref.ref(entrance))()
-    return entrance if known is None else known
+def interned(spec: GroupSpec) -> GroupSpec:
+    """The one object that stands for all specs equal to this one, so that `is` compares."""
+    known = _ENTRANCES.setdefault(spec, weakref.ref(spec))()
+    return spec if known is None else known
 
 
-def entrance_of(
-    state: State, group: FsdpGroup | None, places: tuple[ParamHolder, ...]
-) -> GroupSpec:
+def spec_of(state: State, group: FsdpGroup | None, places: tuple[ParamHolder, ...]) -> GroupSpec:
     """What entering `group` means now. A state without parameters has no group, and casts only."""
     policy, device = fsdp2.cast_policy(state), fsdp2.device_of(state)
     params = () if group is None else group.params

@@ -22,25 +22,25 @@ from graphshard.fsdp2.layouts import PLAIN
 from graphshard.graph.marks import UNSHARD
 
 
-def enter_group(module: nn.Module, entrance: GroupSpec, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def enter_group(module: nn.Module, spec: GroupSpec, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """FSDP2's pre-forward: inputs to device, cast, accumulation boundary, parameters in."""
-    port: CaptureHandle = module._graphshard_port  # type: ignore[assignment]
-    if entrance.moves_inputs:
-        args, kwargs = _mapped(_mover(entrance.device), args, kwargs)
-    if entrance.input_dtype is not None:
-        args, kwargs = _mapped(_caster(entrance.input_dtype), args, kwargs)
+    handle: CaptureHandle = module._graphshard_handle  # type: ignore[assignment]
+    if spec.moves_inputs:
+        args, kwargs = _mapped(_mover(spec.device), args, kwargs)
+    if spec.input_dtype is not None:
+        args, kwargs = _mapped(_caster(spec.input_dtype), args, kwargs)
     if torch.is_grad_enabled():
         args, kwargs = _mapped(_boundary, args, kwargs)
     replaced: list[Any] = []
-    if not port.entered["top"]:
+    if not handle.entered["top"]:
         if torch.is_grad_enabled():
-            full = _gathered(port, entrance)
+            full = _gathered(handle, spec)
         else:
             # A parameter requires grad here too, and matmul chooses its ops by that.
             with torch.enable_grad():
-                full = _gathered(port, entrance)
-        for place in entrance.places:
-            holder = module if place.home == CALLED else port.homes[place.home]
+                full = _gathered(handle, spec)
+        for place in spec.places:
+            holder = module if place.home == CALLED else handle.homes[place.home]
             for key in place.path:
                 holder = holder._modules[key]  # type: ignore[assignment]
             registered: dict[str, Any] = holder._parameters
@@ -48,15 +48,15 @@ def enter_group(module: nn.Module, entrance: GroupSpec, args: Any, kwargs: Any) 
                 # What is put back is what was there: Dynamo need not look at it, nor write it.
                 replaced.append((registered, name, registered[name]))
                 registered[name] = full[index]
-    port.entered["top"] = (entrance, replaced, port.entered["top"])
+    handle.entered["top"] = (spec, replaced, handle.entered["top"])
     return args, kwargs
 
 
-def _gathered(port: CaptureHandle, entrance: GroupSpec) -> list[Tensor]:
+def _gathered(handle: CaptureHandle, spec: GroupSpec) -> list[Tensor]:
     full: list[Tensor] = []
-    for param in entrance.params:
-        anchor = port.anchor if param.trainable else port.frozen_anchor
-        mark = (param.size, param.dtype, entrance.device, len(full))
+    for param in spec.params:
+        anchor = handle.anchor if param.trainable else handle.frozen_anchor
+        mark = (param.size, param.dtype, spec.device, len(full))
         if param.layout == PLAIN:
             full.append(UNSHARD(anchor, *mark))
         else:
@@ -66,12 +66,12 @@ def _gathered(port: CaptureHandle, entrance: GroupSpec) -> list[Tensor]:
 
 def leave_group(module: nn.Module, output: Any) -> Any:
     """FSDP2's post-forward: sharded parameters back in, output cast."""
-    port: CaptureHandle = module._graphshard_port  # type: ignore[assignment]
-    entrance, replaced, port.entered["top"] = port.entered["top"]
+    handle: CaptureHandle = module._graphshard_handle  # type: ignore[assignment]
+    spec, replaced, handle.entered["top"] = handle.entered["top"]
     for registered, name, param in replaced:
         registered[name] = param
-    if entrance.output_dtype is not None:
-        output = _apply_to_tensors(_caster(entrance.output_dtype), output)
+    if spec.output_dtype is not None:
+        output = _apply_to_tensors(_caster(spec.output_dtype), output)
     return output
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from graphshard import fsdp2
-from graphshard.capture.group_spec import GroupSpec, PathStep, entrance_of, lay_out
+from graphshard.capture.group_spec import GroupSpec, PathStep, lay_out, spec_of
 from graphshard.capture.plain import modules_to_leave, run_plainly
 from graphshard.fsdp2 import FsdpGroup, State
 from graphshard.runtime.agree import mark
@@ -30,10 +30,10 @@ from graphshard.schedule.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-PORT = "_graphshard_port"
+HANDLE = "_graphshard_handle"
 
 # Weak: lets an exception in a compiled function find the models that it was calling.
-_RECORDS: weakref.WeakSet[RootState] = weakref.WeakSet()
+_ROOT_STATES: weakref.WeakSet[RootState] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class RootState:
     """
 
     states: list[State]
-    ports: list[CaptureHandle] = field(default_factory=list)
+    handles: list[CaptureHandle] = field(default_factory=list)
     plans: dict[str, CompiledPlan] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class RootState:
 
     @property
     def groups(self) -> list[LiveGroup]:
-        return [port.live for port in self.ports if port.live is not None]
+        return [handle.live for handle in self.handles if handle.live is not None]
 
     @property
     def ballots(self) -> list[Ballot]:
@@ -66,7 +66,7 @@ class RootState:
         return [ballot for root in roots for ballot in root.ballots]
 
     def is_unfinished(self) -> bool:
-        return any(p.entered["top"] or fsdp2.is_mid_iteration(p.state) for p in self.ports)
+        return any(p.entered["top"] or fsdp2.is_mid_iteration(p.state) for p in self.handles)
 
     @property
     def is_interrupted(self) -> bool:
@@ -90,9 +90,9 @@ class RootState:
     def leave_eager(self, fqn: str, reason: str) -> None:
         """Run the group `fqn` through FSDP2 from now on."""
         self.reasons[fqn] = reason
-        for port in self.ports:
-            if port.live is not None and port.live.fqn == fqn:
-                port.eager = True
+        for handle in self.handles:
+            if handle.live is not None and handle.live.fqn == fqn:
+                handle.eager = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +118,30 @@ class CompiledPlan:
 class CaptureHandle:
     """Everything the traced hooks read, and the little they write, for one `fully_shard` call.
 
-    entered: under "top" the call of the group that is being traced, as (entrance, registered
+    entered: under "top" the call of the group that is being traced, as (spec, registered
     parameters that it replaced, the call around it); () outside a forward. Dynamo replays what
     traced code leaves there, so that an exception in between is noticed.
     eager: this group runs through FSDP2's own hooks. apart: its modules are compiled on their
     own, because the graph around them breaks.
     """
 
-    def __init__(self, state: State, group: FsdpGroup | None, record: RootState) -> None:
+    def __init__(self, state: State, group: FsdpGroup | None, root_state: RootState) -> None:
         self.live: LiveGroup | None = None
         self.eager = False
         self.apart = False
         self.entered: dict[str, Any] = {"top": ()}
         self.homes: tuple[nn.Module, ...] = ()
-        self.record = record
+        self.root_state = root_state
         self.state = state
         self._group = group
         self._links: tuple[PathStep, ...] = ()
         self._facts: object = None
-        self._entrance: GroupSpec | None = None
+        self._group_spec: GroupSpec | None = None
         if group is not None:
             self.live = register(group)
             self.anchor, self.frozen_anchor = self.live.anchor, self.live.frozen_anchor
 
-    def entrance(self) -> GroupSpec | None:
+    def spec(self) -> GroupSpec | None:
         """What entering the group means now; None leaves it to FSDP2's own hooks.
 
         Asked before every compiled call. What costs more than to compare is done after a change.
@@ -152,9 +152,9 @@ class CaptureHandle:
         if moved or facts != self._facts:
             layout = lay_out(fsdp2.modules_of(self.state), self._group)
             self.homes, self._links, self._facts = layout.homes, layout.links, facts
-            now = entrance_of(self.state, self._group, layout.places)
-            self._entrance = None if self.eager else now
-        return self._entrance
+            now = spec_of(self.state, self._group, layout.places)
+            self._group_spec = None if self.eager else now
+        return self._group_spec
 
     @property
     def fqn(self) -> str:
@@ -192,63 +192,63 @@ def prepare(state: State) -> bool:
         logger.debug("FSDP2 refuses the model: %s", error)
         return False
     first = fsdp2.modules_of(state)[0]
-    if PORT not in first.__dict__:
+    if HANDLE not in first.__dict__:
         _attach(fsdp2.siblings(state))
-    record: RootState = first.__dict__[PORT].record
-    record.traces += 1
-    mark(record.ballots, str(record.traces))
+    root_state: RootState = first.__dict__[HANDLE].root_state
+    root_state.traces += 1
+    mark(root_state.ballots, str(root_state.traces))
     return True
 
 
 def _attach(states: list[State]) -> None:
-    record = RootState(states)
-    _RECORDS.add(record)
+    root_state = RootState(states)
+    _ROOT_STATES.add(root_state)
     for state in states:
         groups = fsdp2.fsdp_groups(state)
-        port = CaptureHandle(state, groups[0] if groups else None, record)
+        handle = CaptureHandle(state, groups[0] if groups else None, root_state)
         for group in groups:
             reason = group.unsupported()
             if reason is not None:
-                port.eager = True
-                record.reasons.setdefault(group.fqn or "(root)", reason)
-        record.ports.append(port)
+                handle.eager = True
+                root_state.reasons.setdefault(group.fqn or "(root)", reason)
+        root_state.handles.append(handle)
         for module in fsdp2.modules_of(state):
-            module.__dict__[PORT] = port
-    _leave_modules(record)
-    ballots = open_ballots(members_of([live.fsdp for live in record.groups]))
-    root = Root({p.state: p.live for p in record.ports if p.live is not None}, ballots)
-    for live in record.groups:
+            module.__dict__[HANDLE] = handle
+    _leave_modules(root_state)
+    ballots = open_ballots(members_of([live.fsdp for live in root_state.groups]))
+    root = Root({p.state: p.live for p in root_state.handles if p.live is not None}, ballots)
+    for live in root_state.groups:
         live.root = root
     follow(root)
 
 
-def _leave_modules(record: RootState) -> None:
+def _leave_modules(root_state: RootState) -> None:
     """Leave modules that Dynamo cannot capture, and their groups, to eager FSDP2."""
-    root = next(s for s in record.states if fsdp2.is_root(s))
+    root = next(s for s in root_state.states if fsdp2.is_root(s))
     home = fsdp2.modules_of(root)[0]
     for module, reason in modules_to_leave(home).items():
-        record.plain[module] = run_plainly(module)
-        ports = (port_of(m) for m in ([home] if module is home else module.modules()))
-        for port in dict.fromkeys(p for p in ports if p is not None):
-            port.eager = True
-            if port.live is not None:
-                record.reasons.setdefault(port.live.fqn, reason)
+        root_state.plain[module] = run_plainly(module)
+        handles = (handle_of(m) for m in ([home] if module is home else module.modules()))
+        for handle in dict.fromkeys(p for p in handles if p is not None):
+            handle.eager = True
+            if handle.live is not None:
+                root_state.reasons.setdefault(handle.live.fqn, reason)
 
 
-def port_of(module: nn.Module) -> CaptureHandle | None:
-    return module.__dict__.get(PORT)
+def handle_of(module: nn.Module) -> CaptureHandle | None:
+    return module.__dict__.get(HANDLE)
 
 
-def is_entered_as(entrance: GroupSpec | None, module: nn.Module) -> bool:
-    """Entering the module's group means what it meant when `entrance` was traced."""
-    port = port_of(module)
-    return port is not None and port.entrance() is entrance
+def is_entered_as(spec: GroupSpec | None, module: nn.Module) -> bool:
+    """Entering the module's group means what it meant when `spec` was traced."""
+    handle = handle_of(module)
+    return handle is not None and handle.spec() is spec
 
 
-def records_under(model: nn.Module) -> list[RootState]:
+def root_states_under(model: nn.Module) -> list[RootState]:
     """Records of the FSDP roots in `model` (a module, or what torch.compile made of it)."""
-    ports = (port_of(m) for m in model.modules())
-    return list(dict.fromkeys(p.record for p in ports if p is not None))
+    handles = (handle_of(m) for m in model.modules())
+    return list(dict.fromkeys(p.root_state for p in handles if p is not None))
 
 
 def unfinished_records() -> list[RootState]:
@@ -258,4 +258,4 @@ def unfinished_records() -> list[RootState]:
 
 def all_records() -> list[RootState]:
     """Records of all FSDP roots that are alive in this process."""
-    return list(_RECORDS)
+    return list(_ROOT_STATES)

@@ -103,7 +103,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     """Every combination of what is asked for."""
-    from graphshard.compiler.planning_inputs import freedom_of
+    from graphshard.compiler.planning_inputs import policy_of
     from graphshard.offline.api import RANKS_PER_NODE, is_fused, machine_of
     from graphshard.offline.study import Point
     from graphshard.options import parse_options
@@ -111,21 +111,21 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     machines = [machine_of(name) for name in args.hw]
     given: dict[str, object] = {"reshard": args.reshard, "micro_steps": args.micro_steps}
     freedoms = [
-        freedom_of(parse_options(given if size is None else {**given, "memory_budget": size}))
+        policy_of(parse_options(given if size is None else {**given, "memory_budget": size}))
         for size in args.budget
     ]
     batches: list[dict[str, int]] = [{"batch": n} for n in args.batch or ()] or [{}]
     lengths: list[dict[str, int]] = [{"seq": n} for n in args.seq or ()] or [{}]
     per_node, fused = args.per_node or RANKS_PER_NODE, is_fused(args.compute)
     points = tuple(
-        Point(world, per_node, machine, freedom, target.sizes(batch | seq), fused)
-        for world, machine, freedom, batch, seq in product(
+        Point(world, per_node, machine, policy, target.sizes(batch | seq), fused)
+        for world, machine, policy, batch, seq in product(
             args.world, machines, freedoms, batches, lengths
         )
     )
     if len(points) == 1:
         return points
-    return tuple(replace(point, freedom=replace(point.freedom, near=NEAR)) for point in points)
+    return tuple(replace(point, policy=replace(point.policy, near=NEAR)) for point in points)
 
 
 def _one(args: argparse.Namespace, effort: Effort, answer: Answer, name: str) -> None:
@@ -166,7 +166,7 @@ def _where(point: Point) -> str:
 
 def _row(answer: Answer) -> SweepRow:
     point = answer.point
-    row = SweepRow(point.world_size, point.machine.name, point.freedom.budget_bytes, point.sizes)
+    row = SweepRow(point.world_size, point.machine.name, point.policy.budget_bytes, point.sizes)
     if answer.plan is None or answer.plan.estimate is None:
         return replace(row, why_not=str(answer.infeasible))
     estimate, sizes = answer.plan.estimate, dict(point.sizes)

@@ -36,7 +36,7 @@ def check_inputs(module: fx.GraphModule, given: fx.GraphModule) -> None:
 def emit(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The boxed callable of one direction."""
     module.graph.set_codegen(_BoxedCodeGen())
-    fx.GraphModule.recompile(module)  # a draft does not do it by itself
+    fx.GraphModule.recompile(module)  # a lazy graph module does not do it by itself
     return module.forward
 
 
@@ -44,31 +44,31 @@ def code_of(module: fx.GraphModule | None) -> str:
     """The Python of one direction, readable, with group names. Passes change graphs, not code."""
     if module is None:
         return ""
-    fx.GraphModule.recompile(module)  # a draft does not do it by itself
+    fx.GraphModule.recompile(module)  # a lazy graph module does not do it by itself
     return str(module.code)
 
 
 def with_marks(
     module: fx.GraphModule, schedule: Schedule, cuts: frozenset[int]
 ) -> tuple[fx.GraphModule, tuple[Step, ...]]:
-    """A copy that calls `run.mark(i)` before stretch i and at its end, and the stretches.
+    """A copy that calls `run.mark(i)` before segment i and at its end, and the segments.
 
-    A stretch is a communication step of the schedule that `module` is in, or compute up to the
+    A segment is a communication step of the schedule that `module` is in, or compute up to the
     next one or the next of `cuts`.
     """
     clone = copy_of(module)
     run = next(iter(clone.graph.nodes))
-    stretches = list(_stretches(clone.graph, schedule, cuts))
-    for index, (node, _) in enumerate([*stretches, (output_node(clone.graph), None)]):
+    segments = list(_segments(clone.graph, schedule, cuts))
+    for index, (node, _) in enumerate([*segments, (output_node(clone.graph), None)]):
         with clone.graph.inserting_before(node):
             clone.graph.call_method("mark", (run, index))
-    return clone, tuple(step for _, step in stretches)
+    return clone, tuple(step for _, step in segments)
 
 
-def _stretches(
+def _segments(
     graph: fx.Graph, schedule: Schedule, cuts: frozenset[int]
 ) -> Iterator[tuple[fx.Node, Step]]:
-    """First node of each stretch, with what it stands for."""
+    """First node of each segment, with what it stands for."""
     planned = {(s.kind, g, s.params): s for s in schedule.steps for g in s.groups}
     first: fx.Node | None = None
     step = Step(StepKind.COMPUTE)

@@ -24,7 +24,7 @@ from torch._ops import HigherOrderOperator
 from graphshard.capture.dynamo import ends_early, resets
 from graphshard.capture.fallback import describe, warn_once
 from graphshard.capture.repeated.expand import expanded
-from graphshard.capture.repeated.trace import RepeatedBlock, traced_by_pieces
+from graphshard.capture.repeated.trace import RepeatedBlock, traced_by_blocks
 from graphshard.capture.root_state import CompiledPlan, RootState
 from graphshard.codegen.emit import check_inputs
 from graphshard.codegen.lowering import lowering_of
@@ -32,17 +32,17 @@ from graphshard.compiler.instrument import Executable, executables
 from graphshard.compiler.partition import (
     Found,
     PlannedPartition,
-    drafted,
     find_groups,
-    propose,
-    propose_inference,
+    joint_graph_of,
+    plan_inference,
+    plan_partition,
 )
 from graphshard.compiler.planning import (
     PlanningInputs,
     apply,
 )
-from graphshard.compiler.planning_inputs import costs_of, order_of
-from graphshard.compiler.shared_graph import Shared, record_of
+from graphshard.compiler.planning_inputs import costs_of, planning_inputs
+from graphshard.compiler.shared_graph import Shared, root_state_of
 from graphshard.errors import CaptureError
 from graphshard.graph.program import Program, anchor_places, copied, output_node
 from graphshard.options import Options
@@ -78,7 +78,7 @@ class GraphCompiler:
         self._shared: Shared | None = None
         self._first: CompiledPlan | None = None
         self._asked: set[Direction] = set()
-        self._pieces: tuple[RepeatedBlock, ...] = ()
+        self._blocks: tuple[RepeatedBlock, ...] = ()
         self._lowering = lowering_of(options, trains=torch.is_grad_enabled())
         self.found = find_groups(gm)
         self._device = self.groups[0].fsdp.device if self.groups else torch.device("cpu")
@@ -101,12 +101,12 @@ class GraphCompiler:
         captured = self._gm
         assert captured is not None
 
-        def trace(gm: fx.GraphModule, pieces: tuple[RepeatedBlock, ...]) -> Callable[..., Any]:
-            self._pieces = pieces
+        def trace(gm: fx.GraphModule, blocks: tuple[RepeatedBlock, ...]) -> Callable[..., Any]:
+            self._blocks = blocks
             return backend(gm, example_inputs)
 
         with config, self._lowering.tracing():
-            compiled = traced_by_pieces(captured, self._lowering, trace)
+            compiled = traced_by_blocks(captured, self._lowering, trace)
         return self._watching(compiled)
 
     # -- the three places where AOTAutograd asks -------------------------------------------
@@ -118,19 +118,19 @@ class GraphCompiler:
 
         The scheduled program is made from copies of them and waits for `_emit_*`.
         """
-        joint = expanded(self._lowering.joint(joint), self._pieces)
-        draft = drafted(self.name, joint, inputs, num_fwd_outputs, self.found, kwargs)
+        joint = expanded(self._lowering.joint(joint), self._blocks)
+        joint_graph = joint_graph_of(self.name, joint, inputs, num_fwd_outputs, self.found, kwargs)
         self._calls = Calls(_tangent_positions(joint, num_fwd_outputs), tuple(self.found.anchors))
-        order = order_of(self.groups, self._options, self.ballots)
-        proposal = propose(draft, order)
-        self._schedule(proposal, order)
-        assert proposal.parts.backward is not None
-        return proposal.parts.forward, proposal.parts.backward
+        planning = planning_inputs(self.groups, self._options, self.ballots)
+        planned = plan_partition(joint_graph, planning)
+        self._schedule(planned, planning)
+        assert planned.parts.backward is not None
+        return planned.parts.forward, planned.parts.backward
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        order = order_of(self.groups, self._options, self.ballots)
-        gm = expanded(self._lowering.joint(gm), self._pieces)
-        self._schedule(propose_inference(self.name, gm, self.found, order), order)
+        planning = planning_inputs(self.groups, self._options, self.ballots)
+        gm = expanded(self._lowering.joint(gm), self._blocks)
+        self._schedule(plan_inference(self.name, gm, self.found, planning), planning)
         return self._emit_forward(gm, inputs)
 
     def _emit_forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -158,9 +158,9 @@ class GraphCompiler:
 
     # -- parts -----------------------------------------------------------------------------
 
-    def _schedule(self, proposal: PlannedPartition, order: PlanningInputs) -> None:
+    def _schedule(self, planned: PlannedPartition, planning: PlanningInputs) -> None:
         """Agree on the plan, and put the program in the plan's order."""
-        placed, problem, plan = proposal.parts.placed, proposal.problem, proposal.plan
+        placed, problem, plan = planned.parts.placed, planned.problem, planned.plan
         if self.ballots:
             terms, early = self._options.terms_of_calls(), self.ends_early
             plan = settle(self.ballots, plan, terms, uses=self.uses, ends_early=early)
@@ -191,8 +191,8 @@ class GraphCompiler:
             infos=infos,
             template=template,
             placed=spare,
-            reshard=order.freedom.reshard,
-            costs=costs_of(order),
+            reshard=planning.policy.reshard,
+            costs=costs_of(planning),
         )
         self._first = self._shared.let_in(self.groups)
 
@@ -218,9 +218,9 @@ class GraphCompiler:
         return self.found.groups
 
     @property
-    def records(self) -> list[RootState]:
+    def root_states(self) -> list[RootState]:
         """The FSDP roots that this graph belongs to."""
-        return [record_of(root) for root in roots_of(self.groups)]
+        return [root_state_of(root) for root in roots_of(self.groups)]
 
     @property
     def uses(self) -> list[str]:
@@ -230,8 +230,13 @@ class GraphCompiler:
     @property
     def is_eager(self) -> bool:
         """A group of the graph has gone to FSDP2 since it was traced."""
-        ports = (port for record in self.records for port in record.ports if port.eager)
-        return any(port.live in self.groups for port in ports)
+        handles = (
+            handle
+            for root_state in self.root_states
+            for handle in root_state.handles
+            if handle.eager
+        )
+        return any(handle.live in self.groups for handle in handles)
 
     @property
     def ballots(self) -> list[Ballot]:

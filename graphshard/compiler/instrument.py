@@ -1,7 +1,7 @@
 """Running graphs under a stopwatch: marks in, times of all ranks out, and the unmarked code back.
 
 In goes a `Executable`, one graph pair with its plan. Between `watch` and `unwatch` every run of it
-leaves a lap; `combined` makes one `Measured` of the laps of all ranks. What is computed stays the
+leaves a run; `combined` makes one `Measured` of the runs of all ranks. What is computed stays the
 same: only calls of `run.mark` are added between the steps.
 """
 
@@ -28,15 +28,15 @@ from graphshard.schedule.measured import DirectionRun, Issued, Measured
 from graphshard.schedule.plan import Direction, Plan, Step
 from graphshard.schedule.steps import ISSUES
 
-Laps: TypeAlias = dict[Direction, list[DirectionRun]]
-Stretches: TypeAlias = dict[Direction, tuple[Step, ...]]
+Runs: TypeAlias = dict[Direction, list[DirectionRun]]
+Segments: TypeAlias = dict[Direction, tuple[Step, ...]]
 
 
 @dataclass(slots=True, eq=False)
 class Executable:
     """One graph pair as it runs now, for those FSDP roots that call it together.
 
-    artifacts: its compiled regions; None if ops run one by one. stretches: what its marks separate;
+    artifacts: its compiled regions; None if ops run one by one. segments: what its marks separate;
     empty if unwatched. asked: directions of which AOTAutograd has the code, of all who share it.
     """
 
@@ -46,7 +46,7 @@ class Executable:
     bodies: dict[Direction, Body]
     options: Options
     artifacts: Artifacts | None = None
-    stretches: Stretches = field(default_factory=dict)
+    segments: Segments = field(default_factory=dict)
     asked: set[Direction] = field(default_factory=set)
 
     @property
@@ -79,21 +79,21 @@ OBSERVER: ContextVar[Observer | None] = ContextVar("graphshard observer", defaul
 
 
 def watch(running: Executable) -> None:
-    """Every run from now on leaves a lap, until `unwatch`."""
+    """Every run from now on leaves a run, until `unwatch`."""
     schedules = {schedule.direction: schedule for schedule in running.plan.schedules}
     marked = {}
     for direction, module in running.program.by_direction.items():
         cut = cuts(running.problem, direction)
         marked[direction], steps = with_marks(module, schedules[direction], cut)
-        running.stretches[direction] = steps
+        running.segments[direction] = steps
     for direction, call in executables(running, marked).items():
         running.bodies[direction].call = call
         running.bodies[direction].watched = True
 
 
 def unwatch(running: Executable) -> None:
-    """Back to the code of `running.program`, without marks; the laps are gone."""
-    running.stretches.clear()
+    """Back to the code of `running.program`, without marks; the runs are gone."""
+    running.segments.clear()
     for direction, call in executables(running, running.program.by_direction).items():
         body = running.bodies[direction]
         body.call, body.watched = call, False
@@ -102,25 +102,25 @@ def unwatch(running: Executable) -> None:
 
 def num_laps(running: Executable) -> int:
     """Complete runs since `watch`: of the direction that has fewest."""
-    return min((len(running.bodies[d].watches) for d in running.stretches), default=0)
+    return min((len(running.bodies[d].watches) for d in running.segments), default=0)
 
 
-def laps_of(running: Executable) -> Laps:
-    """The laps of this rank; blocks until the device is done with them."""
-    return {d: [w.lap() for w in running.bodies[d].watches] for d in running.stretches}
+def laps_of(running: Executable) -> Runs:
+    """The runs of this rank; blocks until the device is done with them."""
+    return {d: [w.taken() for w in running.bodies[d].watches] for d in running.segments}
 
 
-def combined(problem: Problem, stretches: Stretches, ranks: Sequence[Laps]) -> Measured | None:
-    """What all ranks' laps come to, the last ones that all have; None if there is no such lap."""
-    count = min((len(laps) for own in ranks for laps in own.values()), default=0)
+def combined(problem: Problem, segments: Segments, ranks: Sequence[Runs]) -> Measured | None:
+    """What all ranks' runs come to, the last ones that all have; None if there is no such run."""
+    count = min((len(runs) for own in ranks for runs in own.values()), default=0)
     if count == 0:
         return None
-    laps = {d: [own[d][-count:] for own in ranks] for d in stretches}
+    runs = {d: [own[d][-count:] for own in ranks] for d in segments}
     found = {
-        direction: times.combine(steps, laps[direction], issued(problem, direction, steps))
-        for direction, steps in stretches.items()
+        direction: times.combine(steps, runs[direction], issued(problem, direction, steps))
+        for direction, steps in segments.items()
     }
-    step_us, exposed_us = times.whole(list(stretches.values()), list(laps.values()))
+    step_us, exposed_us = times.whole(list(segments.values()), list(runs.values()))
     backward = found.get(Direction.BACKWARD, ())
     return Measured(count, step_us, exposed_us, found[Direction.FORWARD], backward)
 
@@ -131,7 +131,7 @@ def cuts(problem: Problem, direction: Direction) -> frozenset[int]:
 
 
 def issued(problem: Problem, direction: Direction, steps: Sequence[Step]) -> dict[int, Issued]:
-    """What is known of the collective of each issuing stretch."""
+    """What is known of the collective of each issuing segment."""
     found = {}
     for index, step in enumerate(steps):
         if step.group is None or step.kind not in ISSUES:

@@ -1,9 +1,9 @@
-"""From a captured graph to a proposal: partitioned, placed and planned, in no order yet.
+"""From a captured graph to a planned partition: partitioned, placed and planned, in no order yet.
 
 In come the graph that AOTAutograd hands over, the groups that it uses, and `PlanningInputs`
-(settings, machine, freedom). Out comes a `PlannedPartition`: the two graphs as they were
+(settings, machine, policy). Out comes a `PlannedPartition`: the two graphs as they were
 partitioned, the program with its communication placed naively, and its plan. A run and a plan made
-offline differ only in where the order comes from. Nothing here communicates.
+offline differ only in where the inputs come from. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from graphshard.compiler.planning import (
     is_worth,
     place,
     plan_with_costs,
-    pose,
+    problem_of,
     run_captured,
 )
 from graphshard.errors import InfeasibleBudget
@@ -42,7 +42,7 @@ from graphshard.graph.program import (
     unshard_marks,
 )
 from graphshard.planner.problem import Problem
-from graphshard.pricing.op_costs import basis_of
+from graphshard.pricing.op_costs import graph_costs
 from graphshard.pricing.recompute import RecomputeUnit, kept_beside, tag
 from graphshard.runtime.live import LiveGroup, find
 from graphshard.schedule.plan import GroupInfo, Plan, PricedOn
@@ -102,7 +102,7 @@ def find_groups(gm: fx.GraphModule) -> Found:
     return Found(list(groups), anchors)
 
 
-def drafted(
+def joint_graph_of(
     name: str, joint: fx.GraphModule, inputs: Any, outputs: int, found: Found, kwargs: Any
 ) -> JointGraph:
     """What AOTAutograd asks to be partitioned; the arguments are those of its `partition_fn`."""
@@ -121,17 +121,19 @@ def drafted(
     return JointGraph(program, split)
 
 
-def propose(draft: JointGraph, order: PlanningInputs) -> PlannedPartition:
-    """The plan of a draft, whose joint graph is used up. Raises InfeasibleBudget."""
-    joint = draft.program.joint
+def plan_partition(joint_graph: JointGraph, planning: PlanningInputs) -> PlannedPartition:
+    """The plan of a captured graph, whose joint graph is used up. Raises InfeasibleBudget."""
+    joint = joint_graph.program.joint
     assert joint is not None
-    spare = copy_of(joint) if order.freedom.recompute else joint
-    parts = parts_of(draft, joint, fused=order.fused)
-    return decide(parts, order, partial(repeating, draft, spare, parts, fused=order.fused))
+    spare = copy_of(joint) if planning.policy.recompute else joint
+    parts = parts_of(joint_graph, joint, fused=planning.fused)
+    return decide(
+        parts, planning, partial(repeating, joint_graph, spare, parts, fused=planning.fused)
+    )
 
 
 def repeating(
-    draft: JointGraph,
+    joint_graph: JointGraph,
     joint: fx.GraphModule,
     parts: Partition,
     chosen: Sequence[RecomputeUnit],
@@ -144,22 +146,22 @@ def repeating(
     Everything else that `parts` saves is saved again: that is what the choice was made on.
     """
     kept = kept_beside(parts.placed, chosen) if fused else frozenset()
-    return parts_of(draft, joint, chosen, kept, fused=fused)
+    return parts_of(joint_graph, joint, chosen, kept, fused=fused)
 
 
-def propose_inference(
-    name: str, gm: fx.GraphModule, found: Found, order: PlanningInputs
+def plan_inference(
+    name: str, gm: fx.GraphModule, found: Found, planning: PlanningInputs
 ) -> PlannedPartition:
     """The plan of a graph under no_grad. Raises InfeasibleBudget."""
     _name_anchors(gm, found)
     outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
     program = run_captured(Program(name, found.infos, outputs, forward=gm))
     placed = place(replace(program, forward=with_run_input(gm)))
-    return decide(Partition(gm, None, placed), order, lambda chosen: Partition(gm, None, placed))
+    return decide(Partition(gm, None, placed), planning, lambda chosen: Partition(gm, None, placed))
 
 
 def parts_of(
-    draft: JointGraph,
+    joint_graph: JointGraph,
     joint: fx.GraphModule,
     repeated: Sequence[RecomputeUnit] = (),
     kept: Collection[str] = (),
@@ -171,9 +173,9 @@ def parts_of(
     kept: names of nodes that are saved in any case. fused: see Draft.
     """
     tag(joint.graph, repeated, kept)
-    forward, backward = draft.split(joint, fused)
+    forward, backward = joint_graph.split(joint, fused)
     cut = replace(
-        draft.program,
+        joint_graph.program,
         joint=None,
         forward=with_run_input(forward),
         backward=with_run_input(backward),
@@ -182,25 +184,27 @@ def parts_of(
 
 
 def decide(
-    parts: Partition, order: PlanningInputs, again: Callable[[tuple[RecomputeUnit, ...]], Partition]
+    parts: Partition,
+    planning: PlanningInputs,
+    again: Callable[[tuple[RecomputeUnit, ...]], Partition],
 ) -> PlannedPartition:
     """Plan `parts`, or what `again` makes of the graph where something is to be computed again.
 
     The second is planned anew, since the graph is another one then; what it is really worth counts.
-    Raises InfeasibleBudget if no schedule fits the order's budget.
+    Raises InfeasibleBudget if no schedule fits the policy's budget.
     """
-    recompute, fused = order.freedom.recompute, order.fused
-    basis = basis_of(
-        parts.placed, order.machine, recompute=recompute, fused=fused, parts=order.in_parts
+    recompute, fused = planning.policy.recompute, planning.fused
+    costs = graph_costs(
+        parts.placed, planning.machine, recompute=recompute, fused=fused, parts=planning.in_parts
     )
-    problem = pose(basis, order)
-    plan, without = best_plans(basis, order, problem)
-    proposal = PlannedPartition(parts, problem, plan)
+    problem = problem_of(costs, planning)
+    plan, without = best_plans(costs, planning, problem)
+    planned = PlannedPartition(parts, problem, plan)
     if plan.recompute:
-        units = tuple(u for u in basis.units if basis.groups[u.group].fqn in plan.recompute)
+        units = tuple(u for u in costs.units if costs.groups[u.group].fqn in plan.recompute)
         plain = None if without is None else PlannedPartition(parts, problem, without)
-        proposal = _better(_repeating(again(units), plan.recompute, order, problem), plain)
-    return replace(proposal, plan=replace(proposal.plan, priced_on=priced_on(order)))
+        planned = _better(_repeating(again(units), plan.recompute, planning, problem), plain)
+    return replace(planned, plan=replace(planned.plan, priced_on=priced_on(planning)))
 
 
 def _better(
@@ -215,23 +219,23 @@ def _better(
 
 
 def _repeating(
-    parts: Partition, names: tuple[str, ...], order: PlanningInputs, baseline: Problem
+    parts: Partition, names: tuple[str, ...], planning: PlanningInputs, baseline: Problem
 ) -> PlannedPartition | InfeasibleBudget:
     """The plan of `parts`, whose backward computes groups `names` again, or why there is none."""
-    basis = basis_of(
-        parts.placed, order.machine,
-        recompute=False, fused=order.fused, parts=order.in_parts,
+    costs = graph_costs(
+        parts.placed, planning.machine,
+        recompute=False, fused=planning.fused, parts=planning.in_parts,
     )  # fmt: skip
-    problem = pose(basis, order)
+    problem = problem_of(costs, planning)
     try:
-        plan = plan_with_costs(basis, problem, order.freedom.reshard, baseline)
+        plan = plan_with_costs(costs, problem, planning.policy.reshard, baseline)
     except InfeasibleBudget as error:
         return error
     return PlannedPartition(parts, problem, replace(plan, recompute=names))
 
 
-def priced_on(order: PlanningInputs) -> PricedOn:
-    return PricedOn(order.machine.name, order.settings[0].ranks_per_node, order.fused)
+def priced_on(planning: PlanningInputs) -> PricedOn:
+    return PricedOn(planning.machine.name, planning.settings[0].ranks_per_node, planning.fused)
 
 
 def _is_checkpointed(joint: fx.Graph) -> bool:

@@ -69,13 +69,13 @@ class PlanningInputs:
 
     settings: tuple[GroupSettings, ...]
     machine: Machine
-    freedom: PlanningPolicy
+    policy: PlanningPolicy
     fused: bool = False
 
     @property
     def in_parts(self) -> bool:
         """Parts of a group may travel alone, and there is somewhere to travel to."""
-        return self.freedom.regroup and any(own.ranks > 1 for own in self.settings)
+        return self.policy.regroup and any(own.ranks > 1 for own in self.settings)
 
 
 def place(program: Program) -> Program:
@@ -83,29 +83,29 @@ def place(program: Program) -> Program:
     return run_passes(program, PLACEMENT)
 
 
-def pose(basis: GraphCosts, order: PlanningInputs) -> Problem:
+def problem_of(costs: GraphCosts, planning: PlanningInputs) -> Problem:
     """The problem that a placed program poses, as it was partitioned."""
-    return price(basis, order.settings, order.machine, order.freedom)
+    return price(costs, planning.settings, planning.machine, planning.policy)
 
 
-def best_plan(basis: GraphCosts, order: PlanningInputs, problem: Problem) -> Plan:
-    """The best plan of what `basis` poses; backward computes something again if the budget needs
+def best_plan(costs: GraphCosts, planning: PlanningInputs, problem: Problem) -> Plan:
+    """The best plan of what `costs` poses; backward computes something again if the budget needs
     that, or if it is worth it.
 
-    Raises InfeasibleBudget if no choice fits the order's budget.
+    Raises InfeasibleBudget if no choice fits the policy's budget.
     """
-    return best_plans(basis, order, problem)[0]
+    return best_plans(costs, planning, problem)[0]
 
 
 def best_plans(
-    basis: GraphCosts, order: PlanningInputs, problem: Problem
+    costs: GraphCosts, planning: PlanningInputs, problem: Problem
 ) -> tuple[Plan, Plan | None]:
     """The best plan, and the best one that computes nothing again if that is another one."""
-    reshard = order.freedom.reshard
-    if not order.freedom.recompute or not basis.units:
-        return plan_with_costs(basis, problem, reshard), None
-    chosen = plan_with_costs(basis, offered(problem, basis.groups, basis.units), reshard)
-    without = _or_none(basis, problem, reshard) if chosen.recompute else None
+    reshard = planning.policy.reshard
+    if not planning.policy.recompute or not costs.units:
+        return plan_with_costs(costs, problem, reshard), None
+    chosen = plan_with_costs(costs, offered(problem, costs.groups, costs.units), reshard)
+    without = _or_none(costs, problem, reshard) if chosen.recompute else None
     if without is not None and not is_worth(chosen, without):
         return without, None
     return chosen, without
@@ -119,10 +119,10 @@ def is_worth(repeating: Plan, without: Plan) -> bool:
     return gain_us - DEARER * max(0.0, added_us) >= WORTHWHILE * theirs.step_time_us
 
 
-def _or_none(basis: GraphCosts, problem: Problem, reshard: Reshard) -> Plan | None:
+def _or_none(costs: GraphCosts, problem: Problem, reshard: Reshard) -> Plan | None:
     """The plan, or None if nothing fits the budget."""
     try:
-        return plan_with_costs(basis, problem, reshard)
+        return plan_with_costs(costs, problem, reshard)
     except InfeasibleBudget:
         return None
 

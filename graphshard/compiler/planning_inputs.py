@@ -22,7 +22,7 @@ from graphshard.runtime.live import LiveGroup
 from graphshard.schedule.plan import Reshard
 
 
-def order_of(
+def planning_inputs(
     groups: Sequence[LiveGroup], options: Options, ballots: Sequence[Ballot]
 ) -> PlanningInputs:
     """The order for a graph of `groups`. Costs are the lowest rank's, so that all plan alike."""
@@ -34,15 +34,15 @@ def order_of(
     settings = settings_of(fsdp, exact_sums=not fused)
     if not ballots:  # all ranks have to make a process group, or none
         settings = tuple(replace(own, may_reduce_apart=False) for own in settings)
-    return PlanningInputs(settings, machine, freedom_of(options), fused)
+    return PlanningInputs(settings, machine, policy_of(options), fused)
 
 
-def costs_of(order: PlanningInputs) -> str:
-    """The costs of an order, as other ranks read them."""
-    return to_text(order.machine)
+def costs_of(planning: PlanningInputs) -> str:
+    """The costs that a plan was made with, as other ranks read them."""
+    return to_text(planning.machine)
 
 
-def freedom_of(options: Options) -> PlanningPolicy:
+def policy_of(options: Options) -> PlanningPolicy:
     """With a budget or `reshard="auto"` the planner decides everything that the user left open.
 
     Otherwise it keeps gathered what FSDP2 keeps, and like FSDP2 one group ahead.

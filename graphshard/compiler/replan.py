@@ -49,7 +49,7 @@ class Replan:
         if forwards >= self.after:
             self.done = True
             self._plan_again(forwards, groups)
-        elif forwards >= 1 and not self.running.stretches and self.running.is_complete:
+        elif forwards >= 1 and not self.running.segments and self.running.is_complete:
             watch(self.running)
 
     def _plan_again(self, forwards: int, groups: Sequence[LiveGroup]) -> None:
@@ -82,8 +82,8 @@ class Replan:
         if len(set(plans)) > 1:
             logger.warning("%s: not planned again: ranks run different plans", name)
             return None
-        laps = [times.from_json(text) for text in texts]
-        measured = combined(running.problem, running.stretches, laps)
+        runs = [times.from_json(text) for text in texts]
+        measured = combined(running.problem, running.segments, runs)
         if measured is None and dist.get_rank() == 0:
             logger.warning("%s: not planned again: no step was complete", name)
         return measured

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from graphshard.capture.root_state import CompiledPlan, RootState, port_of
+from graphshard.capture.root_state import CompiledPlan, RootState, handle_of
 from graphshard.codegen.emit import code_of
 from graphshard.compiler.instrument import OBSERVER, Executable
 from graphshard.compiler.replan import Replan
@@ -120,7 +120,7 @@ class Shared:
         tenant = self._tenant(groups)
         for root in roots:
             self._tenants[root] = tenant
-            record_of(root).add(self.name, tenant.compiled)
+            root_state_of(root).add(self.name, tenant.compiled)
             if self.options.overlap_optimizer:
                 follow_optimizers(root)
         if tenant.compiled.plan.reduces_apart:
@@ -193,7 +193,7 @@ class Shared:
         tenant.compiled = self._compiled(running, before, measured)
         for root in roots:
             if (alive := root()) is not None:
-                record_of(alive).add(self.name, tenant.compiled)
+                root_state_of(alive).add(self.name, tenant.compiled)
         self.announce(tenant.compiled)
 
 
@@ -201,10 +201,10 @@ def infos_of(groups: Sequence[LiveGroup]) -> tuple[GroupInfo, ...]:
     return tuple(describe(number, live.fsdp) for number, live in enumerate(groups))
 
 
-def record_of(root: Root) -> RootState:
-    port = port_of(modules_of(next(iter(root.groups)))[0])
-    assert port is not None
-    return port.record
+def root_state_of(root: Root) -> RootState:
+    handle = handle_of(modules_of(next(iter(root.groups)))[0])
+    assert handle is not None
+    return handle.root_state
 
 
 def _root(live: LiveGroup) -> Root:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard import fsdp2
-from graphshard.capture.root_state import port_of
+from graphshard.capture.root_state import handle_of
 from graphshard.compiler.planning_inputs import machine_for
 from graphshard.cost.comm import CollectiveKind
 from graphshard.cost.comm import RankGroup as Ranks
@@ -73,12 +73,12 @@ def describe_groups(roots: Sequence[nn.Module]) -> tuple[GroupFacts, ...]:
 
 
 def _describe(name: str, state: fsdp2.State, group: fsdp2.FsdpGroup) -> GroupFacts:
-    port = port_of(fsdp2.modules_of(state)[0])
-    live = None if port is None else port.live
+    handle = handle_of(fsdp2.modules_of(state)[0])
+    live = None if handle is None else handle.live
     captured = live is not None and live.counters.forwards > 0
     reason = ""
-    if port is not None and live is not None:
-        reasons = {**port.record.outside, **port.record.reasons}
+    if handle is not None and live is not None:
+        reasons = {**handle.root_state.outside, **handle.root_state.reasons}
         reason = reasons.get(live.fqn, "")
     kinds = [type(module).__name__.removeprefix("FSDP") for module in fsdp2.modules_of(state)]
     # FsdpParam.dtype is known after lazy initialisation only.

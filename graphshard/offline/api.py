@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from graphshard import fsdp2
-from graphshard.compiler.planning_inputs import freedom_of
+from graphshard.compiler.planning_inputs import policy_of
 from graphshard.cost.machine import Machine
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
@@ -61,10 +61,8 @@ def plan(
             raise OptionsError("GS103", f"option {key}=None; give a number of ranks")
     options = {"memory_budget": memory_budget, "reshard": reshard, "micro_steps": micro_steps}
     given = {key: value for key, value in options.items() if value is not None}
-    freedom = freedom_of(parse_options(given))
-    point = Point(
-        world_size, ranks_per_node, machine_of(hardware), freedom, fused=is_fused(compute)
-    )
+    policy = policy_of(parse_options(given))
+    point = Point(world_size, ranks_per_node, machine_of(hardware), policy, fused=is_fused(compute))
 
     def build(sizes: Sizes) -> Made:
         return made_of(name, (_fresh(model), inputs, *(() if shard is None else (shard,))))

@@ -1,4 +1,4 @@
-"""Captures a training step of a fake model as a draft: what a run would capture, and no more.
+"""Captures a training step of a fake model as a joint graph: what a run would capture, and no more.
 
 Nothing is compiled and nothing runs: Dynamo and AOTAutograd are left as soon as the joint graph is
 there.
@@ -18,9 +18,9 @@ from torch._dynamo.backends.common import aot_autograd
 from graphshard.capture.dynamo import input_example
 from graphshard.capture.install import install
 from graphshard.capture.repeated.expand import expanded
-from graphshard.capture.repeated.trace import RepeatedBlock, traced_by_pieces
+from graphshard.capture.repeated.trace import RepeatedBlock, traced_by_blocks
 from graphshard.codegen.lowering import lowering_of
-from graphshard.compiler.partition import JointGraph, drafted, find_groups
+from graphshard.compiler.partition import JointGraph, find_groups, joint_graph_of
 from graphshard.errors import CaptureError, GraphshardError
 from graphshard.offline.world import Fake, InputDim
 from graphshard.options import Options
@@ -33,7 +33,7 @@ class Captured:
     symbols: names of the symbols that the graph has for sizes of inputs.
     """
 
-    draft: JointGraph
+    joint_graph: JointGraph
     num_nodes: int
     symbols: dict[InputDim, str]
 
@@ -50,7 +50,7 @@ def capture(
     name: str,
     varying: Sequence[InputDim] = (),
     *,
-    by_pieces: bool = True,
+    by_blocks: bool = True,
 ) -> Captured:
     """The forward and backward of one call of the model.
 
@@ -67,12 +67,12 @@ def capture(
         # Fused compute is priced from whole ops, too: the prices were compared with real runs so.
         lowering = lowering_of(Options(compute="aten"), trains=True)
 
-        def trace(gm: fx.GraphModule, pieces: Sequence[RepeatedBlock]) -> Any:
+        def trace(gm: fx.GraphModule, blocks: Sequence[RepeatedBlock]) -> Any:
             def stop(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kw: Any) -> Any:
-                joint = expanded(joint, pieces)
+                joint = expanded(joint, blocks)
                 count = len(joint.graph.nodes)
-                draft = drafted(name, joint, inputs, num_fwd_outputs, found, kw)
-                raise _Done(Captured(draft, count, symbols))
+                joint_graph = joint_graph_of(name, joint, inputs, num_fwd_outputs, found, kw)
+                raise _Done(Captured(joint_graph, count, symbols))
 
             compiler = aot_autograd(
                 fw_compiler=_never,
@@ -84,7 +84,7 @@ def capture(
 
         config = torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
         with config, lowering.tracing():
-            return traced_by_pieces(gm, lowering, trace) if by_pieces else trace(gm, ())
+            return traced_by_blocks(gm, lowering, trace) if by_blocks else trace(gm, ())
 
     only_capture.is_graphshard_backend = True  # type: ignore[attr-defined]
     install()

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 from graphshard.compiler.partition import Partition, decide, parts_of, priced_on, repeating
-from graphshard.compiler.planning import PlanningInputs, best_plan, pose
+from graphshard.compiler.planning import PlanningInputs, best_plan, problem_of
 from graphshard.cost.machine import Machine
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2 import fsdp_groups
@@ -40,7 +40,7 @@ from graphshard.offline.world import (
     varying,
     world_of,
 )
-from graphshard.pricing.op_costs import GraphCosts, basis_of
+from graphshard.pricing.op_costs import GraphCosts, graph_costs
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.pricing.recompute import RecomputeUnit
 from graphshard.schedule.plan import Plan
@@ -59,18 +59,18 @@ class Point:
     world_size: int
     ranks_per_node: int
     machine: Machine
-    freedom: PlanningPolicy
+    policy: PlanningPolicy
     sizes: Sizes = ()
     fused: bool = False
 
     @property
     def in_parts(self) -> bool:
         """As `PlanningInputs.in_parts`."""
-        return self.freedom.regroup and self.world_size > 1
+        return self.policy.regroup and self.world_size > 1
 
 
 # sizes, machine, recompute, fused, in parts: what the costs of a graph hang on.
-_BasisKey: TypeAlias = tuple[Sizes, str, bool, bool, bool]
+_CostsKey: TypeAlias = tuple[Sizes, str, bool, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Study:
     _cuts: dict[tuple[int, tuple[RecomputeUnit, ...], bool], Partition] = field(
         default_factory=dict
     )
-    _bases: dict[_BasisKey, GraphCosts] = field(default_factory=dict)
+    _costs: dict[_CostsKey, GraphCosts] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
     _times: dict[str, float] = field(default_factory=lambda: {"capture": 0, "passes": 0, "plan": 0})
 
@@ -139,17 +139,17 @@ class Study:
     def _answer(self, point: Point) -> Answer:
         world = self._worlds[point.world_size, point.ranks_per_node]
         settings = tuple(replace(s, exact_sums=not point.fused) for s in world.settings)
-        order = PlanningInputs(settings, point.machine, point.freedom, point.fused)
+        planning = PlanningInputs(settings, point.machine, point.policy, point.fused)
         try:
             if self._repeats:
-                basis = replace(self._basis(point), groups=world.infos)
-                plan = best_plan(basis, order, pose(basis, order))
-                plan = replace(plan, priced_on=priced_on(order))
-                if plan.recompute and not point.freedom.near:
+                costs = replace(self._costs_of(point), groups=world.infos)
+                plan = best_plan(costs, planning, problem_of(costs, planning))
+                plan = replace(plan, priced_on=priced_on(planning))
+                if plan.recompute and not point.policy.near:
                     return self._whole_answer(point)
             else:
                 plan = decide(
-                    self._in_world(point), order, lambda chosen: self._in_world(point, chosen)
+                    self._in_world(point), planning, lambda chosen: self._in_world(point, chosen)
                 ).plan
         except InfeasibleBudget as error:
             return Answer(point, None, error)
@@ -193,7 +193,7 @@ class Study:
                 self._repeats = []
             self.say("capturing the whole model")
             self._capture(every, sizes, fake)
-        return [info.fqn for info in next(iter(self._captures.values())).draft.program.groups]
+        return [info.fqn for info in next(iter(self._captures.values())).joint_graph.program.groups]
 
     def _captured_short(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> list[str]:
         """Empty if the short model cannot be captured, or its blocks do not repeat exactly."""
@@ -204,17 +204,17 @@ class Study:
             self.say(f"a model with fewer blocks cannot be captured: {error}")
             return []
         for point in {self._key(point): point for point in self.points}.values():
-            basis: GraphCosts | None = self._short_basis(point)
+            costs: GraphCosts | None = self._short_costs(point)
             for repeat in self._repeats:
-                basis = basis and unrolled(basis, repeat, infos)
+                costs = costs and unrolled(costs, repeat, infos)
             # A group that is used behind the captured blocks alone would be forgotten.
-            if basis is None or len(basis.groups) < len(infos):
+            if costs is None or len(costs.groups) < len(infos):
                 self.say("its blocks do not repeat exactly")
-                for known in (self._captures, self._cuts, self._parts, self._bases):
+                for known in (self._captures, self._cuts, self._parts, self._costs):
                     known.clear()
                 return []
-            self._bases[self._key(point)] = basis
-        return [info.fqn for info in self._basis(self.points[0]).groups]
+            self._costs[self._key(point)] = costs
+        return [info.fqn for info in self._costs_of(self.points[0]).groups]
 
     def _fake(self, sizes: Sizes) -> Fake:
         """A fresh model, with as many blocks as are captured."""
@@ -248,7 +248,7 @@ class Study:
 
     def _captured(self, fake: Fake, varying: Sequence[InputDim] = ()) -> Captured:
         # Of a few blocks the middle ones are compared op by op: all are traced in the same way.
-        return capture(fake, self.name, varying, by_pieces=not self._repeats)
+        return capture(fake, self.name, varying, by_blocks=not self._repeats)
 
     # -- parts and bases -----------------------------------------------------------------------
 
@@ -275,27 +275,27 @@ class Study:
     ) -> Partition:
         key = id(captured), chosen, fused
         if key not in self._cuts:
-            joint = captured.draft.program.joint
+            joint = captured.joint_graph.program.joint
             assert joint is not None
-            draft, joint = captured.draft, copy_of(joint)
+            joint_graph, joint = captured.joint_graph, copy_of(joint)
             if chosen:
                 first = self._partition(captured, (), fused)
-                self._cuts[key] = repeating(draft, joint, first, chosen, fused=fused)
+                self._cuts[key] = repeating(joint_graph, joint, first, chosen, fused=fused)
             else:
-                self._cuts[key] = parts_of(draft, joint, fused=fused)
+                self._cuts[key] = parts_of(joint_graph, joint, fused=fused)
         return self._cuts[key]
 
-    def _key(self, point: Point) -> _BasisKey:
-        freedom = point.freedom
-        return point.sizes, point.machine.name, freedom.recompute, point.fused, point.in_parts
+    def _key(self, point: Point) -> _CostsKey:
+        policy = point.policy
+        return point.sizes, point.machine.name, policy.recompute, point.fused, point.in_parts
 
-    def _basis(self, point: Point) -> GraphCosts:
-        return self._bases[self._key(point)]
+    def _costs_of(self, point: Point) -> GraphCosts:
+        return self._costs[self._key(point)]
 
-    def _short_basis(self, point: Point) -> GraphCosts:
+    def _short_costs(self, point: Point) -> GraphCosts:
         placed = self._cut(point.sizes, (), point.fused).placed
-        recompute = point.freedom.recompute
-        return basis_of(
+        recompute = point.policy.recompute
+        return graph_costs(
             placed,
             point.machine,
             recompute=recompute,

@@ -1,6 +1,6 @@
-"""From the basis of a model with few blocks to that of the model with all of them.
+"""From the costs of a model with few blocks to that of the model with all of them.
 
-In: a basis in which CAPTURED alike blocks stand in a row. Out: what the basis would be with the
+In: costs in which CAPTURED alike blocks stand in a row. Out: what they would be with the
 whole row, op by op; or None where blocks EARLY - 1 and EARLY do not repeat exactly, so that
 nothing can be said. What is repeated in each direction is the one of these two that comes first.
 """
@@ -26,7 +26,7 @@ _Item = TypeVar("_Item", GroupUse, ParamUse, GradReady)
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """Numbers of groups in the short basis and in the whole one.
+    """Numbers of groups in the short costs and in the whole ones.
 
     owner: short number -> (block, suffix of the FQN below the block), for groups of blocks.
     moved: short number -> its number in the whole. copy: (block of the whole, suffix) -> number.
@@ -69,32 +69,32 @@ class _Insert:
         return op + copy * self.period
 
 
-def unrolled(basis: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> GraphCosts | None:
-    """`basis` with all blocks of `repeat`. infos: the groups of the whole model, in any order."""
-    naming = _naming(basis, repeat, infos)
+def unrolled(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> GraphCosts | None:
+    """`costs` with all blocks of `repeat`. infos: the groups of the whole model, in any order."""
+    naming = _naming(costs, repeat, infos)
     if naming is None:
         return None
     inserts: dict[Direction, _Insert] = {}
-    for direction, sketch in basis.sketches.items():
-        insert = _insert(sketch, naming, repeat.count - CAPTURED)
+    for direction, op_costs in costs.by_direction.items():
+        insert = _insert(op_costs, naming, repeat.count - CAPTURED)
         if insert is None:
             return None
         inserts[direction] = insert
-    sketches = {
-        direction: _longer(sketch, naming, inserts[direction], repeat.count)
-        for direction, sketch in basis.sketches.items()
+    by_direction = {
+        direction: _longer(op_costs, naming, inserts[direction], repeat.count)
+        for direction, op_costs in costs.by_direction.items()
     }
-    units = tuple(_units(basis.units, naming, inserts, repeat.count))
-    return GraphCosts(basis.name, naming.groups, _with_kept(sketches, naming.groups), units)
+    units = tuple(_units(costs.units, naming, inserts, repeat.count))
+    return GraphCosts(costs.name, naming.groups, _with_kept(by_direction, naming.groups), units)
 
 
-def _naming(basis: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _Naming | None:
+def _naming(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _Naming | None:
     """None if the whole model lacks a group."""
-    owner = {g.id: found for g in basis.groups if (found := _owner(g.fqn, repeat)) is not None}
-    repeated = [g.id for g in basis.groups if owner.get(g.id, (None,))[0] == EARLY - 1]
+    owner = {g.id: found for g in costs.groups if (found := _owner(g.fqn, repeat)) is not None}
+    repeated = [g.id for g in costs.groups if owner.get(g.id, (None,))[0] == EARLY - 1]
     shift = repeat.count - CAPTURED
     names: list[tuple[str, int | None, tuple[int, str] | None]] = []
-    for group in basis.groups:
+    for group in costs.groups:
         block, suffix = owner.get(group.id, (None, ""))
         if block is None:
             names.append((group.fqn, group.id, None))
@@ -127,10 +127,10 @@ def _owner(fqn: str, repeat: Repeat) -> tuple[int, str] | None:
 # -- what repeats ----------------------------------------------------------------------------------
 
 
-def _insert(sketch: OpCosts, naming: _Naming, copies: int) -> _Insert | None:
+def _insert(op_costs: OpCosts, naming: _Naming, copies: int) -> _Insert | None:
     """None unless the last early block and the one after it are alike, op by op."""
     firsts: dict[int, int] = {}
-    for use in sketch.outline.uses:
+    for use in op_costs.usage.uses:
         if use.group in naming.owner:
             block = naming.owner[use.group][0]
             firsts[block] = min(use.first, firsts.get(block, use.first))
@@ -142,29 +142,29 @@ def _insert(sketch: OpCosts, naming: _Naming, copies: int) -> _Insert | None:
     start, middle, stop = (firsts[block] for block in blocks[early - 1 : early + 2])
     insert = _Insert(start, middle, copies, tuple(blocks), early)
     first, second = (
-        _items(sketch, naming, blocks[early - 1], start),
-        _items(sketch, naming, blocks[early], middle),
+        _items(op_costs, naming, blocks[early - 1], start),
+        _items(op_costs, naming, blocks[early], middle),
     )
     alike = (
         middle - start == stop - middle
-        and sketch.us[start:middle] == sketch.us[middle:stop]
-        and _growth(sketch, insert) is not None
+        and op_costs.us[start:middle] == op_costs.us[middle:stop]
+        and _growth(op_costs, insert) is not None
         and first == second
-        and _cuts(sketch, start, middle) == _cuts(sketch, middle, stop)
-        and not _strangers(sketch, naming, range(start, stop))
+        and _cuts(op_costs, start, middle) == _cuts(op_costs, middle, stop)
+        and not _strangers(op_costs, naming, range(start, stop))
     )
     return insert if alike else None
 
 
-def _cuts(sketch: OpCosts, start: int, stop: int) -> list[int]:
+def _cuts(op_costs: OpCosts, start: int, stop: int) -> list[int]:
     """Where compiled code is cut after `start` and until `stop`, counted from `start`."""
-    return [cut - start for cut in sketch.outline.regions if start < cut <= stop]
+    return [cut - start for cut in op_costs.usage.regions if start < cut <= stop]
 
 
-def _growth(sketch: OpCosts, insert: _Insert) -> Live | None:
+def _growth(op_costs: OpCosts, insert: _Insert) -> Live | None:
     """What one more block adds to the bytes alive; None if that differs from op to op."""
-    one = sketch.live[insert.start : insert.stop]
-    next_one = sketch.live[insert.stop : insert.stop + insert.period]
+    one = op_costs.live[insert.start : insert.stop]
+    next_one = op_costs.live[insert.stop : insert.stop + insert.period]
     found = {_plus(b, a, -1) for a, b in zip(one, next_one, strict=True)}
     return found.pop() if len(found) == 1 else None
 
@@ -177,7 +177,7 @@ def _plus(live: Live, other: Live, times: int) -> Live:
     )
 
 
-def _items(sketch: OpCosts, naming: _Naming, block: int, start: int) -> list[Any]:
+def _items(op_costs: OpCosts, naming: _Naming, block: int, start: int) -> list[Any]:
     """Uses and gradients of one block, counted from its start."""
 
     def own(items: Sequence[_Item]) -> list[Any]:
@@ -187,25 +187,25 @@ def _items(sketch: OpCosts, naming: _Naming, block: int, start: int) -> list[Any
             (naming.owner[item.group][1], moved) for item, moved in zip(mine, back, strict=True)
         ]
 
-    outline = sketch.outline
-    return [own(outline.uses), own(outline.params), own(outline.reductions)]
+    usage = op_costs.usage
+    return [own(usage.uses), own(usage.params), own(usage.reductions)]
 
 
-def _strangers(sketch: OpCosts, naming: _Naming, inside: range) -> bool:
+def _strangers(op_costs: OpCosts, naming: _Naming, inside: range) -> bool:
     """A group that is in no block is first or last used, or reduced, among the repeated ops."""
-    outline = sketch.outline
-    ends = [(u.group, op) for u in outline.uses for op in (u.first, u.last) if op is not None]
-    ends += [(r.group, r.after) for r in outline.reductions]
+    usage = op_costs.usage
+    ends = [(u.group, op) for u in usage.uses for op in (u.first, u.last) if op is not None]
+    ends += [(r.group, r.after) for r in usage.reductions]
     return any(op in inside for group, op in ends if group not in naming.owner)
 
 
 # -- the whole row ---------------------------------------------------------------------------------
 
 
-def _longer(sketch: OpCosts, naming: _Naming, insert: _Insert, count: int) -> OpCosts:
+def _longer(op_costs: OpCosts, naming: _Naming, insert: _Insert, count: int) -> OpCosts:
     start, stop, copies = insert.start, insert.stop, insert.copies
-    us = sketch.us[:stop] + sketch.us[start:stop] * copies + sketch.us[stop:]
-    old, growth = sketch.outline, _growth(sketch, insert)
+    us = op_costs.us[:stop] + op_costs.us[start:stop] * copies + op_costs.us[stop:]
+    old, growth = op_costs.usage, _growth(op_costs, insert)
     assert growth is not None
     backward = old.direction is Direction.BACKWARD
     # Backward ends with nothing saved, however many blocks there are; forward has the anchors of
@@ -213,9 +213,9 @@ def _longer(sketch: OpCosts, naming: _Naming, insert: _Insert, count: int) -> Op
     anchors = copies * len({suffix for _, suffix in naming.copy}) * ANCHOR_BYTES
     held = Live(-copies * growth.inputs if backward else anchors, 0, 0)
     live = [
-        *sketch.live[:stop],
-        *(_plus(one, growth, n) for n in range(1, copies + 1) for one in sketch.live[start:stop]),
-        *(_plus(one, growth, copies) for one in sketch.live[stop:]),
+        *op_costs.live[:stop],
+        *(_plus(one, growth, n) for n in range(1, copies + 1) for one in op_costs.live[start:stop]),
+        *(_plus(one, growth, copies) for one in op_costs.live[stop:]),
     ]
 
     def place(copy: int) -> int:
@@ -225,13 +225,13 @@ def _longer(sketch: OpCosts, naming: _Naming, insert: _Insert, count: int) -> Op
     def all_of(items: Sequence[_Item]) -> tuple[_Item, ...]:
         return tuple(_all_items(items, naming, insert, place))
 
-    repeated = _cuts(sketch, start, stop)
+    repeated = _cuts(op_costs, start, stop)
     regions = [
         *(cut for cut in old.regions if cut <= stop),
         *(insert.copied(copy, start + cut) for copy in range(1, copies + 1) for cut in repeated),
         *(cut + insert.added for cut in old.regions if cut > stop),
     ]
-    outline = replace(
+    usage = replace(
         old,
         regions=tuple(regions),
         num_ops=old.num_ops + insert.added,
@@ -239,7 +239,7 @@ def _longer(sketch: OpCosts, naming: _Naming, insert: _Insert, count: int) -> Op
         params=all_of(old.params),
         reductions=all_of(old.reductions),
     )
-    return OpCosts(outline, us, tuple(_plus(one, held, 1) for one in live))
+    return OpCosts(usage, us, tuple(_plus(one, held, 1) for one in live))
 
 
 def _all_items(
@@ -268,12 +268,12 @@ def _shifted(item: _Item, at: Callable[[int], int]) -> _Item:
 
 
 def _with_kept(
-    sketches: Mapping[Direction, OpCosts], groups: Sequence[GroupInfo]
+    by_direction: Mapping[Direction, OpCosts], groups: Sequence[GroupInfo]
 ) -> dict[Direction, OpCosts]:
-    backward = sketches.get(Direction.BACKWARD)
-    needed = {use.group for use in backward.outline.uses} if backward is not None else set()
+    backward = by_direction.get(Direction.BACKWARD)
+    needed = {use.group for use in backward.usage.uses} if backward is not None else set()
     kept = frozenset(g.id for g in groups if not g.reshard_after_forward and g.id in needed)
-    return {d: replace(s, outline=replace(s.outline, kept=kept)) for d, s in sketches.items()}
+    return {d: replace(s, usage=replace(s.usage, kept=kept)) for d, s in by_direction.items()}
 
 
 def _units(

@@ -1,1 +1,1 @@
-"""From an outline of a graph to a schedule. Imports neither torch nor torch.distributed."""
+"""From a priced problem to a schedule. Imports neither torch nor torch.distributed."""

@@ -36,37 +36,41 @@ SLACK, WORTH = 0.001, 0.05
 LONGER = 0.25
 
 
-def settled(bench: SearchContext, choices: Choices, direction: Direction, scored: Scored) -> Scored:
+def settled(
+    context: SearchContext, choices: Choices, direction: Direction, scored: Scored
+) -> Scored:
     """`scored`, just in time: not slower, and not above the budget unless it was before."""
-    problem = bench.problem
-    stages = [stage_of(bench.kit, choices, direction, turn) for turn, _ in turns(problem)]
-    starts = start_bytes(bench, choices, direction)
-    limit = max(bench.budget_bytes, scored.peak_bytes)
+    problem = context.problem
+    stages = [stage_of(context.memo, choices, direction, turn) for turn, _ in turns(problem)]
+    starts = start_bytes(context, choices, direction)
+    limit = max(context.budget_bytes, scored.peak_bytes)
     for _ in range(ROUNDS):
         before = scored
         if not has_lists(problem, direction):
             scored = _if_good(
-                bench, stages, starts, limit, scored, _later_gathers(problem, stages, scored)
+                context, stages, starts, limit, scored, _later_gathers(problem, stages, scored)
             )
-        waits = _later_waits(bench.kit, stages, starts, limit, scored.placement)
-        scored = _if_good(bench, stages, starts, limit, scored, waits)
+        waits = _later_waits(context.memo, stages, starts, limit, scored.placement)
+        scored = _if_good(context, stages, starts, limit, scored, waits)
         if scored == before:
             break
     return scored
 
 
-def lean(bench: SearchContext, choices: Choices, direction: Direction, scored: Scored) -> Scored:
+def lean(context: SearchContext, choices: Choices, direction: Direction, scored: Scored) -> Scored:
     """`scored` with reductions waited for when they are done, if the peak falls by WORTH for it.
 
     With `Problem.early_waits` it may stay as it is.
     """
-    stages = [stage_of(bench.kit, choices, direction, turn) for turn, _ in turns(bench.problem)]
-    starts = start_bytes(bench, choices, direction)
+    stages = [
+        stage_of(context.memo, choices, direction, turn) for turn, _ in turns(context.problem)
+    ]
+    starts = start_bytes(context, choices, direction)
     found = score(
-        bench, stages, starts, _earlier_waits(bench.problem, stages[-1], scored.placement)
+        context, stages, starts, _earlier_waits(context.problem, stages[-1], scored.placement)
     )
     cheap = found.us <= scored.us * (1 + SLACK)
-    worth = 0.0 if bench.problem.early_waits else WORTH
+    worth = 0.0 if context.problem.early_waits else WORTH
     smaller = found.peak_bytes <= scored.peak_bytes * (1 - worth)
     return found if cheap and smaller else scored
 
@@ -94,14 +98,14 @@ def _earlier_waits(problem: Problem, stage: Stage, placement: Placement) -> Plac
 
 
 def _if_good(
-    bench: SearchContext,
+    context: SearchContext,
     stages: list[Stage],
     starts: list[int],
     limit: int,
     scored: Scored,
     placement: Placement,
 ) -> Scored:
-    found = score(bench, stages, starts, placement)
+    found = score(context, stages, starts, placement)
     return found if found.us <= scored.us and found.peak_bytes <= limit else scored
 
 
@@ -141,13 +145,13 @@ def _later_gathers(problem: Problem, stages: Sequence[Stage], scored: Scored) ->
 
 
 def _later_waits(
-    kit: Memo, stages: list[Stage], starts: list[int], limit: int, placement: Placement
+    memo: Memo, stages: list[Stage], starts: list[int], limit: int, placement: Placement
 ) -> Placement:
     """Every wait for a reduction as late as memory allows, everything else as it is."""
     ready: dict[int, list[int]] = defaultdict(list)
     for reduced in placement.reductions:
         ready[reduced.issue].append(reduced.job)
-    profile = profile_of(kit, stages, starts)
+    profile = profile_of(memo, stages, starts)
     view = view_of(replace(profile, ready=ready), UNLIMITED**2)
     positions = [row[0] for row in view.rows]
     steps = [0] * (len(positions) + 1)

@@ -62,11 +62,11 @@ def parts_of(problem: Problem, bucket: Bucket) -> Iterator[tuple[Group, Part]]:
         yield from ((group, group.parts[index]) for index in chosen)
 
 
-def gather_buckets(kit: Memo, choices: Choices, direction: Direction) -> list[Bucket]:
+def gather_buckets(memo: Memo, choices: Choices, direction: Direction) -> list[Bucket]:
     """The all-gathers of one direction in order of first use; kept groups have none in backward."""
-    problem = kit.problem
+    problem = memo.problem
     kept = set(choices.kept) if direction is Direction.BACKWARD else set()
-    used = [g for g in _by_first_use(kit, direction) if g.id not in kept]
+    used = [g for g in _by_first_use(memo, direction) if g.id not in kept]
     # Gathered in the first micro-step only, or from a smaller group of ranks.
     alone = {*choices.across, *(g.id for g in used if g.post_forward is not None)}
     found = _cut(
@@ -74,32 +74,32 @@ def gather_buckets(kit: Memo, choices: Choices, direction: Direction) -> list[Bu
         choices.cuts_in(direction) if problem.regroup_gathers else Cuts(),
         lambda g: g.lane_in(direction) if g.world_size > 1 and g.id not in alone else -1,
     )
-    return sorted(found, key=lambda b: (first_use(kit, b, direction), b.groups, b.parts))
+    return sorted(found, key=lambda b: (first_use(memo, b, direction), b.groups, b.parts))
 
 
-def _by_first_use(kit: Memo, direction: Direction) -> list[Group]:
+def _by_first_use(memo: Memo, direction: Direction) -> list[Group]:
     def order() -> list[Group]:
-        used = [g for g in kit.problem.groups if g.use_in(direction) is not None]
-        return sorted(used, key=lambda g: (first_use(kit, Bucket((g.id,)), direction), g.id))
+        used = [g for g in memo.problem.groups if g.use_in(direction) is not None]
+        return sorted(used, key=lambda g: (first_use(memo, Bucket((g.id,)), direction), g.id))
 
-    return once(kit, ("by first use", direction), order)
+    return once(memo, ("by first use", direction), order)
 
 
-def reduce_buckets(kit: Memo, choices: Choices) -> list[Bucket]:
+def reduce_buckets(memo: Memo, choices: Choices) -> list[Bucket]:
     """The reductions in the order in which their gradients are complete."""
 
     def order() -> list[Group]:
-        trainable = [g for g in kit.problem.groups if any(p.gradient for p in g.parts)]
-        return sorted(trainable, key=lambda g: (ready_after(kit, Bucket((g.id,))), g.id))
+        trainable = [g for g in memo.problem.groups if any(p.gradient for p in g.parts)]
+        return sorted(trainable, key=lambda g: (ready_after(memo, Bucket((g.id,))), g.id))
 
-    problem = kit.problem
+    problem = memo.problem
     found = _cut(
-        once(kit, "by readiness", order),
+        once(memo, "by readiness", order),
         choices.reduce if problem.regroup_reductions or problem.split_reductions else Cuts(),
         lambda g: g.reduce_lane if g.world_size > 1 else -1,
     )
     found = [b for b in found if any(p.gradient for _, p in parts_of(problem, b))]
-    return sorted(found, key=lambda b: (ready_after(kit, b), b.groups, b.parts))
+    return sorted(found, key=lambda b: (ready_after(memo, b), b.groups, b.parts))
 
 
 def _cut(groups: Iterable[Group], cuts: Cuts, lane_of: Callable[[Group], int]) -> list[Bucket]:
@@ -120,32 +120,32 @@ def _cut(groups: Iterable[Group], cuts: Cuts, lane_of: Callable[[Group], int]) -
     return buckets
 
 
-def first_use(kit: Memo, bucket: Bucket, direction: Direction) -> int:
+def first_use(memo: Memo, bucket: Bucket, direction: Direction) -> int:
     """The region before which `bucket` has to be gathered.
 
     A part that the direction does not read is due with the first that it does.
     """
 
     def first() -> int:
-        uses = [use_of(part, direction) for _, part in parts_of(kit.problem, bucket)]
+        uses = [use_of(part, direction) for _, part in parts_of(memo.problem, bucket)]
         firsts = [u.first for u in uses if u is not None]
         if firsts:
             return min(firsts)
-        whole = kit.problem.groups[bucket.groups[0]].use_in(direction)
+        whole = memo.problem.groups[bucket.groups[0]].use_in(direction)
         assert whole is not None
         return whole.first
 
-    return once(kit, ("first use", bucket, direction), first)
+    return once(memo, ("first use", bucket, direction), first)
 
 
-def ready_after(kit: Memo, bucket: Bucket) -> int:
+def ready_after(memo: Memo, bucket: Bucket) -> int:
     """The region after which all gradients of `bucket` are complete; -1: before the first."""
 
     def ready() -> int:
-        grads = [p.gradient for _, p in parts_of(kit.problem, bucket)]
+        grads = [p.gradient for _, p in parts_of(memo.problem, bucket)]
         return max((g.ready for g in grads if g is not None), default=-1)
 
-    return once(kit, ("ready", bucket), ready)
+    return once(memo, ("ready", bucket), ready)
 
 
 def transfer_us(times_us: list[float], launch_us: float) -> float:

@@ -30,54 +30,54 @@ from graphshard.schedule.plan import Category, Direction, Schedule
 Place: TypeAlias = Callable[[Problem, Stage], Placement]
 
 
-def placed_as(kit: Memo, choices: Choices, place: Place = fsdp2_placement) -> Candidate:
+def placed_as(memo: Memo, choices: Choices, place: Place = fsdp2_placement) -> Candidate:
     """`choices` with every direction placed by `place`."""
-    bench = SearchContext(kit, 0)
+    context = SearchContext(memo, 0)
     found = []
-    for direction in kit.problem.directions:
-        stages = [stage_of(kit, choices, direction, turn) for turn, _ in turns(kit.problem)]
-        starts = start_bytes(bench, choices, direction)
-        found.append(score(bench, stages, starts, place(kit.problem, stages[0])))
+    for direction in memo.problem.directions:
+        stages = [stage_of(memo, choices, direction, turn) for turn, _ in turns(memo.problem)]
+        starts = start_bytes(context, choices, direction)
+        found.append(score(context, stages, starts, place(memo.problem, stages[0])))
     return Candidate(choices, tuple(found))
 
 
-def simulated(kit: Memo, chosen: Candidate) -> Simulation:
+def simulated(memo: Memo, chosen: Candidate) -> Simulation:
     """Everything about `chosen`. Its `step_us` and `peak_bytes` are those of `chosen`."""
-    pairs = list(zip(kit.problem.directions, chosen.directions, strict=True))
+    pairs = list(zip(memo.problem.directions, chosen.directions, strict=True))
     programs = {
         turn: [
-            assemble(stage_of(kit, chosen.choices, direction, turn), scored.placement)
+            assemble(stage_of(memo, chosen.choices, direction, turn), scored.placement)
             for direction, scored in pairs
         ]
-        for turn, _ in turns(kit.problem)
+        for turn, _ in turns(memo.problem)
     }
-    return report(kit.problem, chosen.choices, programs)
+    return report(memo.problem, chosen.choices, programs)
 
 
-def forecasts(kit: Memo, chosen: Candidate) -> tuple[Forecast, ...]:
+def forecasts(memo: Memo, chosen: Candidate) -> tuple[Forecast, ...]:
     """What each step of the schedules of `chosen` is expected to take, one entry per direction."""
     found = []
-    start = start_claims(kit.problem, chosen.choices, MicroStep())
-    for direction, events in _events(kit, chosen):
+    start = start_claims(memo.problem, chosen.choices, MicroStep())
+    for direction, events in _events(memo, chosen):
         if direction is Direction.BACKWARD:
-            start += given_gradients(kit.problem)
-        run = play(events, total_bytes(start), kit.problem.lanes)
+            start += given_gradients(memo.problem)
+        run = play(events, total_bytes(start), memo.problem.lanes)
         found.append(_forecast(events, run, start))
         start = tuple(owners_at(start, events, len(events)))
     return tuple(found)
 
 
-def schedules(kit: Memo, chosen: Candidate) -> tuple[Schedule, ...]:
+def schedules(memo: Memo, chosen: Candidate) -> tuple[Schedule, ...]:
     """The steps of `chosen`, one schedule per direction."""
     return tuple(
         Schedule(direction, tuple(event.step for event in events))
-        for direction, events in _events(kit, chosen)
+        for direction, events in _events(memo, chosen)
     )
 
 
-def _events(kit: Memo, chosen: Candidate) -> Iterator[tuple[Direction, list[Event]]]:
-    for direction, scored in zip(kit.problem.directions, chosen.directions, strict=True):
-        stage = stage_of(kit, chosen.choices, direction, MicroStep())
+def _events(memo: Memo, chosen: Candidate) -> Iterator[tuple[Direction, list[Event]]]:
+    for direction, scored in zip(memo.problem.directions, chosen.directions, strict=True):
+        stage = stage_of(memo, chosen.choices, direction, MicroStep())
         yield direction, assemble(stage, scored.placement)
 
 

@@ -33,28 +33,28 @@ class TimedEvents:
     alive_bytes: tuple[int, ...]
 
 
-def why_not_earlier(bench: SearchContext, best: Candidate, ours: Simulation) -> Iterator[Reason]:
+def why_not_earlier(context: SearchContext, best: Candidate, ours: Simulation) -> Iterator[Reason]:
     """One reason for each collective of `ours`, in order."""
-    lines = {line.direction: line for line in _lines(bench.kit, best)}
+    lines = {line.direction: line for line in _lines(context.memo, best)}
     for direction, line in lines.items():
         own = [c for c in ours.collectives if c.direction is direction]
         places = [i for i, event in enumerate(line.events) if event.lane >= 0]
-        held = _blockers(line, places, bench.budget_bytes)
+        held = _blockers(line, places, context.budget_bytes)
         lanes: dict[int, LaneCollective] = {}
         for place, found in zip(places, own, strict=True):
-            text = _text(bench.problem, line, place, found, lanes.get(found.lane), held)
+            text = _text(context.problem, line, place, found, lanes.get(found.lane), held)
             yield Reason(str(found.step.kind), text, group=found.step.group, direction=direction)
             lanes[found.lane] = found
 
 
-def _lines(kit: Memo, best: Candidate) -> Iterator[TimedEvents]:
-    problem = kit.problem
+def _lines(memo: Memo, best: Candidate) -> Iterator[TimedEvents]:
+    problem = memo.problem
     turn = turns(problem)[-1][0]
     start = start_claims(problem, best.choices, turn)
     for direction, scored in zip(problem.directions, best.directions, strict=True):
         if direction is Direction.BACKWARD:
             start += given_gradients(problem)
-        events = assemble(stage_of(kit, best.choices, direction, turn), scored.placement)
+        events = assemble(stage_of(memo, best.choices, direction, turn), scored.placement)
         alive, held = [], sum(c.bytes for c in start)
         for event in events:
             held += event.alloc_bytes

@@ -22,9 +22,9 @@ LEAST_PLAUSIBLE_BYTES = 1024  # less was meant in another unit
 
 def why_infeasible(problem: Problem, budget_bytes: int, own_bytes: int) -> str:
     """The text of GS601. own_bytes: the peak of FSDP2's own schedule."""
-    kit = Memo(problem)
-    least = least_peak(kit)
-    peak = simulated(kit, least).peak
+    memo = Memo(problem)
+    least = least_peak(memo)
+    peak = simulated(memo, least).peak
     owners = "; ".join(owner_text(problem, claim) for claim in peak.owners[:OWNERS])
     helps = [
         *_unit(budget_bytes),
@@ -44,14 +44,14 @@ def _unit(budget_bytes: int) -> Iterator[str]:
         yield f"memory_budget='{budget_bytes}GiB', since a number without a unit means bytes"
 
 
-def least_peak(kit: Memo) -> Candidate:
+def least_peak(memo: Memo) -> Candidate:
     """The leanest choices, placed within the smallest budget that they were found to fit."""
-    choices = lean_choices(kit)
-    best = candidate(SearchContext(kit, 1 << 62), choices)
+    choices = lean_choices(memo)
+    best = candidate(SearchContext(memo, 1 << 62), choices)
     assert best is not None  # no budget
     low = 0
     for _ in range(HALVINGS):
-        found = candidate(SearchContext(kit, (low + best.peak_bytes) // 2), choices)
+        found = candidate(SearchContext(memo, (low + best.peak_bytes) // 2), choices)
         low, best = ((low + best.peak_bytes) // 2, best) if found is None else (low, found)
     return best
 

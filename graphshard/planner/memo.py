@@ -24,17 +24,17 @@ class Memo:
     recent: dict[str, dict[Hashable, Any]] = field(default_factory=dict)
 
 
-def once(kit: Memo, key: Hashable, make: Callable[[], T]) -> T:
+def once(memo: Memo, key: Hashable, make: Callable[[], T]) -> T:
     """`make()`, called the first time that `key` is asked for."""
-    if key not in kit.made:
-        kit.made[key] = make()
-    found: T = kit.made[key]
+    if key not in memo.made:
+        memo.made[key] = make()
+    found: T = memo.made[key]
     return found
 
 
-def recently(kit: Memo, kind: str, key: Hashable, make: Callable[[], T]) -> T:
+def recently(memo: Memo, kind: str, key: Hashable, make: Callable[[], T]) -> T:
     """`make()`, unless the same was asked for a short while ago."""
-    shelf = kit.recent.setdefault(kind, {})
+    shelf = memo.recent.setdefault(kind, {})
     found: T = shelf.pop(key) if key in shelf else make()
     shelf[key] = found  # at the end, as the latest
     if len(shelf) > KEPT:

@@ -65,7 +65,7 @@ class View:
     reductions: tuple[int, ...]
 
 
-def profile_of(kit: Memo, stages: Sequence[Stage], starts: Sequence[int]) -> MemoryProfile:
+def profile_of(memo: Memo, stages: Sequence[Stage], starts: Sequence[int]) -> MemoryProfile:
     """starts: bytes in memory when each stage starts.
 
     A gather's wait counts what its issue leaves behind too, and a reduction's issue leaves out
@@ -76,7 +76,7 @@ def profile_of(kit: Memo, stages: Sequence[Stage], starts: Sequence[int]) -> Mem
     for column in zip(*(s.fixed for s in stages), strict=True):
         events = [event for _, event in column]
         jobs = [found.get(id(e)) for found, e in zip(gathers, events, strict=True)]
-        change = once(kit, ("change", *events), partial(_change, events, jobs))
+        change = once(memo, ("change", *events), partial(_change, events, jobs))
         visits.append((column[0][0], change))
     ready: dict[int, list[int]] = defaultdict(list)
     for index, job in enumerate(stages[0].reductions):
@@ -89,7 +89,7 @@ def profile_of(kit: Memo, stages: Sequence[Stage], starts: Sequence[int]) -> Mem
         tuple(visits),
         ready,
         tuple(
-            once(kit, ("packing", *(j.issue for j in jobs)), partial(_packing, jobs))
+            once(memo, ("packing", *(j.issue for j in jobs)), partial(_packing, jobs))
             for jobs in zip(*(s.reductions for s in stages), strict=True)
         ),
         tuple(accumulate(_flights(s.gathers for s in stages), initial=0)),

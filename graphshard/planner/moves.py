@@ -97,56 +97,56 @@ def unmoved(choices: Choices, family: Iterable[Move]) -> Choices:
     return choices
 
 
-def moves(kit: Memo) -> list[Move]:
+def moves(memo: Memo) -> list[Move]:
     """Every open decision, those that usually matter most first."""
-    found = list(_kept_moves(kit, _by_need(kit)))
-    found += [Move(What.RECOMPUTE, i) for i in _by_price(kit)]
+    found = list(_kept_moves(memo, _by_need(memo)))
+    found += [Move(What.RECOMPUTE, i) for i in _by_price(memo)]
     for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
-        found += _joins(kit, what)
-        found += _splits(kit, what)
-    found += [Move(What.ACROSS, g.id) for g in _carried(kit)]
-    found += _delays(kit)
+        found += _joins(memo, what)
+        found += _splits(memo, what)
+    found += [Move(What.ACROSS, g.id) for g in _carried(memo)]
+    found += _delays(memo)
     return found
 
 
-def families(kit: Memo) -> list[list[Move]]:
+def families(memo: Memo) -> list[list[Move]]:
     """Moves of one kind in an order in which a prefix makes sense; none of them empty."""
-    dense, across = _dense_moves(kit)
+    dense, across = _dense_moves(memo)
     found = [
-        [Move(What.RECOMPUTE, i) for i in _by_price(kit)],
+        [Move(What.RECOMPUTE, i) for i in _by_price(memo)],
         dense,
-        list(_kept_moves(kit, _by_need(kit))),
+        list(_kept_moves(memo, _by_need(memo))),
         across,
     ]
     for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
-        found.append(_cheap_joins(kit, what))
-        found.append(_splits(kit, what))
+        found.append(_cheap_joins(memo, what))
+        found.append(_splits(memo, what))
     return [family for family in found if family]
 
 
-def lean_choices(kit: Memo) -> Choices:
+def lean_choices(memo: Memo) -> Choices:
     """The choices with the least peak: nothing kept that need not be, all splits, all options."""
-    kept = tuple(g.id for g in kit.problem.groups if _must_keep(kit, g))
+    kept = tuple(g.id for g in memo.problem.groups if _must_keep(memo, g))
     return Choices(
         kept=kept,
         across=tuple(
-            n for n in kept if kit.problem.groups[n].keep_across and kit.problem.micro_steps > 1
+            n for n in kept if memo.problem.groups[n].keep_across and memo.problem.micro_steps > 1
         ),
-        recompute=tuple(range(len(kit.problem.recompute))),
-        forward=_all_split(kit, What.FORWARD),
-        backward=_all_split(kit, What.BACKWARD),
-        reduce=_all_split(kit, What.REDUCE),
+        recompute=tuple(range(len(memo.problem.recompute))),
+        forward=_all_split(memo, What.FORWARD),
+        backward=_all_split(memo, What.BACKWARD),
+        reduce=_all_split(memo, What.REDUCE),
     )
 
 
-def still_open(kit: Memo, choices: Choices) -> list[Move]:
+def still_open(memo: Memo, choices: Choices) -> list[Move]:
     """What may still be kept: from forward first, then between micro-steps, the densest first."""
-    dense, across = _dense_moves(kit)
+    dense, across = _dense_moves(memo)
     return [m for m in (*dense, *across) if m.item not in getattr(choices, m.what)]
 
 
-def _all_split(kit: Memo, what: What) -> Cuts:
-    return Cuts(split=tuple(sorted(m.item for m in _splits(kit, what))))
+def _all_split(memo: Memo, what: What) -> Cuts:
+    return Cuts(split=tuple(sorted(m.item for m in _splits(memo, what))))
 
 
 # -- what is open --------------------------------------------------------------------------------
@@ -156,85 +156,85 @@ def _in_both(group: Group) -> bool:
     return all(group.use_in(d) is not None for d in Direction) and group.post_forward is None
 
 
-def _must_keep(kit: Memo, group: Group) -> bool:
-    carried = bool(group.keep_across) and kit.problem.micro_steps > 1
+def _must_keep(memo: Memo, group: Group) -> bool:
+    carried = bool(group.keep_across) and memo.problem.micro_steps > 1
     return _in_both(group) and (group.reshard is False or carried)
 
 
-def _kept_moves(kit: Memo, groups: Iterable[Group]) -> Iterable[Move]:
+def _kept_moves(memo: Memo, groups: Iterable[Group]) -> Iterable[Move]:
     for group in groups:
-        if group.reshard is None and not _must_keep(kit, group):
+        if group.reshard is None and not _must_keep(memo, group):
             yield Move(What.KEPT, group.id)
 
 
-def _carried(kit: Memo) -> list[Group]:
+def _carried(memo: Memo) -> list[Group]:
     """Groups that may stay gathered between micro-steps."""
-    if kit.problem.micro_steps == 1:
+    if memo.problem.micro_steps == 1:
         return []
-    may = (g for g in kit.problem.groups if g.keep_across is None and g.reshard is not True)
+    may = (g for g in memo.problem.groups if g.keep_across is None and g.reshard is not True)
     return [g for g in may if _in_both(g)]
 
 
-def _splits(kit: Memo, what: What) -> list[Move]:
-    may_split = what is What.REDUCE and kit.problem.split_reductions
-    if not (may_split or _may_regroup(kit, what)):
+def _splits(memo: Memo, what: What) -> list[Move]:
+    may_split = what is What.REDUCE and memo.problem.split_reductions
+    if not (may_split or _may_regroup(memo, what)):
         return []
-    many = [g for g in kit.problem.groups if len(g.parts) > 1 and g.world_size > 1]
+    many = [g for g in memo.problem.groups if len(g.parts) > 1 and g.world_size > 1]
     many.sort(key=lambda g: (-g.gathered_bytes, g.id))
     return [Move(what, g.id, split=True) for g in many]
 
 
-def _delays(kit: Memo) -> list[Move]:
+def _delays(memo: Memo) -> list[Move]:
     """Reductions that let others go first."""
     found = []
-    for bucket in reduce_buckets(kit, Choices()):
-        longest = len(kit.problem.backward) - 1 - ready_after(kit, bucket)
+    for bucket in reduce_buckets(memo, Choices()):
+        longest = len(memo.problem.backward) - 1 - ready_after(memo, bucket)
         slots = (n for n in DELAYS if n <= longest)
         found += [Move(What.DELAY, bucket.groups[0], slots=n) for n in slots]
     return found
 
 
-def _may_regroup(kit: Memo, what: What) -> bool:
+def _may_regroup(memo: Memo, what: What) -> bool:
     if what is What.REDUCE:
-        return kit.problem.regroup_reductions
-    return kit.problem.regroup_gathers and not has_lists(kit.problem, Direction(str(what)))
+        return memo.problem.regroup_reductions
+    return memo.problem.regroup_gathers and not has_lists(memo.problem, Direction(str(what)))
 
 
-def _dense_moves(kit: Memo) -> tuple[list[Move], list[Move]]:
+def _dense_moves(memo: Memo) -> tuple[list[Move], list[Move]]:
     """What to keep from forward, and between micro-steps; each the densest first."""
-    dense = sorted(_by_need(kit), key=_density)
-    carried = sorted(_carried(kit), key=_density)
-    return list(_kept_moves(kit, dense)), [Move(What.ACROSS, g.id) for g in carried]
+    dense = sorted(_by_need(memo), key=_density)
+    carried = sorted(_carried(memo), key=_density)
+    return list(_kept_moves(memo, dense)), [Move(What.ACROSS, g.id) for g in carried]
 
 
-def _joins(kit: Memo, what: What) -> list[Move]:
-    return [Move(what, later.groups[0]) for _, later in pairwise(_stream(kit, what))]
+def _joins(memo: Memo, what: What) -> list[Move]:
+    return [Move(what, later.groups[0]) for _, later in pairwise(_stream(memo, what))]
 
 
-def _cheap_joins(kit: Memo, what: What) -> list[Move]:
+def _cheap_joins(memo: Memo, what: What) -> list[Move]:
     """Joins, the smallest buckets first: there a launch weighs most."""
-    pairs = list(pairwise(_stream(kit, what)))
-    sizes = [sum(kit.problem.groups[b.groups[0]].gathered_bytes for b in pair) for pair in pairs]
+    pairs = list(pairwise(_stream(memo, what)))
+    sizes = [sum(memo.problem.groups[b.groups[0]].gathered_bytes for b in pair) for pair in pairs]
     order = sorted(range(len(pairs)), key=lambda i: (sizes[i], i))
     return [Move(what, pairs[i][1].groups[0]) for i in order]
 
 
-def _stream(kit: Memo, what: What) -> list[Bucket]:
+def _stream(memo: Memo, what: What) -> list[Bucket]:
     """The stream's buckets with one group each."""
-    if not _may_regroup(kit, what):
+    if not _may_regroup(memo, what):
         return []
     if what is What.REDUCE:
-        return reduce_buckets(kit, Choices())
-    return gather_buckets(kit, Choices(), Direction(str(what)))
+        return reduce_buckets(memo, Choices())
+    return gather_buckets(memo, Choices(), Direction(str(what)))
 
 
 # -- what is worth most --------------------------------------------------------------------------
 
 
-def _by_need(kit: Memo) -> list[Group]:
+def _by_need(memo: Memo) -> list[Group]:
     """Groups used in both directions, those that backward needs first in front."""
-    both = [g for g in kit.problem.groups if _in_both(g)]
-    both.sort(key=lambda g: (first_use(kit, Bucket((g.id,)), Direction.BACKWARD), g.id))
+    both = [g for g in memo.problem.groups if _in_both(g)]
+    both.sort(key=lambda g: (first_use(memo, Bucket((g.id,)), Direction.BACKWARD), g.id))
     return both
 
 
@@ -244,11 +244,11 @@ def _density(group: Group) -> float:
     return group.gathered_bytes / saved_us if saved_us else float("inf")
 
 
-def _by_price(kit: Memo) -> list[int]:
+def _by_price(memo: Memo) -> list[int]:
     """Options of recomputation, the cheapest per byte first."""
 
     def price(index: int) -> tuple[float, int]:
-        option = kit.problem.recompute[index]
+        option = memo.problem.recompute[index]
         return option.extra_us / max(1, option.saved_bytes), index
 
-    return sorted(range(len(kit.problem.recompute)), key=price)
+    return sorted(range(len(memo.problem.recompute)), key=price)

@@ -58,10 +58,10 @@ def _gather_times(groups: Sequence[Group], lane: int) -> list[float]:
     return [p.gather.us for g in mine for p in g.parts] or [float("inf")]
 
 
-def _regions(regions: Sequence[Region], stretches: Sequence[Segment]) -> tuple[Region, ...]:
-    compute = [s for s in stretches if s.step.kind is StepKind.COMPUTE]
+def _regions(regions: Sequence[Region], segments: Sequence[Segment]) -> tuple[Region, ...]:
+    compute = [s for s in segments if s.step.kind is StepKind.COMPUTE]
     pairs = zip(regions, compute, strict=True)
-    return tuple(replace(region, us=stretch.us) for region, stretch in pairs)
+    return tuple(replace(region, us=segment.us) for region, segment in pairs)
 
 
 def _part(group: Group, place: int, part: Part, seen: Seen) -> Part:
@@ -105,22 +105,22 @@ def _with_times(transfer: Transfer, us: float, before_us: float, after_us: float
 
 
 def _seen(
-    problem: Problem, direction: Direction, stretches: Sequence[Segment]
+    problem: Problem, direction: Direction, segments: Sequence[Segment]
 ) -> Iterator[tuple[Key, tuple[Transfer, Transfer]]]:
     """Each part that travelled in a measured collective: predicted and measured transfer."""
-    waits = {(s.step.kind, s.step.groups, s.step.params): s.us for s in stretches}
-    for stretch in stretches:
-        step, comm_us = stretch.step, stretch.comm_us
+    waits = {(s.step.kind, s.step.groups, s.step.params): s.us for s in segments}
+    for segment in segments:
+        step, comm_us = segment.step, segment.comm_us
         if step.kind not in WAIT_OF or comm_us is None:
             continue
         unpack_us = waits[WAIT_OF[step.kind], step.groups, step.params]
-        rows = list(travelling(problem, direction, stretch.step))
+        rows = list(travelling(problem, direction, segment.step))
         lane = problem.groups[rows[0][0].group].lane_of(step.kind, direction)
         comm_us += problem.lanes[lane].launch_us * (len(rows) - 1)
         own = [predicted for _, predicted in rows]
         columns = (
             _shares(comm_us, [t.us for t in own]),
-            _shares(stretch.us, [t.before_us for t in own]),
+            _shares(segment.us, [t.before_us for t in own]),
             _shares(unpack_us, [t.after_us for t in own]),
         )
         for (key, predicted), *times in zip(rows, *columns, strict=True):

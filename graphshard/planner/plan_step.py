@@ -49,66 +49,66 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     baseline: what FSDP2 would run, where that is not `problem` (activations are computed again).
     Raises PlanError (GS602) for a problem that contradicts itself.
     """
-    kit = Memo(checked(problem))
-    own = placed_as(kit, fsdp2_choices(kit.problem))
-    copies, copied = kit, own
-    if (with_all := with_copies(kit.problem)) != kit.problem:
+    memo = Memo(checked(problem))
+    own = placed_as(memo, fsdp2_choices(memo.problem))
+    copies, copied = memo, own
+    if (with_all := with_copies(memo.problem)) != memo.problem:
         copies = Memo(with_all)
         copied = placed_as(copies, fsdp2_choices(with_all))
     budget = copied.peak_bytes if problem.budget_bytes is None else problem.budget_bytes
-    bound = lower_bound_us(kit.problem)
-    bench = SearchContext(
-        kit, budget, enough_us=bound * (1 + problem.near) if problem.near else 0.0
+    bound = lower_bound_us(memo.problem)
+    context = SearchContext(
+        memo, budget, enough_us=bound * (1 + problem.near) if problem.near else 0.0
     )
-    best = _chosen(bench, own)
+    best = _chosen(context, own)
     if best is None:
-        raise InfeasibleBudget("GS601", why_infeasible(kit.problem, budget, copied.peak_bytes))
+        raise InfeasibleBudget("GS601", why_infeasible(memo.problem, budget, copied.peak_bytes))
     other, eager = copies, copied
     before = [("collectives in place, without copies", own)]
-    if kit.problem.reduces_apart:
+    if memo.problem.reduces_apart:
         before.insert(0, ("reductions on a process group of their own", copied))
-        other = Memo(with_copies(together(kit.problem)))
+        other = Memo(with_copies(together(memo.problem)))
         eager = placed_as(other, fsdp2_choices(other.problem))
     if baseline is not None:
         before.insert(0, ("activations that this graph computes again", eager))
         other = Memo(with_copies(together(checked(baseline))))
         eager = placed_as(other, fsdp2_choices(other.problem))
     theirs = simulated(other, eager)
-    ours = simulated(kit, best)
+    ours = simulated(memo, best)
     estimate = Estimate(_figures(ours), _figures(theirs), budget, bound)
-    reasons = reasons_of(bench, before, best, ours, theirs)
+    reasons = reasons_of(context, before, best, ours, theirs)
     choices = best.choices
     return Planned(
-        schedules=schedules(kit, best),
+        schedules=schedules(memo, best),
         estimate=estimate,
         recompute=choices.recompute,
         across=choices.across,
         reasons=tuple(reasons),
-        forecasts=forecasts(kit, best),
+        forecasts=forecasts(memo, best),
         fsdp2=Baseline(schedules(other, eager), forecasts(other, eager)),
-        reduces_apart=kit.problem.reduces_apart,
+        reduces_apart=memo.problem.reduces_apart,
     )
 
 
 def fsdp2(problem: Problem, place: Place = fsdp2_placement) -> Candidate:
     """FSDP2's own choices and positions, whether they fit or not. place: its positions."""
-    kit = Memo(with_copies(checked(problem)))
-    return placed_as(kit, fsdp2_choices(kit.problem), place)
+    memo = Memo(with_copies(checked(problem)))
+    return placed_as(memo, fsdp2_choices(memo.problem), place)
 
 
-def _chosen(bench: SearchContext, own: Candidate) -> Candidate | None:
+def _chosen(context: SearchContext, own: Candidate) -> Candidate | None:
     """What the search found, just in time; FSDP2's own schedule where that is as good."""
-    best = search(bench, [own.choices])
-    if own.peak_bytes <= bench.budget_bytes and (best is None or own.us <= best.us):
+    best = search(context, [own.choices])
+    if own.peak_bytes <= context.budget_bytes and (best is None or own.us <= best.us):
         return own
     if best is None:
         return None
-    pairs = zip(bench.problem.directions, best.directions, strict=True)
-    late = [settled(bench, best.choices, direction, scored) for direction, scored in pairs]
+    pairs = zip(context.problem.directions, best.directions, strict=True)
+    late = [settled(context, best.choices, direction, scored) for direction, scored in pairs]
     chosen = Candidate(best.choices, tuple(late))
-    both = zip(bench.problem.directions, late, strict=True)
-    leaner = Candidate(best.choices, tuple(lean(bench, best.choices, d, s) for d, s in both))
-    return leaner if own.peak_bytes > bench.budget_bytes or leaner.us <= own.us else chosen
+    both = zip(context.problem.directions, late, strict=True)
+    leaner = Candidate(best.choices, tuple(lean(context, best.choices, d, s) for d, s in both))
+    return leaner if own.peak_bytes > context.budget_bytes or leaner.us <= own.us else chosen
 
 
 def _figures(found: Simulation) -> Figures:

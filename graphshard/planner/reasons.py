@@ -24,7 +24,7 @@ from graphshard.schedule.plan import Direction, Reason
 
 
 def reasons_of(
-    bench: SearchContext,
+    context: SearchContext,
     before: Sequence[tuple[str, Candidate]],
     best: Candidate,
     ours: Simulation,
@@ -35,22 +35,22 @@ def reasons_of(
     before: FSDP2's own choices as they come out after one thing and another that is not a choice of
     the schedule; after the last of them they are those of this problem.
     """
-    kit, own = bench.kit, before[-1][1]
-    yield from _gains(bench, before, best, fsdp2)
-    yield from _keeps(kit, own.choices, best.choices)
-    yield from _cuts(kit, best.choices)
-    yield from _recomputed(kit, best.choices)
-    yield from why_not_earlier(bench, best, ours)
+    memo, own = context.memo, before[-1][1]
+    yield from _gains(context, before, best, fsdp2)
+    yield from _keeps(memo, own.choices, best.choices)
+    yield from _cuts(memo, best.choices)
+    yield from _recomputed(memo, best.choices)
+    yield from why_not_earlier(context, best, ours)
 
 
 def _gains(
-    bench: SearchContext,
+    context: SearchContext,
     before: Sequence[tuple[str, Candidate]],
     best: Candidate,
     fsdp2: Simulation,
 ) -> Iterator[Reason]:
     before_us, before_bytes = fsdp2.step_us, fsdp2.peak_bytes
-    for text, us, peak_bytes in _way(bench, before, best):
+    for text, us, peak_bytes in _way(context, before, best):
         if (us, peak_bytes) != (before_us, before_bytes):
             faster = "costs" if us > before_us else "saves"
             amount = f"{faster} {abs(before_us - us):,.3f} us of {before_us:,.3f}"
@@ -60,20 +60,20 @@ def _gains(
 
 
 def _way(
-    bench: SearchContext, before: Sequence[tuple[str, Candidate]], best: Candidate
+    context: SearchContext, before: Sequence[tuple[str, Candidate]], best: Candidate
 ) -> Iterator[tuple[str, float, int]]:
     """From FSDP2's candidate to the chosen one: each kind of decision with the step and the peak
     after it."""
-    kit, chosen = bench.kit, best.choices
+    memo, chosen = context.memo, best.choices
     for text, placed in before:
         yield text, placed.us, placed.peak_bytes
     own = before[-1][1]
     if own == best:
         return
     for text, now in _choices(own.choices, chosen):
-        placed = placed_as(kit, now)
+        placed = placed_as(memo, now)
         yield text, placed.us, placed.peak_bytes
-    yield "order and waits of reductions", *_with_reductions(bench, best)
+    yield "order and waits of reductions", *_with_reductions(context, best)
     yield "issue points of gathers", best.us, best.peak_bytes
 
 
@@ -85,18 +85,19 @@ def _choices(own: Choices, chosen: Choices) -> Iterator[tuple[str, Choices]]:
     yield "recomputation of activations", replace(now, recompute=chosen.recompute)
 
 
-def _with_reductions(bench: SearchContext, best: Candidate) -> tuple[float, int]:
+def _with_reductions(context: SearchContext, best: Candidate) -> tuple[float, int]:
     """The chosen reductions with FSDP2's gathers."""
-    theirs = placed_as(bench.kit, best.choices)
+    theirs = placed_as(context.memo, best.choices)
     us, peak_bytes = 0.0, 0
-    rows = zip(bench.problem.directions, theirs.directions, best.directions, strict=True)
+    rows = zip(context.problem.directions, theirs.directions, best.directions, strict=True)
     for direction, their, our in rows:
         stages = [
-            stage_of(bench.kit, best.choices, direction, turn) for turn, _ in turns(bench.problem)
+            stage_of(context.memo, best.choices, direction, turn)
+            for turn, _ in turns(context.problem)
         ]
-        starts = start_bytes(bench, best.choices, direction)
+        starts = start_bytes(context, best.choices, direction)
         placement = replace(their.placement, reductions=our.placement.reductions)
-        scored = score(bench, stages, starts, placement)
+        scored = score(context, stages, starts, placement)
         us, peak_bytes = us + scored.us, max(peak_bytes, scored.peak_bytes)
     return us, peak_bytes
 
@@ -104,14 +105,14 @@ def _with_reductions(bench: SearchContext, best: Candidate) -> tuple[float, int]
 # -- decisions -----------------------------------------------------------------------------------
 
 
-def _keeps(kit: Memo, theirs: Choices, chosen: Choices) -> Iterator[Reason]:
+def _keeps(memo: Memo, theirs: Choices, chosen: Choices) -> Iterator[Reason]:
     """One reason for each group that could be kept from forward to backward."""
     kept, across, before = set(chosen.kept), set(chosen.across), set(theirs.kept)
-    for group in kit.problem.groups:
+    for group in memo.problem.groups:
         if any(group.use_in(d) is None for d in Direction):
             continue
         saved_us = sum(gather_of(part, Direction.BACKWARD).us for part in group.parts)
-        text = _held_text(kit, group, saved_us)
+        text = _held_text(memo, group, saved_us)
         if group.id in across:
             text += "; kept between micro-steps too"
         if group.reshard is not None:
@@ -121,11 +122,11 @@ def _keeps(kit: Memo, theirs: Choices, chosen: Choices) -> Iterator[Reason]:
         yield Reason("keep" if group.id in kept else "reshard", text, group=group.id)
 
 
-def _held_text(kit: Memo, group: Group, saved_us: float) -> str:
+def _held_text(memo: Memo, group: Group, saved_us: float) -> str:
     use = group.use_in(Direction.FORWARD)
-    last = len(kit.problem.forward) - 1 if use is None or use.last is None else use.last
-    until = first_use(kit, Bucket((group.id,)), Direction.BACKWARD)
-    between = (*kit.problem.forward[last + 1 :], *kit.problem.backward[:until])
+    last = len(memo.problem.forward) - 1 if use is None or use.last is None else use.last
+    until = first_use(memo, Bucket((group.id,)), Direction.BACKWARD)
+    between = (*memo.problem.forward[last + 1 :], *memo.problem.backward[:until])
     held_us = sum(r.us for r in between)
     return (
         f"to keep it saves {saved_us:,.3f} us of gathers in backward and holds "
@@ -133,32 +134,32 @@ def _held_text(kit: Memo, group: Group, saved_us: float) -> str:
     )
 
 
-def _cuts(kit: Memo, chosen: Choices) -> Iterator[Reason]:
+def _cuts(memo: Memo, chosen: Choices) -> Iterator[Reason]:
     directions = ((Direction.FORWARD, chosen.forward), (Direction.BACKWARD, chosen.backward))
     for direction, cuts in directions:
-        yield from _cut(kit, cuts, direction, "gathers")
-    yield from _cut(kit, chosen.reduce, Direction.BACKWARD, "reductions")
+        yield from _cut(memo, cuts, direction, "gathers")
+    yield from _cut(memo, chosen.reduce, Direction.BACKWARD, "reductions")
 
 
-def _cut(kit: Memo, cuts: Cuts, direction: Direction, kind: str) -> Iterator[Reason]:
+def _cut(memo: Memo, cuts: Cuts, direction: Direction, kind: str) -> Iterator[Reason]:
     for number in cuts.joined:
-        launch_us = _launch_us(kit, number, direction, kind)
+        launch_us = _launch_us(memo, number, direction, kind)
         text = f"asked to share one of the {kind}: a launch of {launch_us:,.3f} us less"
         yield Reason("merge", text, group=number, direction=direction)
     for number in cuts.split:
-        group, launch_us = kit.problem.groups[number], _launch_us(kit, number, direction, kind)
+        group, launch_us = memo.problem.groups[number], _launch_us(memo, number, direction, kind)
         text = f"{len(group.parts)} {kind}: {len(group.parts) - 1} launches of {launch_us:,.3f} us"
         yield Reason("split", f"{text} more", group=number, direction=direction)
 
 
-def _launch_us(kit: Memo, number: int, direction: Direction, kind: str) -> float:
-    group = kit.problem.groups[number]
+def _launch_us(memo: Memo, number: int, direction: Direction, kind: str) -> float:
+    group = memo.problem.groups[number]
     lane = group.reduce_lane if kind == "reductions" else group.lane_in(direction)
-    return kit.problem.lanes[lane].launch_us
+    return memo.problem.lanes[lane].launch_us
 
 
-def _recomputed(kit: Memo, chosen: Choices) -> Iterator[Reason]:
+def _recomputed(memo: Memo, chosen: Choices) -> Iterator[Reason]:
     for index in chosen.recompute:
-        option = kit.problem.recompute[index]
+        option = memo.problem.recompute[index]
         text = f"{option.name}: {option.extra_us:,.3f} us more, {option.saved_bytes:,} bytes less"
         yield Reason("recompute", text)

@@ -65,7 +65,7 @@ class SearchContext:
     result does not depend on the machine. enough_us: a step that is good enough.
     """
 
-    kit: Memo
+    memo: Memo
     budget_bytes: int
     enough_us: float = 0.0
     effort: int = 0
@@ -74,40 +74,40 @@ class SearchContext:
 
     @property
     def problem(self) -> Problem:
-        return self.kit.problem
+        return self.memo.problem
 
 
-def candidate(bench: SearchContext, choices: Choices) -> Candidate | None:
+def candidate(context: SearchContext, choices: Choices) -> Candidate | None:
     """`choices` placed as well as the budget allows, or None if they do not fit."""
     found = []
-    for direction in bench.problem.directions:
-        scored = _scored(bench, choices, direction)
+    for direction in context.problem.directions:
+        scored = _scored(context, choices, direction)
         if scored is None:
             return None
         found.append(scored)
     return Candidate(choices, tuple(found))
 
 
-def _scored(bench: SearchContext, choices: Choices, direction: Direction) -> Scored | None:
+def _scored(context: SearchContext, choices: Choices, direction: Direction) -> Scored | None:
     forward = direction is Direction.FORWARD
     own = (choices.forward,) if forward else (choices.backward, choices.reduce, choices.delays)
     key = (direction, choices.kept, choices.across, choices.recompute, own)
-    if key not in bench.scores:
-        bench.scores[key] = place(bench, choices, direction)
-    return bench.scores[key]
+    if key not in context.scores:
+        context.scores[key] = place(context, choices, direction)
+    return context.scores[key]
 
 
-def place(bench: SearchContext, choices: Choices, direction: Direction) -> Scored | None:
+def place(context: SearchContext, choices: Choices, direction: Direction) -> Scored | None:
     """The best of what the policies give."""
-    problem = bench.problem
-    stages = [stage_of(bench.kit, choices, direction, turn) for turn, _ in turns(problem)]
-    starts = start_bytes(bench, choices, direction)
-    profile = profile_of(bench.kit, stages, starts)
-    policies = bench.policies.get(direction) or all_policies(problem, direction)
+    problem = context.problem
+    stages = [stage_of(context.memo, choices, direction, turn) for turn, _ in turns(problem)]
+    starts = start_bytes(context, choices, direction)
+    profile = profile_of(context.memo, stages, starts)
+    policies = context.policies.get(direction) or all_policies(problem, direction)
     best: Scored | None = None
-    for placement in _placements(bench, stages[0], profile, policies):
-        scored = score(bench, stages, starts, placement)
-        if scored.peak_bytes > bench.budget_bytes:
+    for placement in _placements(context, stages[0], profile, policies):
+        scored = score(context, stages, starts, placement)
+        if scored.peak_bytes > context.budget_bytes:
             continue
         if best is None or (scored.us, scored.peak_bytes) < (best.us, best.peak_bytes):
             best = scored
@@ -115,62 +115,62 @@ def place(bench: SearchContext, choices: Choices, direction: Direction) -> Score
 
 
 def _placements(
-    bench: SearchContext, stage: Stage, profile: MemoryProfile, policies: tuple[FillPolicy, ...]
+    context: SearchContext, stage: Stage, profile: MemoryProfile, policies: tuple[FillPolicy, ...]
 ) -> Iterator[Placement]:
     """What each policy gives, without repetition."""
     seen: set[Placement] = set()
     views: dict[int, View] = {}
     for policy in policies:
-        if has_lists(bench.problem, stage.direction):
-            gathers = listed_positions(bench.problem, stage)
+        if has_lists(context.problem, stage.direction):
+            gathers = listed_positions(context.problem, stage)
             placement: Placement | None = Placement(gathers, with_buffers(stage, policy.buffers))
         else:
             if policy.room not in views:
-                views[policy.room] = view_of(profile, bench.budget_bytes, policy.room)
+                views[policy.room] = view_of(profile, context.budget_bytes, policy.room)
             view = views[policy.room]
-            placement = fill(stage, profile, view, bench.budget_bytes, policy)
+            placement = fill(stage, profile, view, context.budget_bytes, policy)
         if placement is not None and placement not in seen:
             seen.add(placement)
             yield placement
 
 
 def score(
-    bench: SearchContext, stages: list[Stage], starts: list[int], placement: Placement
+    context: SearchContext, stages: list[Stage], starts: list[int], placement: Placement
 ) -> Scored:
     """Time over all micro-steps and the peak of `placement`, whether it fits or not."""
     us, peak = 0.0, 0
-    for (_, times), stage, start in zip(turns(bench.problem), stages, starts, strict=True):
+    for (_, times), stage, start in zip(turns(context.problem), stages, starts, strict=True):
         events = assemble(stage, placement)
-        bench.effort += len(events)
-        run = play(events, start, bench.problem.lanes)
+        context.effort += len(events)
+        run = play(events, start, context.problem.lanes)
         us += times * run.us
         peak = max(peak, run.peak_bytes)
     return Scored(us, peak, placement)
 
 
-def start_bytes(bench: SearchContext, choices: Choices, direction: Direction) -> list[int]:
+def start_bytes(context: SearchContext, choices: Choices, direction: Direction) -> list[int]:
     """What is in memory when the direction starts, for each turn."""
-    problem = bench.problem
+    problem = context.problem
     starts = [total_bytes(start_claims(problem, choices, turn)) for turn, _ in turns(problem)]
     if direction is Direction.FORWARD:
         return starts
     given = total_bytes(given_gradients(problem))
-    handed = _handed_over(bench, choices)
+    handed = _handed_over(context, choices)
     return [start + over + given for start, over in zip(starts, handed, strict=True)]
 
 
-def _handed_over(bench: SearchContext, choices: Choices) -> list[int]:
+def _handed_over(context: SearchContext, choices: Choices) -> list[int]:
     """What forward leaves in memory: activations and what stays gathered."""
     found = []
-    for turn, _ in turns(bench.problem):
+    for turn, _ in turns(context.problem):
 
         def left(turn: MicroStep = turn) -> int:
-            stage = stage_of(bench.kit, choices, Direction.FORWARD, turn)
+            stage = stage_of(context.memo, choices, Direction.FORWARD, turn)
             events = [*(e for _, e in stage.fixed), *(j.issue for j in stage.gathers)]
             return sum(e.alloc_bytes - e.free_bytes for e in events)
 
         key = ("handed over", turn, choices.kept, choices.across, choices.recompute)
-        found.append(once(bench.kit, key, left))
+        found.append(once(context.memo, key, left))
     return found
 
 

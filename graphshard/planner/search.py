@@ -34,35 +34,35 @@ PAIRS = 16  # so many moves at most are flipped in pairs
 Best: TypeAlias = Candidate | None
 
 
-def search(bench: SearchContext, starts: Sequence[Choices]) -> Best:
+def search(context: SearchContext, starts: Sequence[Choices]) -> Best:
     """The best candidate found from `starts`, or None if none of them can be made to fit."""
-    limit = effort_limit(bench)
+    limit = effort_limit(context)
     best: Best = None
-    for start in (*starts, lean_choices(bench.kit)):
-        best = better(best, candidate(bench, start))
-        if best is not None and not _goes_on(bench, best, limit):
+    for start in (*starts, lean_choices(context.memo)):
+        best = better(best, candidate(context, start))
+        if best is not None and not _goes_on(context, best, limit):
             return best
     if best is None:
         return None
-    _tune(bench, best.choices)
+    _tune(context, best.choices)
     before = None
-    while best is not before and _goes_on(bench, best, limit):
+    while best is not before and _goes_on(context, best, limit):
         before = best
-        best = _prefixes(bench, best, limit)
-        best = _flips(bench, best, limit)
+        best = _prefixes(context, best, limit)
+        best = _flips(context, best, limit)
         if best is before:
-            best = _pairs(bench, best, limit)
-    bench.policies.clear()
-    return better(best, candidate(bench, best.choices))
+            best = _pairs(context, best, limit)
+    context.policies.clear()
+    return better(best, candidate(context, best.choices))
 
 
-def _goes_on(bench: SearchContext, best: Candidate, limit: int) -> bool:
-    return bench.effort < limit and best.us > bench.enough_us
+def _goes_on(context: SearchContext, best: Candidate, limit: int) -> bool:
+    return context.effort < limit and best.us > context.enough_us
 
 
-def effort_limit(bench: SearchContext) -> int:
+def effort_limit(context: SearchContext) -> int:
     """Work that the search may do: constant for small problems, then in proportion to size."""
-    problem = bench.problem
+    problem = context.problem
     regions = len(problem.forward) + len(problem.backward)
     parts = sum(len(g.parts) for g in problem.groups)
     return max(LEAST_EFFORT, EFFORT_PER_EVENT * (regions + 8 * parts))
@@ -75,35 +75,35 @@ def better(one: Best, other: Best) -> Best:
     return other if other.rank < one.rank else one
 
 
-def _tune(bench: SearchContext, choices: Choices) -> None:
+def _tune(context: SearchContext, choices: Choices) -> None:
     """Search with the few policies that serve `choices` best."""
-    for direction in bench.problem.directions:
+    for direction in context.problem.directions:
         ranked = []
-        for index, policy in enumerate(all_policies(bench.problem, direction)):
-            bench.policies[direction] = (policy,)
-            found = place(bench, choices, direction)
+        for index, policy in enumerate(all_policies(context.problem, direction)):
+            context.policies[direction] = (policy,)
+            found = place(context, choices, direction)
             if found is not None:
                 ranked.append((found.us, found.peak_bytes, index, policy))
         ranked.sort(key=lambda row: row[:3])
-        bench.policies[direction] = tuple(policy for *_, policy in ranked[:POLICIES])
-    bench.scores.clear()
+        context.policies[direction] = tuple(policy for *_, policy in ranked[:POLICIES])
+    context.scores.clear()
 
 
-def _prefixes(bench: SearchContext, best: Candidate, limit: int) -> Candidate:
+def _prefixes(context: SearchContext, best: Candidate, limit: int) -> Candidate:
     """For each family of moves: as if none of it were taken, then its first few, then more."""
-    for family in families(bench.kit):
-        if not _goes_on(bench, best, limit):
+    for family in families(context.memo):
+        if not _goes_on(context, best, limit):
             break
         base = unmoved(best.choices, family)
         tried: dict[int, Best] = {}
 
         def attempt(count: int, base: Choices = base, family: Sequence[Move] = family) -> Best:
             choices = _taken(base, family[:count])
-            found = candidate(bench, choices)
+            found = candidate(context, choices)
             if family[0].what is not What.RECOMPUTE:
                 return found
             # Computing again gains nothing by itself: the room that it makes has to be used.
-            return better(found, _most_kept(bench, choices))
+            return better(found, _most_kept(context, choices))
 
         best = _best_prefix(best, len(family), attempt, tried)
     return best
@@ -115,14 +115,14 @@ def _taken(choices: Choices, taken: Sequence[Move]) -> Choices:
     return choices
 
 
-def _most_kept(bench: SearchContext, choices: Choices) -> Best:
+def _most_kept(context: SearchContext, choices: Choices) -> Best:
     """`choices` with as much kept as fits."""
-    opened = still_open(bench.kit, choices)
+    opened = still_open(context.memo, choices)
     best: Best = None
     fits, fails = 0, len(opened) + 1
     count = len(opened)
     while fits < count < fails:
-        found = candidate(bench, _taken(choices, opened[:count]))
+        found = candidate(context, _taken(choices, opened[:count]))
         best = better(best, found)
         fits, fails = (fits, count) if found is None else (count, fails)
         count = (fits + fails) // 2
@@ -158,15 +158,15 @@ def _doubling(longest: int) -> Iterator[int]:
         length *= 2
 
 
-def _flips(bench: SearchContext, best: Candidate, limit: int) -> Candidate:
+def _flips(context: SearchContext, best: Candidate, limit: int) -> Candidate:
     """Single moves, each taken at once if it helps, until none does."""
-    order = moves(bench.kit)
+    order = moves(context.memo)
     quiet = 0
     while order and quiet < len(order):
         for move in order:
-            if quiet >= len(order) or not _goes_on(bench, best, limit):
+            if quiet >= len(order) or not _goes_on(context, best, limit):
                 return best
-            found = candidate(bench, apply(best.choices, move))
+            found = candidate(context, apply(best.choices, move))
             if found is not None and found.rank < best.rank:
                 best, quiet = found, 0
             else:
@@ -174,15 +174,15 @@ def _flips(bench: SearchContext, best: Candidate, limit: int) -> Candidate:
     return best
 
 
-def _pairs(bench: SearchContext, best: Candidate, limit: int) -> Candidate:
+def _pairs(context: SearchContext, best: Candidate, limit: int) -> Candidate:
     """Two moves at once: one that pays for the other. Small problems only."""
-    order = moves(bench.kit)
+    order = moves(context.memo)
     if len(order) > PAIRS:
         return best
     for pair in combinations(order, 2):
-        if not _goes_on(bench, best, limit):
+        if not _goes_on(context, best, limit):
             break
-        found = candidate(bench, _taken(best.choices, pair))
+        found = candidate(context, _taken(best.choices, pair))
         if found is not None and found.rank < best.rank:
             return found
     return best

@@ -92,47 +92,47 @@ class Reduced:
     wait: int
 
 
-def stage_of(kit: Memo, choices: Choices, direction: Direction, turn: MicroStep) -> Stage:
+def stage_of(memo: Memo, choices: Choices, direction: Direction, turn: MicroStep) -> Stage:
     """The stage of one direction in micro-step `turn`. Positions are the same in every turn."""
     forward = direction is Direction.FORWARD
     across = choices.across
     key = (forward, turn, choices.kept if not forward else (), across, choices.cuts_in(direction))
     stride, fixed, gathers = recently(
-        kit, "gathers", key, lambda: _gathers(kit, choices, direction, turn)
+        memo, "gathers", key, lambda: _gathers(memo, choices, direction, turn)
     )
     regions = recently(
-        kit,
+        memo,
         "regions",
         (forward, choices.recompute, stride),
-        lambda: _regions(kit, choices, direction, stride),
+        lambda: _regions(memo, choices, direction, stride),
     )
     releases = recently(
-        kit,
+        memo,
         "releases",
         (forward, turn, choices.kept if forward else (), across, stride),
-        lambda: _releases(kit, choices, direction, turn, stride),
+        lambda: _releases(memo, choices, direction, turn, stride),
     )
     reductions: tuple[Job, ...] = ()
     if not forward:
         reductions = recently(
-            kit,
+            memo,
             "reductions",
             (turn, choices.reduce, choices.delays, stride),
-            lambda: _reductions(kit, choices, turn, stride),
+            lambda: _reductions(memo, choices, turn, stride),
         )
     ordered = sorted([*fixed, *regions, *releases], key=itemgetter(0))
     return Stage(direction, stride, len(regions), tuple(ordered), gathers, reductions)
 
 
 def _gathers(
-    kit: Memo, choices: Choices, direction: Direction, turn: MicroStep
+    memo: Memo, choices: Choices, direction: Direction, turn: MicroStep
 ) -> tuple[int, list[tuple[int, Event]], tuple[Job, ...]]:
     """The stride, the waits (issues of what is kept too) and the gathers to be placed."""
     backward = direction is Direction.BACKWARD
     kept = set(choices.kept) if backward else set()
     across = set(choices.across) if not (backward or turn.first) else set()
-    buckets = [*_quiet(kit, choices, direction), *gather_buckets(kit, choices, direction)]
-    due = [(first_use(kit, b, direction), b.groups, b.parts, b) for b in buckets]
+    buckets = [*_quiet(memo, choices, direction), *gather_buckets(memo, choices, direction)]
+    due = [(first_use(memo, b, direction), b.groups, b.parts, b) for b in buckets]
     most = max(Counter(row[0] for row in due).values(), default=1)
     stride = GATHER_WAIT + 2 * most + 2
     fixed: list[tuple[int, Event]] = []
@@ -141,48 +141,50 @@ def _gathers(
     for first, groups, _, bucket in sorted(due, key=itemgetter(0, 1, 2)):
         at = first * stride + GATHER_WAIT + 2 * taken[first]
         taken[first] += 1
-        issue, wait = _gather(kit, bucket, direction, groups[0] in kept or groups[0] in across)
+        issue, wait = _gather(memo, bucket, direction, groups[0] in kept or groups[0] in across)
         fixed.extend([(at, issue), (at, wait)] if groups[0] in kept else [(at, wait)])
         if groups[0] not in kept:
             jobs.append(Job(bucket, issue, wait, at, issue.alloc_bytes))
     return stride, fixed, tuple(jobs)
 
 
-def _quiet(kit: Memo, choices: Choices, direction: Direction) -> list[Bucket]:
+def _quiet(memo: Memo, choices: Choices, direction: Direction) -> list[Bucket]:
     """What backward finds still gathered."""
     if direction is Direction.FORWARD:
         return []
-    return [Bucket((n,)) for n in choices.kept if _last_use(kit, n, direction) != NEVER]
+    return [Bucket((n,)) for n in choices.kept if _last_use(memo, n, direction) != NEVER]
 
 
-def _gather(kit: Memo, bucket: Bucket, direction: Direction, resident: bool) -> tuple[Event, Event]:
+def _gather(
+    memo: Memo, bucket: Bucket, direction: Direction, resident: bool
+) -> tuple[Event, Event]:
     return once(
-        kit,
+        memo,
         ("gather", bucket, direction, resident),
-        lambda: gather_events(kit.problem, bucket, direction, resident=resident),
+        lambda: gather_events(memo.problem, bucket, direction, resident=resident),
     )
 
 
 def _regions(
-    kit: Memo, choices: Choices, direction: Direction, stride: int
+    memo: Memo, choices: Choices, direction: Direction, stride: int
 ) -> list[tuple[int, Event]]:
-    events = region_events(kit.problem, choices, direction)
+    events = region_events(memo.problem, choices, direction)
     return [(index * stride + stride - 1, event) for index, event in enumerate(events)]
 
 
 def _releases(
-    kit: Memo, choices: Choices, direction: Direction, turn: MicroStep, stride: int
+    memo: Memo, choices: Choices, direction: Direction, turn: MicroStep, stride: int
 ) -> list[tuple[int, Event]]:
     kept, across = set(choices.kept), set(choices.across)
 
     def event(number: int) -> Event:
         return once(
-            kit,
+            memo,
             ("release", number, direction, number in kept, number in across, turn),
-            lambda: release_event(kit.problem, number, choices, direction, turn),
+            lambda: release_event(memo.problem, number, choices, direction, turn),
         )
 
-    lasts = ((g.id, _last_use(kit, g.id, direction)) for g in kit.problem.groups)
+    lasts = ((g.id, _last_use(memo, g.id, direction)) for g in memo.problem.groups)
     return [
         ((last + 1) * stride + RELEASE, event(number))
         for number, last in lasts
@@ -190,28 +192,30 @@ def _releases(
     ]
 
 
-def _last_use(kit: Memo, number: int, direction: Direction) -> int | None:
+def _last_use(memo: Memo, number: int, direction: Direction) -> int | None:
     """The last region that reads the group; None: it is never released; NEVER: none does."""
 
     def last() -> int | None:
-        use = kit.problem.groups[number].use_in(direction)
+        use = memo.problem.groups[number].use_in(direction)
         return NEVER if use is None else use.last
 
-    return once(kit, ("last use", number, direction), last)
+    return once(memo, ("last use", number, direction), last)
 
 
-def _reductions(kit: Memo, choices: Choices, turn: MicroStep, stride: int) -> tuple[Job, ...]:
-    delays, end = dict(choices.delays), len(kit.problem.backward)
+def _reductions(memo: Memo, choices: Choices, turn: MicroStep, stride: int) -> tuple[Job, ...]:
+    delays, end = dict(choices.delays), len(memo.problem.backward)
     jobs = []
-    for bucket in reduce_buckets(kit, choices):
-        issue, wait = _reduction(kit, bucket, turn)
-        slot = min(end, ready_after(kit, bucket) + 1 + delays.get(bucket.groups[0], 0))
+    for bucket in reduce_buckets(memo, choices):
+        issue, wait = _reduction(memo, bucket, turn)
+        slot = min(end, ready_after(memo, bucket) + 1 + delays.get(bucket.groups[0], 0))
         jobs.append(Job(bucket, issue, wait, slot * stride + REDUCE_ISSUE, wait.free_bytes))
     return tuple(sorted(jobs, key=lambda job: job.at))
 
 
-def _reduction(kit: Memo, bucket: Bucket, turn: MicroStep) -> tuple[Event, Event]:
-    return once(kit, ("reduction", bucket, turn), lambda: reduce_events(kit.problem, bucket, turn))
+def _reduction(memo: Memo, bucket: Bucket, turn: MicroStep) -> tuple[Event, Event]:
+    return once(
+        memo, ("reduction", bucket, turn), lambda: reduce_events(memo.problem, bucket, turn)
+    )
 
 
 def assemble(stage: Stage, placement: Placement) -> list[Event]:

@@ -30,7 +30,7 @@ from graphshard.schedule.plan import Direction, GroupInfo, StepKind
 class OpCosts:
     """One direction. us, live: one entry per compute op."""
 
-    outline: Usage
+    usage: Usage
     us: tuple[float, ...]
     live: tuple[Live, ...]
 
@@ -46,11 +46,11 @@ class GraphCosts:
 
     name: str
     groups: tuple[GroupInfo, ...]
-    sketches: dict[Direction, OpCosts]
+    by_direction: dict[Direction, OpCosts]
     units: tuple[RecomputeUnit, ...] = ()
 
 
-def basis_of(
+def graph_costs(
     program: Program,
     machine: Machine,
     *,
@@ -61,18 +61,18 @@ def basis_of(
     """recompute: say also what backward could compute again. fused: price the ops between two
     communication points as a compiler would fuse them, not one by one. parts: groups may travel in
     parts."""
-    forward = _sketch(program, Direction.FORWARD, machine, fused, inside=parts)
-    sketches = {Direction.FORWARD: forward}
+    forward = _op_costs(program, Direction.FORWARD, machine, fused, inside=parts)
+    by_direction = {Direction.FORWARD: forward}
     if program.backward is not None:
-        late = late_params(forward.outline) if parts else {}
-        sketches[Direction.BACKWARD] = _sketch(
+        late = late_params(forward.usage) if parts else {}
+        by_direction[Direction.BACKWARD] = _op_costs(
             program, Direction.BACKWARD, machine, fused, late=late
         )
-    found = units(program, forward.outline, forward.us) if recompute else ()
-    return GraphCosts(program.name, program.groups, sketches, found)
+    found = units(program, forward.usage, forward.us) if recompute else ()
+    return GraphCosts(program.name, program.groups, by_direction, found)
 
 
-def _sketch(
+def _op_costs(
     program: Program,
     direction: Direction,
     machine: Machine,
@@ -83,7 +83,7 @@ def _sketch(
 ) -> OpCosts:
     """inside, late: see `graphshard.pricing.region_cuts.snapped`."""
     graph = program.by_direction[direction].graph
-    found = outline(program, graph, direction)
+    found = usage_of(program, graph, direction)
     if fused:
         us = _us(machine, graph_work(graph, fused_regions=(0,)))
         found = snapped(found, crossing_bytes(graph), us, inside=inside, late=late)
@@ -106,7 +106,7 @@ def _live(program: Program, direction: Direction, unstored: Container[fx.Node]) 
     return live_bytes(program.backward.graph, frees_inputs=True, inputs=saved, unstored=unstored)
 
 
-def outline(program: Program, graph: fx.Graph, direction: Direction) -> Usage:
+def usage_of(program: Program, graph: fx.Graph, direction: Direction) -> Usage:
     """What the planner may know of `graph`, which has its steps placed naively."""
     order = positions(graph)
     compute = compute_nodes(graph)

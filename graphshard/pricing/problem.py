@@ -67,17 +67,19 @@ class PlanningPolicy:
 
 
 def price(
-    basis: GraphCosts, settings: Sequence[GroupSettings], machine: Machine, freedom: PlanningPolicy
+    costs: GraphCosts, settings: Sequence[GroupSettings], machine: Machine, policy: PlanningPolicy
 ) -> Problem:
-    """The problem that `basis` poses on `machine`. Raises PlanError if it contradicts itself."""
+    """The problem that `costs` poses on `machine`. Raises PlanError if it contradicts itself."""
     in_place = machine.network.in_place
     settings = [
         replace(own, in_place=in_place) if own.in_place is None else own for own in settings
     ]
-    lanes, links = _lanes(basis.groups, settings, machine), _links(settings)
-    first = basis.sketches[Direction.FORWARD].outline
-    pieces = _pieces_by_group(basis.groups, settings, first) if freedom.regroup else {}
-    stages = {direction: divided(sketch, pieces) for direction, sketch in basis.sketches.items()}
+    lanes, links = _lanes(costs.groups, settings, machine), _links(settings)
+    first = costs.by_direction[Direction.FORWARD].usage
+    parts = _parts_by_group(costs.groups, settings, first) if policy.regroup else {}
+    stages = {
+        direction: divided(op_costs, parts) for direction, op_costs in costs.by_direction.items()
+    }
     groups = tuple(
         _group(
             info,
@@ -85,14 +87,14 @@ def price(
             stages,
             lanes,
             machine,
-            freedom.reshard,
-            pieces.get(info.id, [tuple(range(len(info.params)))]),
+            policy.reshard,
+            parts.get(info.id, [tuple(range(len(info.params)))]),
         )
-        for info in basis.groups
+        for info in costs.groups
     )
     backward: tuple[Region, ...] = ()
     if (last := stages.get(Direction.BACKWARD)) is not None:
-        backward = with_late_gradients(last, basis.groups, groups)
+        backward = with_late_gradients(last, costs.groups, groups)
     return checked(
         Problem(
             groups=groups,
@@ -102,16 +104,16 @@ def price(
             forward=stages[Direction.FORWARD].regions,
             backward=backward,
             resident=tuple(_resident(settings)),
-            regroup_gathers=freedom.regroup and all(own.regroups for own in settings),
-            split_reductions=freedom.regroup and all(own.splits_reductions for own in settings),
-            most_ahead=freedom.most_ahead,
-            micro_steps=freedom.micro_steps,
-            sync_each=freedom.micro_steps == 1,
-            budget_bytes=freedom.budget_bytes,
-            near=freedom.near,
+            regroup_gathers=policy.regroup and all(own.regroups for own in settings),
+            split_reductions=policy.regroup and all(own.splits_reductions for own in settings),
+            most_ahead=policy.most_ahead,
+            micro_steps=policy.micro_steps,
+            sync_each=policy.micro_steps == 1,
+            budget_bytes=policy.budget_bytes,
+            near=policy.near,
             early_waits=any(own.has_hooks for own in settings),
             may_reduce_apart=machine.network.concurrent
-            and freedom.regroup
+            and policy.regroup
             and all(own.may_reduce_apart or own.ranks == 1 for own in settings),
         )
     )
@@ -120,7 +122,7 @@ def price(
 # -- groups --------------------------------------------------------------------------------------
 
 
-def _pieces_by_group(
+def _parts_by_group(
     groups: Sequence[GroupInfo], settings: Sequence[GroupSettings], forward: Usage
 ) -> dict[int, list[tuple[int, ...]]]:
     """The parts of those groups that may travel in parts: large ones, and those where nothing hides
@@ -133,14 +135,14 @@ def _pieces_by_group(
     reads: dict[int, dict[int, int]] = {g.id: {} for g in groups}
     for use in forward.params:
         reads[use.group][use.param] = use.first
-    pieces = {g.id: _pieces(g, reads[g.id]) for g in groups if len(g.params) > 1}
+    parts = {g.id: _parts(g, reads[g.id]) for g in groups if len(g.params) > 1}
     typical = median([g.gathered_bytes for g in groups])
     used = [use.group for use in sorted(forward.uses, key=lambda use: (use.first, use.group))]
-    inner = [g for g in used if not settings[g].is_root and len(pieces.get(g, ())) > 1]
+    inner = [g for g in used if not settings[g].is_root and len(parts.get(g, ())) > 1]
     ends = {*inner[:AT_START], *inner[-AT_TURN:]}
     return {
         number: found
-        for number, found in pieces.items()
+        for number, found in parts.items()
         if groups[number].gathered_bytes > HUGE * typical
         or settings[number].is_root
         or number in ends
@@ -154,13 +156,13 @@ def _group(
     lanes: dict[str, float],
     machine: Machine,
     reshard: Reshard,
-    pieces: Sequence[tuple[int, ...]],
+    parts: Sequence[tuple[int, ...]],
 ) -> Group:
     decided = {Reshard.OPEN: own.reshard, Reshard.AUTO: None}
     return Group(
         id=info.id,
         fqn=info.fqn,
-        parts=tuple(_part(info, params, own, stages, lanes, machine) for params in pieces),
+        parts=tuple(_part(info, params, own, stages, lanes, machine) for params in parts),
         gather_lane=list(lanes).index(own.gather_lane),
         reduce_lane=list(lanes).index(own.reduce_lane),
         world_size=own.ranks,
@@ -182,21 +184,21 @@ def _post_forward(
     return PostForwardMesh(held_bytes, lanes.index(own.post_forward_lane))
 
 
-def _pieces(info: GroupInfo, reads: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Parameters that forward reads first at the same cut, or at neighbouring ones: each piece is
+def _parts(info: GroupInfo, reads: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Parameters that forward reads first at the same cut, or at neighbouring ones: each part is
     at least 1 / MAX_PARTS of the group but for the last. reads: the first op of each."""
     unused = max(reads.values(), default=0) + 1
     order = sorted(range(len(info.params)), key=lambda place: (reads.get(place, unused), place))
-    pieces: list[tuple[int, ...]] = []
-    piece: list[int] = []
+    parts: list[tuple[int, ...]] = []
+    part: list[int] = []
     for place, after in zip_longest(order, order[1:]):
-        piece.append(place)
-        size_bytes = sum(info.params[p].gathered_bytes for p in piece)
+        part.append(place)
+        size_bytes = sum(info.params[p].gathered_bytes for p in part)
         ends = after is None or reads.get(after, unused) != reads.get(place, unused)
         if after is None or (ends and size_bytes * MAX_PARTS >= info.gathered_bytes):
-            pieces.append(tuple(sorted(piece)))
-            piece = []
-    return pieces
+            parts.append(tuple(sorted(part)))
+            part = []
+    return parts
 
 
 def _part(
@@ -258,8 +260,8 @@ def _share(whole: Transfer, launch_us: float, part_bytes: int, whole_bytes: int)
 
 def _use(stage: Divided, group: int, params: tuple[int, ...]) -> Use | None:
     """When the group is read; if `params` are given, when these are."""
-    whole = [u for u in stage.outline.uses if u.group == group]
-    some = [u for u in stage.outline.params if u.group == group and u.param in params]
+    whole = [u for u in stage.usage.uses if u.group == group]
+    some = [u for u in stage.usage.params if u.group == group and u.param in params]
     found = some if params else whole
     if not found:
         return None
@@ -280,7 +282,7 @@ def _gradient(
     stage = stages.get(Direction.BACKWARD)
     if stage is None:
         return None
-    ready = next((r for r in stage.outline.reductions if r.group == info.id), None)
+    ready = next((r for r in stage.usage.reductions if r.group == info.id), None)
     first = [] if ready is None else [op for place, op in ready.comes if place in params]
     if ready is None or not first:
         return None

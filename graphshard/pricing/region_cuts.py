@@ -2,8 +2,8 @@
 
 A compiler fuses what nothing separates. So a group's wait, its release and its reduction do not
 stand at the exact op that needs them but at a cut near it: where the fewest bytes cross, which is
-where one block of the model hands over to the next. In: an outline of one direction with exact
-uses, the time of each op and the bytes that cross each place. Out: the outline with all uses at
+where one block of the model hands over to the next. In: the usage of one direction with exact
+uses, the time of each op and the bytes that cross each place. Out: the usage with all uses at
 cuts; what lies between two cuts is one region.
 
 Two places of a step hide no communication. At its ends compute cannot start before the first
@@ -46,23 +46,23 @@ INSIDE = ((0.2, 0.6), (0.6, 0.9))
 
 
 def snapped(
-    outline: Usage,
+    usage: Usage,
     crossing: Sequence[int],
     us: Sequence[float],
     *,
     inside: bool = False,
     late: Mapping[tuple[int, int], int] = MappingProxyType({}),
 ) -> Usage:
-    """`outline` with its uses and reductions moved to cuts, which it names as `regions`.
+    """`usage` with its uses and reductions moved to cuts, which it names as `regions`.
 
     crossing: bytes that cross place p, from the ops before op p to op p and later; one more entry
     than ops. us: of each op. inside: parts of a group may travel alone, so stays are cut inside.
     late: what `late_params` says of forward, if parts of gradients may be reduced alone.
     """
     times = [0.0, *accumulate(us)]
-    done = _done(outline)
-    cuts = {0, outline.num_ops}
-    for first, last in _stays(outline):
+    done = _done(usage)
+    cuts = {0, usage.num_ops}
+    for first, last in _stays(usage):
         slack = SLACK * (times[last + 1] - times[first])
         before = max((p for p in done if p <= first), default=0)
         low = bisect_left(times, times[first] - slack, hi=first)
@@ -77,10 +77,10 @@ def snapped(
             high = max(bisect_right(times, times[place] + slack) - 1, place)
             cuts.add(_cheapest(crossing, place, high, late=False))
     if inside:
-        for stay in _long_stays(outline, times):
+        for stay in _long_stays(usage, times):
             cuts.update(_inside(stay, crossing, times))
-    cuts.update(_behind_late(outline, crossing, times, late))
-    return _moved(outline, tuple(sorted(cuts)))
+    cuts.update(_behind_late(usage, crossing, times, late))
+    return _moved(usage, tuple(sorted(cuts)))
 
 
 def late_params(forward: Usage) -> dict[tuple[int, int], int]:
@@ -106,13 +106,13 @@ class _LiveSpan:
     reads: tuple[int, ...]
 
 
-def _long_stays(outline: Usage, times: Sequence[float]) -> set[_LiveSpan]:
+def _long_stays(usage: Usage, times: Sequence[float]) -> set[_LiveSpan]:
     """The first and the last few of those that read parameters for half of their time (a last norm
     and a head do not), and are not much shorter than the others (an embedding is)."""
-    reads = sorted(use.first for use in outline.params)
+    reads = sorted(use.first for use in usage.params)
     found = [
         _LiveSpan(first, last, tuple(reads[bisect_left(reads, first) : bisect_right(reads, last)]))
-        for first, last in _stays(outline)
+        for first, last in _stays(usage)
     ]
     lengths = [times[stay.last + 1] - times[stay.first] for stay in found]
     typical = median(lengths or [0.0])
@@ -138,18 +138,18 @@ def _inside(stay: _LiveSpan, crossing: Sequence[int], times: Sequence[float]) ->
 
 
 def _behind_late(
-    outline: Usage,
+    usage: Usage,
     crossing: Sequence[int],
     times: Sequence[float],
     late: Mapping[tuple[int, int], int],
 ) -> Iterator[int]:
     """Cheap cuts soon after the gradients of what forward reads behind each cut are complete."""
-    for reduction in outline.reductions:
+    for reduction in usage.reductions:
         comes = dict(reduction.comes)
         numbers = {p: late[reduction.group, p] for p in comes if (reduction.group, p) in late}
         for number in set(numbers.values()):
             place = max(comes[p] for p, behind in numbers.items() if behind >= number) + 1
-            if place < outline.num_ops and place <= max(comes.values()):
+            if place < usage.num_ops and place <= max(comes.values()):
                 slack = SLACK * (times[max(comes.values())] - times[min(comes.values())])
                 high = max(bisect_right(times, times[place] + slack) - 1, place)
                 yield _cheapest(crossing, place, high, late=False)
@@ -171,18 +171,18 @@ def crossing_bytes(graph: fx.Graph) -> list[int]:
     return list(accumulate(changes[: len(place) + 1]))
 
 
-def _done(outline: Usage) -> list[int]:
+def _done(usage: Usage) -> list[int]:
     """Places at which a group is read for the last time or its gradients are complete."""
-    ready = {reduction.after + 1 for reduction in outline.reductions}
-    released = {use.last + 1 for use in outline.uses if use.last is not None}
+    ready = {reduction.after + 1 for reduction in usage.reductions}
+    released = {use.last + 1 for use in usage.uses if use.last is not None}
     return sorted(ready | released)
 
 
-def _stays(outline: Usage) -> list[tuple[int, int]]:
+def _stays(usage: Usage) -> list[tuple[int, int]]:
     """First and last op of each stay at one group, before another group's parameters are read."""
-    order = sorted(outline.params, key=attrgetter("first", "group", "param"))
+    order = sorted(usage.params, key=attrgetter("first", "group", "param"))
     stays: list[list[ParamUse]] = [list(u) for _, u in groupby(order, key=attrgetter("group"))]
-    ends = [*(stay[0].first - 1 for stay in stays[1:]), outline.num_ops - 1][: len(stays)]
+    ends = [*(stay[0].first - 1 for stay in stays[1:]), usage.num_ops - 1][: len(stays)]
     return [
         (stay[0].first, max(stay[0].first, min(end, max(u.last or u.first for u in stay))))
         for stay, end in zip(stays, ends, strict=True)
@@ -194,7 +194,7 @@ def _cheapest(crossing: Sequence[int], low: int, high: int, *, late: bool) -> in
     return min(range(low, high + 1), key=lambda p: (crossing[p], -p if late else p))
 
 
-def _moved(outline: Usage, cuts: tuple[int, ...]) -> Usage:
+def _moved(usage: Usage, cuts: tuple[int, ...]) -> Usage:
     def down(op: int) -> int:
         return cuts[bisect_right(cuts, op) - 1]
 
@@ -204,15 +204,15 @@ def _moved(outline: Usage, cuts: tuple[int, ...]) -> Usage:
 
     def use(one: _Use) -> _Use:
         last = None if one.last is None else up(one.last)
-        return replace(one, first=min(down(one.first), outline.num_ops - 1), last=last)
+        return replace(one, first=min(down(one.first), usage.num_ops - 1), last=last)
 
     return replace(
-        outline,
-        uses=tuple(map(use, outline.uses)),
-        params=tuple(map(use, outline.params)),
+        usage,
+        uses=tuple(map(use, usage.uses)),
+        params=tuple(map(use, usage.params)),
         reductions=tuple(
             replace(r, after=up(r.after), comes=tuple((param, up(op)) for param, op in r.comes))
-            for r in outline.reductions
+            for r in usage.reductions
         ),
         regions=cuts,
     )

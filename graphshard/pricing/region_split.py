@@ -1,7 +1,7 @@
 """One direction of a priced problem in regions: their times, and what is alive in them.
 
-In: a sketch, op by op. Out: `Divided`. Regions start where a group is needed, released or reduced,
-and inside long ones, so that a gather can start there.
+In: the costs of each op. Out: `Divided`. Regions start where a group is needed, released or
+reduced, and inside long ones, so that a gather can start there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Divided:
     alive_bytes: of inputs and of what ops make, during each op; gradients are not among them.
     """
 
-    outline: Usage
+    usage: Usage
     starts: tuple[int, ...]
     regions: tuple[Region, ...]
     alive_bytes: tuple[int, ...]
@@ -37,11 +37,11 @@ class Divided:
         return bisect_right(self.starts[:-1], op) - 1
 
 
-def divided(sketch: OpCosts, splittable: Container[int]) -> Divided:
+def divided(op_costs: OpCosts, splittable: Container[int]) -> Divided:
     """splittable: groups that may travel in parts."""
-    ends = sketch.ends_us
-    starts = _starts(sketch.outline, ends, splittable)
-    alive_bytes = tuple(one.inputs + one.made for one in sketch.live)
+    ends = op_costs.ends_us
+    starts = _starts(op_costs.usage, ends, splittable)
+    alive_bytes = tuple(one.inputs + one.made for one in op_costs.live)
     regions = tuple(
         Region(
             us=ends[stop] - ends[start],
@@ -50,27 +50,27 @@ def divided(sketch: OpCosts, splittable: Container[int]) -> Divided:
         )
         for start, stop in pairwise(starts)
     )
-    return Divided(sketch.outline, starts, regions, alive_bytes)
+    return Divided(op_costs.usage, starts, regions, alive_bytes)
 
 
-def _starts(outline: Usage, ends: Sequence[float], splittable: Container[int]) -> tuple[int, ...]:
+def _starts(usage: Usage, ends: Sequence[float], splittable: Container[int]) -> tuple[int, ...]:
     """Where regions start: where a group is needed, released or reduced, and inside long ones.
 
     Where a group may be split, also where each of its parameters is needed. Compiled code is cut
-    nowhere else than its outline says.
+    nowhere else than its usage says.
     """
-    if outline.regions:
-        return outline.regions
-    needed = {u.first for u in outline.params if u.group in splittable}
-    cuts = sorted({*outline.cuts, *needed})
-    longest_us = ends[-1] / (CUTS * max(1, len(outline.uses)))
+    if usage.regions:
+        return usage.regions
+    needed = {u.first for u in usage.params if u.group in splittable}
+    cuts = sorted({*usage.cuts, *needed})
+    longest_us = ends[-1] / (CUTS * max(1, len(usage.uses)))
     found = []
     for start, stop in pairwise(cuts):
         found.append(start)
         for op in range(start + 1, stop):
             if ends[op] - ends[found[-1]] >= longest_us:
                 found.append(op)
-    return (*found, outline.num_ops)
+    return (*found, usage.num_ops)
 
 
 def with_late_gradients(
@@ -81,7 +81,7 @@ def with_late_gradients(
     All gradients of a part are counted from the region on that makes the first of them; while it
     runs, some are still to come.
     """
-    made = {(r.group, place): op for r in backward.outline.reductions for place, op in r.made}
+    made = {(r.group, place): op for r in backward.usage.reductions for place, op in r.made}
     coming = [
         (part.gradient.first, op, Claim(Category.UNSHARDED_GRAD, param.gathered_bytes, group.id))
         for group in groups

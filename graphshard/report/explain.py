@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from graphshard.capture.root_state import CompiledPlan, RootState, records_under
+from graphshard.capture.root_state import CompiledPlan, RootState, root_states_under
 from graphshard.compiler.instrument import Executable
 from graphshard.files.information import printable
 from graphshard.fsdp2 import fsdp_groups, states_under
@@ -18,7 +18,7 @@ from graphshard.view.comparison import comparison_text
 
 def plans(model: nn.Module) -> list[Plan]:
     """The plans that are compiled for `model` (wrapped by torch.compile or not), oldest first."""
-    return [compiled.plan for compiled in _compiled(records_under(model))]
+    return [compiled.plan for compiled in _compiled(root_states_under(model))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def measurements(model: nn.Module) -> list[Measurement | None]:
 
     None: nothing was measured. `graphshard.profile` measures, and `options={"replan_after": n}`.
     """
-    return [_measurement(compiled) for compiled in _compiled(records_under(model))]
+    return [_measurement(compiled) for compiled in _compiled(root_states_under(model))]
 
 
 def _measurement(compiled: CompiledPlan) -> Measurement | None:
@@ -103,17 +103,17 @@ class Report:
 
 def explain(model: nn.Module) -> Report:
     """A short report about `model`; `str()` of it is for people, `.code` is the emitted Python."""
-    records = records_under(model)
-    compiled = _compiled(records)
-    groups = [live for record in records for live in record.groups]
-    seen = {state for record in records for state in record.states}
+    root_states = root_states_under(model)
+    compiled = _compiled(root_states)
+    groups = [live for root_state in root_states for live in root_state.groups]
+    seen = {state for root_state in root_states for state in root_state.states}
     new = [state for state in states_under(model) if state not in seen]
     unseen = sum(len(fsdp_groups(state)) for state in new)
     return Report(
         plans=tuple(c.plan.summary() for c in compiled),
         captured=sum(live.counters.forwards > 0 for live in groups),
         present=len(groups) + unseen,
-        reasons={k: v for r in records for k, v in {**r.outside, **r.reasons}.items()},
+        reasons={k: v for r in root_states for k, v in {**r.outside, **r.reasons}.items()},
         code=tuple((c.plan.name, c.forward_code, c.backward_code) for c in compiled),
         regions={c.plan.name: found for c in compiled if (found := _regions(c)) is not None},
         unseen=unseen,
@@ -135,7 +135,7 @@ def _regions(compiled: CompiledPlan) -> tuple[int, int] | None:
     return running.artifacts.num_regions, len(running.artifacts.by_key)
 
 
-def _compiled(records: list[RootState]) -> list[CompiledPlan]:
+def _compiled(root_states: list[RootState]) -> list[CompiledPlan]:
     """Each plan once, also if several roots run it together; oldest first."""
-    found = {id(c): c for record in records for c in record.plans.values()}
+    found = {id(c): c for root_state in root_states for c in root_state.plans.values()}
     return list(found.values())

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from graphshard.capture.root_state import CompiledPlan, RootState, records_under
+from graphshard.capture.root_state import CompiledPlan, RootState, root_states_under
 from graphshard.compiler.instrument import (
     OBSERVER,
     Executable,
-    Laps,
-    Stretches,
+    Runs,
+    Segments,
     combined,
     laps_of,
     num_laps,
@@ -68,7 +68,7 @@ def profile(model: nn.Module, steps: int = 5) -> Iterator[None]:
     finally:
         OBSERVER.reset(token)
     session.stop()
-    _attach(records_under(model), session.taken)
+    _attach(root_states_under(model), session.taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,13 @@ class _Taken:
     """What one graph left on this rank."""
 
     running: Executable
-    stretches: Stretches
-    laps: Laps
+    segments: Segments
+    runs: Runs
 
     @property
     def identity(self) -> str:
         """Equal on ranks that timed the same steps."""
-        return hashlib.sha256(repr(self.stretches).encode()).hexdigest()
+        return hashlib.sha256(repr(self.segments).encode()).hexdigest()
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +102,7 @@ class _Session:
             if num_laps(running) >= self.steps:
                 self._take(running)
         elif running.is_complete:
-            mine = _plan_of(records_under(self.model), running) is not None
+            mine = _plan_of(root_states_under(self.model), running) is not None
             if mine:
                 watch(running)
             (self.watched if mine else self.others).append(running)
@@ -113,25 +113,25 @@ class _Session:
             self._take(running)
 
     def _take(self, running: Executable) -> None:
-        laps = {d: own[: self.steps] for d, own in laps_of(running).items()}
+        runs = {d: own[: self.steps] for d, own in laps_of(running).items()}
         # Roots that share a graph share its name; all ranks take them in the same order.
         name = running.plan.name
         same = sum(one.running.plan.name == name for one in self.taken.values())
         key = f"{name} ({same + 1})" if same else name
-        self.taken[key] = _Taken(running, dict(running.stretches), laps)
+        self.taken[key] = _Taken(running, dict(running.segments), runs)
         unwatch(running)
         self.watched.remove(running)
         self.others.append(running)
 
 
-def _plan_of(records: Sequence[RootState], running: Executable) -> CompiledPlan | None:
-    found = (compiled for record in records for compiled in record.plans.values())
+def _plan_of(root_states: Sequence[RootState], running: Executable) -> CompiledPlan | None:
+    found = (compiled for root_state in root_states for compiled in root_state.plans.values())
     return next((c for c in found if c.running is running), None)
 
 
-def _attach(records: Sequence[RootState], taken: Mapping[str, _Taken]) -> None:
+def _attach(root_states: Sequence[RootState], taken: Mapping[str, _Taken]) -> None:
     """Agree on what was measured and write it into the plans of `records`."""
-    found = _agreed(records, taken)
+    found = _agreed(root_states, taken)
     if not found:
         raise MeasureError(
             "GS801",
@@ -140,25 +140,27 @@ def _attach(records: Sequence[RootState], taken: Mapping[str, _Taken]) -> None:
         )
     for name, measured in found.items():
         running = taken[name].running
-        compiled = _plan_of(records, running)
+        compiled = _plan_of(root_states, running)
         if compiled is None:
             continue  # went to eager FSDP2 meanwhile
         now = replace(compiled, plan=replace(compiled.plan, measured=measured))
-        for record in records:
-            for graph, known in record.plans.items():
+        for root_state in root_states:
+            for graph, known in root_state.plans.items():
                 if known is compiled:
-                    record.plans[graph] = now
+                    root_state.plans[graph] = now
         compiled = now
         announce(compiled)
 
 
-def _agreed(records: Sequence[RootState], taken: Mapping[str, _Taken]) -> dict[str, Measured]:
+def _agreed(root_states: Sequence[RootState], taken: Mapping[str, _Taken]) -> dict[str, Measured]:
     """By name of graph, of those that all ranks ran: the same on all of them."""
-    ballots = list(dict.fromkeys(ballot for record in records for ballot in record.ballots))
+    ballots = list(
+        dict.fromkeys(ballot for root_state in root_states for ballot in root_state.ballots)
+    )
     number = max((ballot.profiles for ballot in ballots), default=0)
     for ballot in ballots:
         ballot.profiles = number + 1
-    own = {name: [one.identity, times.to_json(one.laps)] for name, one in taken.items()}
+    own = {name: [one.identity, times.to_json(one.runs)] for name, one in taken.items()}
     said = told(ballots, f"profile {number}", json.dumps(own))
     ranks: list[dict[str, list[str]]] = [json.loads(text) for text in said]
     found = {}
@@ -166,8 +168,8 @@ def _agreed(records: Sequence[RootState], taken: Mapping[str, _Taken]) -> dict[s
         if any(rank.get(name, [""])[0] != one.identity for rank in ranks):
             logger.warning("%s: not every rank ran it while it was profiled", name)
             continue
-        laps = [times.from_json(rank[name][1]) for rank in ranks]
-        measured = combined(one.running.problem, one.stretches, laps)
+        runs = [times.from_json(rank[name][1]) for rank in ranks]
+        measured = combined(one.running.problem, one.segments, runs)
         if measured is not None:
             found[name] = measured
     return found

@@ -62,8 +62,8 @@ class _Collective:
     def drain(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective, if it is not done."""
         if self.work is not None:
-            trip = NamedCollective("all-gather", self._places[0][0], self._names, self._group)
-            finish(self.work, trip, limit_s=limit_s)
+            timing = NamedCollective("all-gather", self._places[0][0], self._names, self._group)
+            finish(self.work, timing, limit_s=limit_s)
             self.work = None
 
 
@@ -78,9 +78,9 @@ class InPlaceGather(_Collective):
             outputs: list[Tensor] = []
             inputs: list[Tensor] = []
             for load in loads:
-                room = self._rooms[load.live] = room_for(load.live, load.layout)
-                outputs += room.flats
-                inputs += _sent(load, room, group.rank())
+                buffer = self._rooms[load.live] = room_for(load.live, load.layout)
+                outputs += buffer.flats
+                inputs += _sent(load, buffer, group.rank())
             if len({output.dtype for output in outputs}) > 1:  # as bytes, like FSDP2
                 outputs = [output.view(torch.uint8) for output in outputs]
                 inputs = [part.view(torch.uint8) for part in inputs]
@@ -96,8 +96,8 @@ class InPlaceGather(_Collective):
     def drop(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective and throw its result away."""
         self.drain(limit_s=limit_s)
-        for live, room in self._rooms.items():
-            give_back(live, room)
+        for live, buffer in self._rooms.items():
+            give_back(live, buffer)
         self._rooms.clear()
 
 
@@ -119,10 +119,10 @@ class PackedGather(_Collective):
         if self._buffer is not None:
             with step_range(StepKind.GATHER_WAIT, self._names):
                 self.drain()
-                rooms = [room_for(*place) for place in self._places]
-                _copy_out(self._buffer, rooms)
+                buffers = [room_for(*place) for place in self._places]
+                _copy_out(self._buffer, buffers)
             lives = (live for live, _ in self._places)
-            self._rooms = dict(zip(lives, rooms, strict=True))
+            self._rooms = dict(zip(lives, buffers, strict=True))
             self._free()
         return self._rooms.pop(live)
 
@@ -162,7 +162,7 @@ def _described(loads: Sequence[Payload]) -> str:
     return f"all-gather of {' + '.join(places)}"
 
 
-def _sent(load: Payload, room: GatherBuffer, rank: int) -> Sequence[Tensor]:
+def _sent(load: Payload, buffer: GatherBuffer, rank: int) -> Sequence[Tensor]:
     """Each shard where it is, or, where it has to be cast, where it will be in the result."""
     cast = [
         (index, part)
@@ -173,7 +173,7 @@ def _sent(load: Payload, room: GatherBuffer, rank: int) -> Sequence[Tensor]:
         return load.parts
     sent = list(load.parts)
     for index, _ in cast:
-        sent[index] = room.rows[index][rank]
+        sent[index] = buffer.rows[index][rank]
     torch._foreach_copy_([sent[index] for index, _ in cast], [part for _, part in cast])
     return sent
 
@@ -219,12 +219,12 @@ def _bucket(loads: Sequence[Payload], group: dist.ProcessGroup, comm: Any) -> tu
     return bucket, own
 
 
-def _copy_out(bucket: Tensor, rooms: Sequence[GatherBuffer]) -> None:
+def _copy_out(bucket: Tensor, buffers: Sequence[GatherBuffer]) -> None:
     """From rank-major (the wire) to parameter-major (what compute sees)."""
-    rows = [row for room in rooms for row in room.rows]
-    columns = [count for room in rooms for count in room.layout.columns]
-    if any(room.layout.wire != bucket.dtype for room in rooms):
+    rows = [row for buffer in buffers for row in buffer.rows]
+    columns = [count for buffer in buffers for count in buffer.layout.columns]
+    if any(buffer.layout.wire != bucket.dtype for buffer in buffers):
         rows = [row.view(torch.uint8) for row in rows]
         columns = [row.shape[1] for row in rows]
-    ranks = rooms[0].layout.ranks
+    ranks = buffers[0].layout.ranks
     torch.split_with_sizes_copy(bucket.view(ranks, -1), columns, dim=1, out=rows)

@@ -73,14 +73,14 @@ def _has_changed(live: LiveGroup) -> bool:
     rank = dist.get_rank(live.fsdp.gather_process_group)
     return held.versions != live.fsdp.versions() or not all(
         _are_same_bytes(row, shards[i].to(row.dtype))
-        for room in held.rooms
-        for i, row in _own_rows(room, rank)
+        for buffer in held.buffers
+        for i, row in _own_rows(buffer, rank)
     )
 
 
-def _own_rows(room: GatherBuffer, rank: int) -> Iterable[tuple[int, Tensor]]:
+def _own_rows(buffer: GatherBuffer, rank: int) -> Iterable[tuple[int, Tensor]]:
     """This rank's part of each parameter, as it was gathered."""
-    return zip(room.layout.indices, (rows[rank] for rows in room.rows), strict=True)
+    return zip(buffer.layout.indices, (rows[rank] for rows in buffer.rows), strict=True)
 
 
 def _are_same_bytes(a: Tensor, b: Tensor) -> bool:

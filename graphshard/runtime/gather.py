@@ -68,8 +68,8 @@ class Gather:
                 self._copy_in(layout_of(live, live.places, dtypes, fsdp.world_size), taken)
             if not fsdp.is_in_forward:
                 fsdp.reshard()
-        if held is not None and held.rooms:
-            self._rooms += held.rooms
+        if held is not None and held.buffers:
+            self._rooms += held.buffers
             self.missing = 0
         elif held is not None:
             self._spread = held
@@ -91,7 +91,7 @@ class Gather:
             return None
         here, live = self._here(), self._live
         if self.missing < len(self._dtypes):
-            layouts = [room.layout for room in here] + [layout for layout, _ in self._under_way]
+            layouts = [buffer.layout for buffer in here] + [layout for layout, _ in self._under_way]
             known = {index for layout in layouts for index in layout.indices}
             indices = tuple(i for i in indices if i not in known)
             if not indices:
@@ -113,53 +113,53 @@ class Gather:
             self._spread = None
 
     def _copy_in(self, layout: GatherLayout, flats: Sequence[Tensor]) -> None:
-        room = room_for(self._live, layout)
-        torch._foreach_copy_(room.flats, list(flats))
-        self._here().append(room)
+        buffer = room_for(self._live, layout)
+        torch._foreach_copy_(buffer.flats, list(flats))
+        self._here().append(buffer)
         self.missing -= len(layout.indices)
 
     def _find_here(self, load: Payload) -> None:
         """On one rank compute reads the shards themselves, unless they have to be cast."""
-        room = own_room(self._live, load.layout, load.parts)
-        if room is None:
+        buffer = own_room(self._live, load.layout, load.parts)
+        if buffer is None:
             self._copy_in(load.layout, load.parts)
             return
-        self._here().append(room)
+        self._here().append(buffer)
         self.missing -= len(load.layout.indices)
 
     def wait(self, indices: Sequence[int]) -> Mapping[int, Tensor]:
         """Gathered parameters by index, each of its unsharded size: `indices`, perhaps others."""
-        rooms = self._here()
+        buffers = self._here()
         for one in tuple(self._under_way):
             if not set(indices).isdisjoint(one[0].indices):
-                rooms.append(one[1].take(self._live))
+                buffers.append(one[1].take(self._live))
                 self._under_way.remove(one)
-        if len(rooms) == 1:
-            return parameters(self._live, rooms[0])
-        return {i: t for room in rooms for i, t in parameters(self._live, room).items()}
+        if len(buffers) == 1:
+            return parameters(self._live, buffers[0])
+        return {i: t for buffer in buffers for i, t in parameters(self._live, buffer).items()}
 
     def release(self, *, keep: bool, by_plan: bool = False) -> None:
         """Give the memory back, or keep it for a later gather of the same shards.
 
         by_plan: FSDP2 would not keep it.
         """
-        rooms, live = self._taken(), self._live
+        buffers, live = self._taken(), self._live
         if keep:
-            live.held = KeptParams(self._dtypes, self._versions, tuple(rooms), by_plan=by_plan)
+            live.held = KeptParams(self._dtypes, self._versions, tuple(buffers), by_plan=by_plan)
             return
         live.held = None
-        for room in rooms:
-            give_back(live, room)
+        for buffer in buffers:
+            give_back(live, buffer)
 
     def release_to(self, group: dist.ProcessGroup) -> None:
         """Keep this rank's part of each parameter, spread over the smaller `group`."""
-        rooms, live = self._taken(), self._live
+        buffers, live = self._taken(), self._live
         size, rank = group.size(), group.rank()
-        flats = {i: f for r in rooms for i, f in zip(r.layout.indices, r.flats, strict=True)}
+        flats = {i: f for r in buffers for i, f in zip(r.layout.indices, r.flats, strict=True)}
         parts = tuple(flats[i].chunk(size)[rank].clone() for i in live.places)
         live.held = KeptParams(self._dtypes, self._versions, parts=parts, part_of=group)
-        for room in rooms:
-            give_back(live, room)
+        for buffer in buffers:
+            give_back(live, buffer)
 
     def fits(self, dtypes: tuple[torch.dtype, ...]) -> bool:
         """Still what a gather of these dtypes would fetch now."""
@@ -177,11 +177,11 @@ class Gather:
 
     def _taken(self) -> list[GatherBuffer]:
         """Where all parameters stand; this gather has none afterwards."""
-        rooms = self._here()
+        buffers = self._here()
         if self._under_way or self.missing:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
         self._rooms = None
-        return rooms
+        return buffers
 
 
 def issue(wanted: Iterable[tuple[Gather, tuple[int, ...]]]) -> list[Carrier]:

@@ -73,12 +73,12 @@ def layout_of(
 
 def room_for(live: LiveGroup, layout: GatherLayout) -> GatherBuffer:
     """A room with memory, what is in it undefined."""
-    room = live.rooms.pop(layout, None)
-    if room is None:
+    buffer = live.buffers.pop(layout, None)
+    if buffer is None:
         return _new_room(live, layout)
-    if not any(map(UntypedStorage.nbytes, room.storages)):  # else FSDP2 keeps storage
-        deque(map(UntypedStorage.resize_, room.storages, room.sizes_bytes), maxlen=0)
-    return room  # type: ignore[no-any-return]
+    if not any(map(UntypedStorage.nbytes, buffer.storages)):  # else FSDP2 keeps storage
+        deque(map(UntypedStorage.resize_, buffer.storages, buffer.sizes_bytes), maxlen=0)
+    return buffer  # type: ignore[no-any-return]
 
 
 def own_room(
@@ -101,28 +101,28 @@ def own_room(
     return known
 
 
-def give_back(live: LiveGroup, room: GatherBuffer) -> None:
+def give_back(live: LiveGroup, buffer: GatherBuffer) -> None:
     """What is in `room` is not needed any more."""
-    if not room.storages:
+    if not buffer.storages:
         return
-    if _owners(room.addresses) != room.owners:
+    if _owners(buffer.addresses) != buffer.owners:
         return
     if not live.fsdp.keeps_storage:
-        free(room)
-    live.rooms[room.layout] = room
+        free(buffer)
+    live.buffers[buffer.layout] = buffer
 
 
-def free(room: GatherBuffer) -> None:
-    for storage in room.storages:
+def free(buffer: GatherBuffer) -> None:
+    for storage in buffer.storages:
         storage.resize_(0)
 
 
-def parameters(live: LiveGroup, room: GatherBuffer) -> Mapping[int, Tensor]:
+def parameters(live: LiveGroup, buffer: GatherBuffer) -> Mapping[int, Tensor]:
     """Each parameter of a filled room, of its unsharded size, by index."""
-    if len(room.views) == len(room.flats):
-        return room.views
-    found = dict(room.views)
-    for index, flat in zip(room.layout.indices, room.flats, strict=True):
+    if len(buffer.views) == len(buffer.flats):
+        return buffer.views
+    found = dict(buffer.views)
+    for index, flat in zip(buffer.layout.indices, buffer.flats, strict=True):
         if index not in found:
             param = live.fsdp.params[index]
             shards = flat.view(live.fsdp.world_size, *param.padded_shard_size).unbind(0)

@@ -38,7 +38,7 @@ class KeptParams:
 
     dtypes: tuple[torch.dtype, ...]
     versions: Versions
-    rooms: tuple[Any, ...] = ()
+    buffers: tuple[Any, ...] = ()
     parts: tuple[Tensor, ...] = ()
     part_of: dist.ProcessGroup | None = None
     by_plan: bool = False
@@ -107,7 +107,7 @@ class LiveGroup:
     calls: list[Any] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     layouts: dict[Any, Any] = field(default_factory=dict)
-    rooms: dict[Any, Any] = field(default_factory=dict)
+    buffers: dict[Any, Any] = field(default_factory=dict)
     own_rooms: dict[Any, Any] = field(default_factory=dict)
     packings: dict[Any, Any] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = ()
@@ -156,7 +156,7 @@ class LiveGroup:
         """
         prefetched, self.prefetched = self.prefetched, None
         self.held = None
-        self.rooms.clear()
+        self.buffers.clear()
         self.arrived = {}
         if prefetched is not None and limit_s != 0:
             prefetched.drain(limit_s=limit_s)

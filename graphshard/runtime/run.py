@@ -123,12 +123,12 @@ class Run:
             reduction.drain()
 
     def mark(self, index: int) -> None:
-        """Stretch `index` of the emitted code begins."""
+        """Segment `index` of the emitted code begins."""
         if self.stopwatch is not None:
             self.stopwatch.mark(index)
 
     def watch(self, issued: Sequence[Carrier | Reduction]) -> None:
-        """Time the collectives that the stretch of now has issued."""
+        """Time the collectives that the segment of now has issued."""
         if self.stopwatch is None:
             return
         for one in issued:

@@ -1,4 +1,4 @@
-"""Times of a running direction: a mark before each stretch, and when each collective was done.
+"""Times of a running direction: a mark before each segment, and when each collective was done.
 
 On a CPU marks are the host's clock, since the host computes; on any other device they are events
 in its stream, read only when the direction is long over, so that nothing is held up.
@@ -26,12 +26,12 @@ class Stopwatch(Protocol):
     """What a run tells of itself."""
 
     def mark(self, index: int) -> None:
-        """Stretch `index` begins."""
+        """Segment `index` begins."""
 
     def watch(self, work: Work) -> Work:
-        """The stretch that runs now has issued `work`; the result is to be waited for instead."""
+        """The segment that runs now has issued `work`; the result is to be waited for instead."""
 
-    def lap(self) -> DirectionRun:
+    def taken(self) -> DirectionRun:
         """Everything since the first mark; blocks until the device is done with it."""
 
 
@@ -63,14 +63,14 @@ class HostStopwatch:
         future.add_done_callback(note)
         return work
 
-    def lap(self) -> DirectionRun:
+    def taken(self) -> DirectionRun:
         start = self._marks[0]
-        trips = {
+        timings = {
             index: CollectiveTiming((at - start) / 1e3, (done - start) / 1e3 if done else None)
             for index, at in self._issued.items()
             for done in (self._finished.get(index),)
         }
-        return DirectionRun(tuple((mark - start) / 1e3 for mark in self._marks), trips)
+        return DirectionRun(tuple((mark - start) / 1e3 for mark in self._marks), timings)
 
 
 class TimedWork:
@@ -114,7 +114,7 @@ class DeviceStopwatch:
         event.record()
         return event
 
-    def lap(self) -> DirectionRun:
+    def taken(self) -> DirectionRun:
         ends = [self._marks[-1], *(done for _, done in self._trips.values())]
         for event in ends:
             event.synchronize()
@@ -123,10 +123,10 @@ class DeviceStopwatch:
         def us(event: torch.Event) -> float:
             return start.elapsed_time(event) * 1e3
 
-        trips = {
+        timings = {
             index: CollectiveTiming(us(at), us(done)) for index, (at, done) in self._trips.items()
         }
-        return DirectionRun(tuple(map(us, self._marks)), trips)
+        return DirectionRun(tuple(map(us, self._marks)), timings)
 
 
 def stopwatch(device: torch.device) -> Stopwatch:

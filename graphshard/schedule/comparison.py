@@ -100,11 +100,11 @@ def _sum(pairs: Sequence[Pair]) -> Pair:
 def _regions(
     schedule: Schedule, forecast: Forecast, own: Sequence[Segment]
 ) -> Iterator[ComparisonRow]:
-    """Measured stretches may be finer than the regions of the schedule, never coarser."""
+    """Measured segments may be finer than the regions of the schedule, never coarser."""
     compute = [s for s in own if s.step.kind is StepKind.COMPUTE]
     done_us = {0: 0.0}
-    for stretch in compute:
-        done_us[stretch.step.stop] = done_us[stretch.step.start] + stretch.us
+    for segment in compute:
+        done_us[segment.step.stop] = done_us[segment.step.start] + segment.us
     for step, time in zip(schedule.steps, forecast.steps, strict=True):
         if step.kind is not StepKind.COMPUTE:
             continue

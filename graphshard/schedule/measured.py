@@ -1,8 +1,8 @@
 """What a few steps of a plan really took, on this rank and, combined, on all of them.
 
-A direction is cut into `Stretch`es: regions of compute and single communication steps, in the order
+A direction is cut into `Segment`s: regions of compute and single communication steps, in the order
 in which they run. A `DirectionRun` holds the times of one run of one direction; `combine` makes one
-`Measured` of the laps of all ranks. Standard library only, so that it opens wherever a plan does.
+`Measured` of the runs of all ranks. Standard library only, so that it opens wherever a plan does.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class CollectiveTiming:
 class DirectionRun:
     """One run of a direction on one rank; times in microseconds from its start.
 
-    marks: when each stretch began, and the end. trips: index of an issuing stretch -> its
+    marks: when each segment began, and the end. timings: index of an issuing segment -> its
     collective.
     """
 
     marks: tuple[float, ...]
-    trips: Mapping[int, CollectiveTiming] = field(default_factory=dict)
+    timings: Mapping[int, CollectiveTiming] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +78,19 @@ class Issued:
 
 
 def combine(
-    steps: Sequence[Step], laps: Sequence[Sequence[DirectionRun]], issued: Mapping[int, Issued]
+    steps: Sequence[Step], runs: Sequence[Sequence[DirectionRun]], issued: Mapping[int, Issued]
 ) -> tuple[Segment, ...]:
-    """One direction's stretches from the laps of every rank (`laps[rank][n]`, n alike on all).
+    """One direction's segments from the runs of every rank (`runs[rank][n]`, n alike on all).
 
-    issued: by index of the issuing stretch. Work is the slowest rank's, for which the others wait
+    issued: by index of the issuing segment. Work is the slowest rank's, for which the others wait
     at the next collective; a collective's time is the shortest over ranks, since the rank that came
-    last waited for nobody; then the median over laps.
+    last waited for nobody; then the median over runs.
     """
-    split = [[_split(steps, lap) for lap in own] for own in laps]
-    comm = [[lane_times(lap, issued) for lap in own] for own in laps]
+    split = [[_split(steps, run) for run in own] for own in runs]
+    comm = [[lane_times(run, issued) for run in own] for own in runs]
     found = []
     for index, step in enumerate(steps):
-        columns = [[lap[index] for lap in ranks] for ranks in zip(*split, strict=True)]
+        columns = [[run[index] for run in ranks] for ranks in zip(*split, strict=True)]
         found.append(
             Segment(
                 step,
@@ -103,16 +103,16 @@ def combine(
 
 
 def whole(
-    steps: Sequence[Sequence[Step]], laps: Sequence[Sequence[Sequence[DirectionRun]]]
+    steps: Sequence[Sequence[Step]], runs: Sequence[Sequence[Sequence[DirectionRun]]]
 ) -> tuple[float, float]:
     """Time of a step and how much of it was waiting; directions first, then as `combine` has it.
 
-    Medians over laps of the slowest rank's time and of the least waiting.
+    Medians over runs of the slowest rank's time and of the least waiting.
     """
     totals: list[list[tuple[float, float]]] = []
-    for own, ranks in zip(steps, laps, strict=True):
-        split = [[_split(own, lap) for lap in one] for one in ranks]
-        totals.append([_total(lap) for lap in zip(*split, strict=True)])
+    for own, ranks in zip(steps, runs, strict=True):
+        split = [[_split(own, run) for run in one] for one in ranks]
+        totals.append([_total(run) for run in zip(*split, strict=True)])
     pairs = list(zip(*totals, strict=True))
     return (
         median(sum(us for us, _ in pair) for pair in pairs),
@@ -121,32 +121,32 @@ def whole(
 
 
 def _total(ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
-    """One lap of a direction: the slowest rank's time, the least waiting of any."""
+    """One run of a direction: the slowest rank's time, the least waiting of any."""
     return (
-        max(sum(us + waiting for us, waiting in lap) for lap in ranks),
-        min(sum(waiting for _, waiting in lap) for lap in ranks),
+        max(sum(us + waiting for us, waiting in run) for run in ranks),
+        min(sum(waiting for _, waiting in run) for run in ranks),
     )
 
 
 def _shortest(index: int, comm: list[list[dict[int, float]]]) -> float | None:
-    """Of the collective issued by stretch `index`; None unless every rank saw it in some lap."""
-    seen = [[lap[index] for lap in own if index in lap] for own in comm]
+    """Of the collective issued by segment `index`; None unless every rank saw it in some run."""
+    seen = [[run[index] for run in own if index in run] for own in comm]
     count = min(map(len, seen))
     if count == 0:
         return None
     return median(min(own[n] for own in seen) for n in range(count))
 
 
-def _split(steps: Sequence[Step], lap: DirectionRun) -> list[tuple[float, float]]:
-    """(work, waiting) of each stretch: a wait lasts until its collective is done."""
+def _split(steps: Sequence[Step], run: DirectionRun) -> list[tuple[float, float]]:
+    """(work, waiting) of each segment: a wait lasts until its collective is done."""
     issued = {_identity(s): i for i, s in enumerate(steps) if s.kind not in WAITS}
     found = []
     for index, step in enumerate(steps):
-        start, stop = lap.marks[index], lap.marks[index + 1]
+        start, stop = run.marks[index], run.marks[index + 1]
         done = None
         if step.kind in WAITS:
-            trip = lap.trips.get(issued.get(_identity(step), -1))
-            done = None if trip is None else trip.done
+            timing = run.timings.get(issued.get(_identity(step), -1))
+            done = None if timing is None else timing.done
         waiting = 0.0 if done is None else min(max(0.0, done - start), stop - start)
         found.append((stop - start - waiting, waiting))
     return found
@@ -159,37 +159,37 @@ def _identity(step: Step) -> tuple[object, ...]:
     return gathers, reduces, step.start, step.groups, step.params, step.kind is StepKind.RELEASE
 
 
-def lane_times(lap: DirectionRun, issued: Mapping[int, Issued]) -> dict[int, float]:
-    """Stretch that issued -> time that its collective took of its lane.
+def lane_times(run: DirectionRun, issued: Mapping[int, Issued]) -> dict[int, float]:
+    """Segment that issued -> time that its collective took of its lane.
 
     Where each end is known, from when the lane was free until the end. Where not, the lane's work
     is shared out by weight, so that the lane ends when the last known end says. Left out are lanes
     of which no end is known, and what nobody planned (a user's prefetch list, say).
     """
     lanes: dict[int, dict[int, CollectiveTiming]] = {}
-    for index, trip in sorted(lap.trips.items()):
+    for index, timing in sorted(run.timings.items()):
         if index in issued:
-            lanes.setdefault(issued[index].lane, {})[index] = trip
+            lanes.setdefault(issued[index].lane, {})[index] = timing
     found: dict[int, float] = {}
-    for trips in lanes.values():
-        if all(trip.done is not None for trip in trips.values()):
-            found |= _each(trips)
-        elif any(trip.done is not None for trip in trips.values()):
-            found |= _shared(trips, {index: issued[index].weight for index in trips})
+    for timings in lanes.values():
+        if all(timing.done is not None for timing in timings.values()):
+            found |= _each(timings)
+        elif any(timing.done is not None for timing in timings.values()):
+            found |= _shared(timings, {index: issued[index].weight for index in timings})
     return dict(sorted(found.items()))
 
 
-def _each(trips: Mapping[int, CollectiveTiming]) -> dict[int, float]:
+def _each(timings: Mapping[int, CollectiveTiming]) -> dict[int, float]:
     found, free_at = {}, 0.0
-    for index, trip in trips.items():
-        assert trip.done is not None
-        found[index] = max(LEAST_US, trip.done - max(trip.issued, free_at))
-        free_at = max(free_at, trip.done)
+    for index, timing in timings.items():
+        assert timing.done is not None
+        found[index] = max(LEAST_US, timing.done - max(timing.issued, free_at))
+        free_at = max(free_at, timing.done)
     return found
 
 
 def _shared(
-    trips: Mapping[int, CollectiveTiming], weights: Mapping[int, float]
+    timings: Mapping[int, CollectiveTiming], weights: Mapping[int, float]
 ) -> dict[int, float]:
     """Times in proportion to `weights` up to the last known end; nothing of what comes after it.
 
@@ -197,28 +197,28 @@ def _shared(
     idle moment lies, which is some issue, plus all work from there on: the factor is the largest
     for which no such end is later than the known one.
     """
-    last = max(i for i, trip in trips.items() if trip.done is not None)
-    end = max(trip.done for trip in trips.values() if trip.done is not None)
-    known = [i for i in trips if i <= last]
+    last = max(i for i, timing in timings.items() if timing.done is not None)
+    end = max(timing.done for timing in timings.values() if timing.done is not None)
+    known = [i for i in timings if i <= last]
     work, factors = 0.0, []
     for index in reversed(known):
         work += weights[index]
         if work > 0:
-            factors.append((end - trips[index].issued) / work)
+            factors.append((end - timings[index].issued) / work)
     factor = max(0.0, min(factors, default=0.0))
     return {index: max(LEAST_US, factor * weights[index]) for index in known}
 
 
-def to_json(laps: Mapping[Direction, Sequence[DirectionRun]]) -> str:
-    return json.dumps({direction: [asdict(lap) for lap in own] for direction, own in laps.items()})
+def to_json(runs: Mapping[Direction, Sequence[DirectionRun]]) -> str:
+    return json.dumps({direction: [asdict(run) for run in own] for direction, own in runs.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class _DirectionRunText:
-    """A lap as JSON has it, which knows text as keys only."""
+    """A run as JSON has it, which knows text as keys only."""
 
     marks: tuple[float, ...]
-    trips: dict[str, CollectiveTiming]
+    timings: dict[str, CollectiveTiming]
 
 
 def from_json(text: str) -> dict[Direction, list[DirectionRun]]:
@@ -228,7 +228,8 @@ def from_json(text: str) -> dict[Direction, list[DirectionRun]]:
     )
     return {
         Direction(direction): [
-            DirectionRun(lap.marks, {int(k): trip for k, trip in lap.trips.items()}) for lap in own
+            DirectionRun(run.marks, {int(k): timing for k, timing in run.timings.items()})
+            for run in own
         ]
         for direction, own in found.items()
     }

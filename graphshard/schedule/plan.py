@@ -222,7 +222,7 @@ def faults_of(plan: Plan) -> Iterator[str]:
             yield f"fsdp2.{text}"
     if plan.measured is not None:
         for direction in Direction:
-            steps = [stretch.step for stretch in plan.measured.of(direction)]
+            steps = [segment.step for segment in plan.measured.of(direction)]
             yield from step_faults(groups, steps, f"measured.{direction}")
     if plan.estimate is not None:
         for text in figure_faults(groups, plan.schedules, plan.estimate.ours):

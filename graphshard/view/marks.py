@@ -15,7 +15,7 @@ Card = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class AxisMark:
-    """A stretch of the axis. kind: a CSS class; card: what is shown and said of it, in order;
+    """A segment of the axis. kind: a CSS class; card: what is shown and said of it, in order;
     groups: each a GroupInfo.id; label: written on it where there is room; row: within its lane."""
 
     kind: str

@@ -59,7 +59,7 @@ def measured_of_trace(plan: Plan, trace: object) -> Measured:
             "graphshard::all_gather GROUP, ...) are not there in the plan's order",
         )
     laps = {direction: own[-count:] for direction, own in runs.items()}
-    parts = {s.direction: _stretches(s, laps[s.direction]) for s in plan.schedules}
+    parts = {s.direction: _segments(s, laps[s.direction]) for s in plan.schedules}
     steps = list(zip(*laps.values(), strict=True))
     return Measured(
         num_steps=count,
@@ -199,7 +199,7 @@ def _waiting_us(event: _Slice, host: _Host) -> float:
     return min(starts[place] if place < len(starts) else end, end) - event.ts
 
 
-def _stretches(schedule: Schedule, laps: Sequence[Times]) -> tuple[Segment, ...]:
+def _segments(schedule: Schedule, laps: Sequence[Times]) -> tuple[Segment, ...]:
     return tuple(
         Segment(step, median(us for us, _ in own), median(waiting for _, waiting in own))
         for step, own in zip(schedule.steps, zip(*laps, strict=True), strict=True)

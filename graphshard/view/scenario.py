@@ -107,30 +107,30 @@ def measured(plan: Plan, found: Measured) -> Scenario:
     """
     pairs = []
     for schedule in plan.schedules:
-        stretches = found.of(schedule.direction)
-        own = Schedule(schedule.direction, tuple(stretch.step for stretch in stretches))
-        pairs.append((own, _laid_out(schedule.direction, stretches, _lanes(plan))))
+        segments = found.of(schedule.direction)
+        own = Schedule(schedule.direction, tuple(segment.step for segment in segments))
+        pairs.append((own, _laid_out(schedule.direction, segments, _lanes(plan))))
     return _scenario(plan, MEASURED, pairs)
 
 
 def _laid_out(
-    direction: Direction, stretches: Sequence[Segment], lanes: dict[tuple[object, ...], int]
+    direction: Direction, segments: Sequence[Segment], lanes: dict[tuple[object, ...], int]
 ) -> Forecast:
     steps: list[StepTime] = []
-    for stretch in stretches:
+    for segment in segments:
         start_us = steps[-1].end_us if steps else 0.0
-        steps.append(StepTime(start_us, stretch.us, stretch.exposed_us))
-    waits = waits_of([stretch.step for stretch in stretches])
+        steps.append(StepTime(start_us, segment.us, segment.exposed_us))
+    waits = waits_of([segment.step for segment in segments])
     collectives: list[CollectiveTime] = []
     free_at: dict[int, float] = {}
-    for index, stretch in enumerate(stretches):
-        step = stretch.step
+    for index, segment in enumerate(segments):
+        step = segment.step
         if step.kind not in ISSUES or step.kept:
             continue
         lane = lanes.get(_identity(direction, step), 0)
         start_us = max(steps[index].end_us, free_at.get(lane, 0.0))
-        if stretch.comm_us is not None:
-            end_us = start_us + stretch.comm_us
+        if segment.comm_us is not None:
+            end_us = start_us + segment.comm_us
         else:
             wait = steps[waits[index]] if index in waits else steps[-1]
             end_us = max(start_us, wait.start_us + wait.exposed_us)

@@ -49,8 +49,8 @@ def _predicted(course: Baseline) -> Iterator[_Piece]:
 
 def _of_measured(measured: Measured) -> Iterator[_Piece]:
     for direction in Direction:
-        for stretch in measured.of(direction):
-            yield _Piece(direction, stretch.step, stretch.exposed_us, stretch.us)
+        for segment in measured.of(direction):
+            yield _Piece(direction, segment.step, segment.exposed_us, segment.us)
 
 
 def _measured_note(measured: Measured, estimate: Estimate | None) -> str:

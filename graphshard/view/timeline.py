@@ -59,7 +59,7 @@ class LaneRows:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A stretch in which a group is gathered. `kept_from`: the forward release that keeps it.
+    """A segment in which a group is gathered. `kept_from`: the forward release that keeps it.
 
     Not `released`: the plan ends with the group still gathered.
     """
@@ -72,7 +72,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyRow:
-    """The stretches in which one group is gathered; empty if the plan never gathers it."""
+    """The segments in which one group is gathered; empty if the plan never gathers it."""
 
     group: GroupInfo
     bars: tuple[Bar, ...]

@@ -16,7 +16,7 @@ from pool import Ctx
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 
 Parameters = Any
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -99,7 +99,7 @@ def assert_nothing_gathered(model: nn.Module) -> None:
     """Every parameter is a sharded DTensor, and graphshard holds none of them whole."""
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), f"{name} is a {type(param).__name__}"
-    for record in records_under(model):
+    for record in root_states_under(model):
         for live in record.groups:
             assert live.fsdp.is_sharded, live.fqn
             assert live.held is None, live.fqn

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from graphshard.capture.root_state import port_of
+from graphshard.capture.root_state import handle_of
 
 HALF, FULL = torch.bfloat16, torch.float32
 
@@ -238,8 +238,8 @@ def custom_reduce_scatter(model: nn.Module, ctx: Ctx) -> nn.Module:
 
 def storage_is_kept(model: nn.Module, compiled: bool) -> None:
     for block in model.blocks:
-        live = port_of(block).live if compiled else None
-        assert not compiled or any(s.nbytes() for r in live.rooms.values() for s in r.storages)
+        live = handle_of(block).live if compiled else None
+        assert not compiled or any(s.nbytes() for r in live.buffers.values() for s in r.storages)
 
 
 def finalize_by_hand(model: nn.Module, ctx: Ctx) -> nn.Module:

@@ -47,7 +47,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import graphshard
 from graphshard.capture import fallback
-from graphshard.capture.root_state import port_of, records_under
+from graphshard.capture.root_state import handle_of, root_states_under
 from graphshard.schedule.plan import StepKind
 
 EQUAL, DIFFERS, REFUSED = "equal", "differs", "refused"
@@ -107,8 +107,8 @@ def run_case(ctx: Ctx, case: FuzzCase) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         verdict, why = _in_step(sides, ctx)
-    reasons = sorted({r for record in records_under(model) for r in record.outside.values()})
-    fixed = sorted({r for record in records_under(model) for r in record.reasons.values()})
+    reasons = sorted({r for record in root_states_under(model) for r in record.outside.values()})
+    fixed = sorted({r for record in root_states_under(model) for r in record.reasons.values()})
     tally = sides[1].tally
     return Outcome(verdict, why, tally["in_graph"], tally["calls"], (*reasons, *fixed))
 
@@ -384,7 +384,7 @@ def _called(side: Side, eager: bool, args: list[Tensor], kwargs: Seen) -> Any:
 
 
 def _lives(model: nn.Module) -> list[Any]:
-    return [live for record in records_under(model) for live in record.groups]
+    return [live for record in root_states_under(model) for live in record.groups]
 
 
 def _used_groups(model: nn.Module) -> int:
@@ -497,8 +497,8 @@ def _other_state(oracle: nn.Module, model: nn.Module, may_give_back: bool) -> st
                 return f"{where}: {ours._training_state}, not {other._training_state}"
             if ours.is_sharded == other.is_sharded:
                 continue
-            port = port_of(module)
-            live = None if port is None else port.live
+            handle = handle_of(module)
+            live = None if handle is None else handle.live
             if not ours.is_sharded:
                 return f"{where} stays gathered"
             if live is not None and live.fqn not in needed:
@@ -509,8 +509,8 @@ def _other_state(oracle: nn.Module, model: nn.Module, may_give_back: bool) -> st
 
 
 def _is_held(module: nn.Module) -> bool:
-    port = port_of(module)
-    return port is not None and port.live is not None and port.live.held is not None
+    handle = handle_of(module)
+    return handle is not None and handle.live is not None and handle.live.held is not None
 
 
 def _is_gathered(module: nn.Module) -> bool:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 
 adam = partial(torch.optim.Adam, lr=1e-2)
 
@@ -260,7 +260,7 @@ def now_and_then_eager(loop: Loop, step: int) -> None:
 
 
 def captured_forwards(model: nn.Module) -> int:
-    return sum(live.counters.forwards for r in records_under(model) for live in r.groups)
+    return sum(live.counters.forwards for r in root_states_under(model) for live in r.groups)
 
 
 def with_pairs(model: nn.Module, ctx: Ctx) -> nn.Module:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 
 # -- optimizers ----------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ def rerun_selective(block: nn.Module, x: Tensor) -> Tensor:
 
 def gathered_once_each(model: nn.Module, compiled: bool) -> None:
     """A block: once in forward, once in backward. The root: kept from forward to backward."""
-    for record in records_under(model) if compiled else []:
+    for record in root_states_under(model) if compiled else []:
         for live in record.groups:
             per_step = 1 if live.fqn == "(root)" else 2
             assert live.counters.all_gathers == per_step * live.counters.forwards > 0, live.fqn

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import graphshard
 from graphshard.capture import fallback
 from graphshard.capture.fallback import calls
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 from graphshard.compiler import planning, planning_inputs
 
 pytestmark = [
@@ -80,7 +80,7 @@ def losses(model: nn.Module, ctx: Ctx, seeds: range, rows: int = 3) -> list[Tens
 
 def assert_clean(model: nn.Module) -> None:
     assert_sharded(model)
-    for record in records_under(model):
+    for record in root_states_under(model):
         assert all(live.held is None and live.fsdp.is_sharded for live in record.groups)
 
 
@@ -210,7 +210,7 @@ def unanswered(ctx: Ctx) -> str:
     model = blocks(ctx, mesh)
     model.compile(backend="graphshard", options={"fallback": "warn"})
     calls._prepare(model, graphshard.options.Options())
-    (record,) = records_under(model)
+    (record,) = root_states_under(model)
     record.groups[0].root.ballots[0].limit_s = 1.0
     found = caught(lambda: losses(model, ctx, range(1))) if ctx.rank == 0 else ("", 0.0)
     dist.barrier()
@@ -361,7 +361,7 @@ def checked(ctx: Ctx, verify: str) -> float:
     options = {"fallback": "error", "verify": verify}
     model.compile(backend="graphshard", fullgraph=True, options=options)
     assert_equal(expected, train(model, case, ctx, 4))
-    (ballot,) = records_under(model)[0].groups[0].root.ballots
+    (ballot,) = root_states_under(model)[0].groups[0].root.ballots
     return ballot.calls
 
 

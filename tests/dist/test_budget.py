@@ -9,7 +9,7 @@ from pool import Ctx, Pool
 from test_memory import watch_gathered
 
 import graphshard
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 from graphshard.schedule.plan import StepKind
 
 pytestmark = pytest.mark.dist
@@ -123,7 +123,7 @@ def free_to_keep(ctx: Ctx, reshard: str) -> tuple[list[int], list[int]]:
     model.compile(backend="graphshard", fullgraph=True, options=options)
     assert_equal(expected, train(model, case, ctx, 2))
     (plan,) = graphshard.plans(model)
-    (record,) = records_under(model)
+    (record,) = root_states_under(model)
     issued = [live.counters.all_gathers for live in record.groups]
     return [s.num_all_gathers for s in plan.schedules], issued
 
@@ -146,7 +146,7 @@ def accumulated(ctx: Ctx, budget: str) -> tuple[list[bool], int, int]:
     model.compile(backend="graphshard", fullgraph=True, options=options)
     assert_equal(expected, train(model, case, ctx, 2, micro_steps=micro))
     (plan,) = graphshard.plans(model)
-    (record,) = records_under(model)
+    (record,) = root_states_under(model)
     assert all(live.held is None for live in record.groups)
     issued = sum(live.counters.all_gathers for live in record.groups)
     return (

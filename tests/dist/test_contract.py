@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import graphshard
 from graphshard.capture import dynamo
-from graphshard.capture.root_state import port_of
+from graphshard.capture.root_state import handle_of
 from graphshard.fsdp2.versions import TORCH
 
 pytestmark = pytest.mark.dist
@@ -107,11 +107,11 @@ def assert_same_states(oracle: nn.Module, model: nn.Module) -> None:
             assert one._training_state == other._training_state, name
             if one.is_sharded == other.is_sharded:
                 continue
-            port = port_of(ours)
+            handle = handle_of(ours)
             assert one.is_sharded, name
-            assert port is not None, name
-            assert port.live is not None, name
-            assert port.live.held is not None, name
+            assert handle is not None, name
+            assert handle.live is not None, name
+            assert handle.live.held is not None, name
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

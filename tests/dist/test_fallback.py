@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.capture import fallback
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 from graphshard.compiler import planning
 from graphshard.runtime import buckets
 
@@ -44,7 +44,7 @@ def step(model: nn.Module, ctx: Ctx, seed: int = 0) -> dict[str, Any]:
 
 def assert_clean(model: nn.Module) -> None:
     assert_sharded(model)
-    for record in records_under(model):
+    for record in root_states_under(model):
         for live in record.groups:
             assert live.held is None
             assert live.fsdp.is_sharded
@@ -130,7 +130,7 @@ def forward_exceptions(ctx: Ctx, how: str, fails_at: list[int]) -> None:
             assert_same(step(oracle, ctx, index), step(call, ctx, index))
             forwards += 1
         assert_clean(model)
-        (record,) = records_under(model)
+        (record,) = root_states_under(model)
         assert {live.counters.forwards for live in record.groups} == {forwards}  # in the graph
         assert record.reasons == record.outside == {}
 

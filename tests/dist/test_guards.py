@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
 from graphshard.capture import dynamo
-from graphshard.capture.root_state import port_of
+from graphshard.capture.root_state import handle_of
 from graphshard.errors import RuntimeStateError
 
 pytestmark = pytest.mark.dist
@@ -122,9 +122,9 @@ def other_module(model: Any, ctx: Ctx) -> None:
 
 
 def to_eager(model: Any, ctx: Ctx) -> None:
-    port = port_of(model.trunk[1])
-    if port is not None:
-        port.record.leave_eager(port.fqn, "of this test")
+    handle = handle_of(model.trunk[1])
+    if handle is not None:
+        handle.root_state.leave_eager(handle.fqn, "of this test")
 
 
 # What changes between two steps, and how many graphs may be compiled for it.

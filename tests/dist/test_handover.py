@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 from graphshard.fsdp2.signature import mesh_rows, signature_of
 
 pytestmark = [
@@ -134,7 +134,7 @@ def mended(ctx: Ctx) -> None:
     expected, actual = losses(oracle, ctx, range(2)), losses(model, ctx, range(2))
     assert all(map(torch.equal, expected, actual))
     assert len(graphshard.plans(model)) == 1
-    (record,) = records_under(model)
+    (record,) = root_states_under(model)
     for group in (live.fsdp for live in record.groups):
         assert signature_of(group, mesh_rows(group)).shard_ranks == (tuple(range(ctx.world_size)),)
 
@@ -254,7 +254,7 @@ def prepared(model: Any) -> Any:
     from graphshard.fsdp2 import state_of
 
     prepare(state_of(model))
-    return records_under(model)
+    return root_states_under(model)
 
 
 def test_a_rank_that_never_compiles_is_waited_for_as_its_collectives_are(pool: Pool) -> None:

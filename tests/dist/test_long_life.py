@@ -45,7 +45,7 @@ class Held:
     tensors: int
     records: int
     groups: int
-    entrances: int
+    specs: int
     frames: int
     layouts: int
     left: int
@@ -116,7 +116,7 @@ def assert_flat(seen: list[Held]) -> None:
     assert after.tensors <= most
     assert rows[-1].tensors <= most
     assert (after.records, after.groups) == (0, 0)
-    assert after.entrances <= max(row.entrances for row in rows[:VARIANTS])
+    assert after.specs <= max(row.specs for row in rows[:VARIANTS])
     assert (after.frames, after.layouts) == (before.frames, before.layouts)
     assert max(row.left for row in rows) <= 2
 

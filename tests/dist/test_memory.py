@@ -145,8 +145,8 @@ def poison(output_at: int) -> Callable[[Any], Any]:
 def poison_released(original: Any) -> Any:
     """The memory stays, so that who reads it finds NaN; the next gather finds its size right."""
 
-    def call(room: GatherBuffer) -> None:
-        for storage in room.storages:
+    def call(buffer: GatherBuffer) -> None:
+        for storage in buffer.storages:
             ones = torch.full((storage.nbytes(),), 0xFF, dtype=torch.uint8)
             storage.copy_(ones.untyped_storage())
 
@@ -161,9 +161,9 @@ def poisoned(ctx: Ctx, name: str) -> None:
     released = []
 
     def counting(original: Any) -> Any:
-        def call(room: GatherBuffer) -> None:
-            released.append(len(room.flats))
-            poison_released(original)(room)
+        def call(buffer: GatherBuffer) -> None:
+            released.append(len(buffer.flats))
+            poison_released(original)(buffer)
 
         return call
 

@@ -63,7 +63,7 @@ class Samples:
 
 
 def sampled_on(
-    model: Any, batch: tuple[Tensor, ...], stretches: list[tuple[Step, ...]]
+    model: Any, batch: tuple[Tensor, ...], ranges: list[tuple[Step, ...]]
 ) -> list[tuple[Step, int]]:
     """Each communication step of one training step, with the bytes gathered after it."""
     alive: list[int] = []
@@ -73,7 +73,7 @@ def sampled_on(
     ):
         model(*batch).backward()
     found = []
-    for steps in stretches:
+    for steps in ranges:
         after, alive = alive[1 : len(steps) + 1], alive[len(steps) + 1 :]
         found += [(s, size) for s, size in zip(steps, after, strict=True) if s.group is not None]
     assert alive == []
@@ -96,11 +96,11 @@ def planned(plan: Plan) -> list[tuple[Step, int]]:
     return found
 
 
-def recording(stretches: list[tuple[Step, ...]]) -> Callable[[Any], Any]:
+def recording(ranges: list[tuple[Step, ...]]) -> Callable[[Any], Any]:
     def record(original: Any) -> Any:
         def with_marks(*args: Any) -> Any:
             module, steps = original(*args)
-            stretches.append(steps)
+            ranges.append(steps)
             return module, steps
 
         return with_marks
@@ -124,15 +124,15 @@ def swept(ctx: Ctx) -> list[dict[str, Any]]:
     own_bytes, found = NO_LIMIT, []
     for share in SHARES:
         torch._dynamo.reset()
-        model, stretches = sharded(ctx), []
+        model, ranges = sharded(ctx), []
         options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
         model.compile(backend="graphshard", options={**options, "replan_after": 1000})
-        with patched(instrument, "with_marks", recording(stretches)):
+        with patched(instrument, "with_marks", recording(ranges)):
             losses, params, optimizer = steps_of(model, ctx, 3)
         assert all(map(torch.equal, losses, expected[0]))
         assert all(map(torch.equal, params, expected[1]))
         (plan,) = graphshard.plans(model)
-        assert sampled_on(model, make_batch(CONFIG, ctx.rank), stretches) == planned(plan)
+        assert sampled_on(model, make_batch(CONFIG, ctx.rank), ranges) == planned(plan)
         summary = plan.summary()
         found.append(
             {

@@ -10,7 +10,7 @@ from test_freed import WIDTH, Outer, in_place, sharded, wrapped
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 from graphshard.compiler.instrument import Executable
 from graphshard.schedule.plan import Plan
 
@@ -56,7 +56,7 @@ def facts(model: nn.Module) -> tuple[int, int, list[str]]:
 
 
 def running_of(model: nn.Module) -> Executable:
-    (record,) = records_under(model)
+    (record,) = root_states_under(model)
     (found,) = record.plans.values()
     assert isinstance(found.running, Executable)
     return found.running

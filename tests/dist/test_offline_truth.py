@@ -50,15 +50,15 @@ def calibrated(ctx: Ctx, path: str) -> int:
 def trained(ctx: Ctx, path: str, asked: dict[str, Any]) -> tuple[str, list[int]]:
     """The plan, and what is gathered after each of its communication steps."""
     torch.manual_seed(0)
-    model, stretches = sharded(ctx.mesh), []
+    model, ranges = sharded(ctx.mesh), []
     options = {"fallback": "error", "machine": path, "replan_after": 1000, **asked}
     model.compile(backend="graphshard", fullgraph=True, options=options)
-    with patched(instrument, "with_marks", recording(stretches)):
+    with patched(instrument, "with_marks", recording(ranges)):
         for step in range(3):
             model(*batch(2 * step + ctx.rank)).backward()
     model.zero_grad()
     (plan,) = graphshard.plans(model)
-    seen = sampled_on(model, batch(ctx.rank), stretches)
+    seen = sampled_on(model, batch(ctx.rank), ranges)
     assert [step for step, _ in seen] == [step for step, _ in planned(plan)]
     return plan.to_json(), [size for _, size in seen]
 

@@ -12,7 +12,7 @@ from torch import nn
 import graphshard
 from bench.models import make_batch
 from bench.peaks import resident_bytes, step_peaks
-from graphshard.capture.root_state import port_of
+from graphshard.capture.root_state import handle_of
 
 pytestmark = pytest.mark.dist
 
@@ -23,9 +23,11 @@ def test_models_equal_eager_fsdp2(pool: Pool, name: str) -> None:
 
 
 def rooms_of(model: nn.Module) -> list[Any]:
-    port = port_of(model)
-    assert port is not None
-    return [room for p in port.record.ports if p.live for room in p.live.rooms.values()]
+    handle = handle_of(model)
+    assert handle is not None
+    return [
+        buffer for p in handle.root_state.handles if p.live for buffer in p.live.buffers.values()
+    ]
 
 
 def memory(ctx: Ctx) -> tuple[float, float, int]:

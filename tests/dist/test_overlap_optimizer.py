@@ -11,7 +11,7 @@ from parity import assert_equal, sgd, train, twin
 from pool import Ctx, Pool
 from torch import nn
 
-from graphshard.capture.root_state import port_of
+from graphshard.capture.root_state import handle_of
 from graphshard.runtime.live import LiveGroup
 
 pytestmark = pytest.mark.dist
@@ -20,9 +20,9 @@ OPTIONS = {"compute": "aten", "fallback": "error", "overlap_optimizer": True}
 
 
 def lives_of(model: nn.Module) -> list[LiveGroup]:
-    port = port_of(model)
-    assert port is not None
-    return [p.live for p in port.record.ports if p.live is not None]
+    handle = handle_of(model)
+    assert handle is not None
+    return [p.live for p in handle.root_state.handles if p.live is not None]
 
 
 def gathers(model: nn.Module) -> int:

@@ -9,7 +9,7 @@ from parity import assert_equal, build, train
 from pool import Ctx, Pool
 
 import graphshard
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 from graphshard.compiler.instrument import Executable
 from graphshard.errors import MeasureError
 from graphshard.schedule.plan import Plan, StepKind
@@ -24,7 +24,7 @@ def compiled(ctx: Ctx, name: str, **options: Any) -> Any:
 
 
 def running_of(model: Any) -> Executable:
-    (record,) = records_under(model)
+    (record,) = root_states_under(model)
     (found,) = record.plans.values()
     assert isinstance(found.running, Executable)
     return found.running
@@ -32,7 +32,7 @@ def running_of(model: Any) -> Executable:
 
 def assert_unmarked(model: Any) -> None:
     running = running_of(model)
-    assert not running.stretches
+    assert not running.segments
     for direction, body in running.bodies.items():
         assert not body.watched
         assert not body.watches
@@ -125,7 +125,7 @@ def replanned(ctx: Ctx) -> list[bool]:
     with graphshard.profile(model, steps=2):
         train(model, case, ctx, 7)
     assert_unmarked(model)
-    (record,) = records_under(model)
+    (record,) = root_states_under(model)
     (found,) = record.plans.values()
     return [found.before is not None, found.measured is not None, found.plan.measured is not None]
 

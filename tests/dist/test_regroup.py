@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard.capture.root_state import port_of
+from graphshard.capture.root_state import handle_of
 from graphshard.compiler import planning
 from graphshard.pricing import op_costs, problem
 from graphshard.runtime import buckets, gather_buffers, reduce
@@ -84,7 +84,7 @@ def regrouped(
 
 
 def issued(model: nn.Module) -> int:
-    lives = {port_of(m).live for m in model.modules() if port_of(m) is not None}
+    lives = {handle_of(m).live for m in model.modules() if handle_of(m) is not None}
     return sum(live.counters.all_gathers for live in lives)
 
 
@@ -282,7 +282,7 @@ def failing(ctx: Ctx, plan_name: str, function: str, calls: int) -> None:
         assert seen.peak_bytes > 0
         assert seen.alive_bytes() == 0
     for module in (model, *model.blocks):
-        live = port_of(module).live
+        live = handle_of(module).live
         assert live.fsdp.is_sharded
         assert live.held is None
     assert all(isinstance(p, DTensor) for p in model.parameters())

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from graphshard.capture.root_state import records_under
+from graphshard.capture.root_state import root_states_under
 
 GROUP_S = 5.0  # time limit of the process group
 STEPS = 5
@@ -241,6 +241,6 @@ def texts(seen: Any) -> tuple[str, ...]:
 def left_gathered(model: nn.Module) -> tuple[str, ...]:
     """Parameters that are not DTensors, and groups that are not SHARDED."""
     found = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    for record in records_under(model):
+    for record in root_states_under(model):
         found += [g.fqn for g in record.groups if g.held is not None or not g.fsdp.is_sharded]
     return tuple(found)

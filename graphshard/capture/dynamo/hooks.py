@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from graphshard import fsdp2
 from graphshard.capture.group_spec import GroupSpec
 from graphshard.capture.hooks import enter_group, leave_group
-from graphshard.capture.root_state import is_entered_as, port_of, prepare
+from graphshard.capture.root_state import handle_of, is_entered_as, prepare
 
 _WRAPPERS = (
     "_torchdynamo_orig_backend",
@@ -62,19 +62,19 @@ _eager_post_forward = torch._dynamo.disable(
 
 
 def _pre_forward(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    entrance = module._graphshard_entrance()
-    if entrance is None:
+    spec = module._graphshard_spec()
+    if spec is None:
         return _eager_pre_forward(self, module, args, kwargs)
-    return allow_side_effects(enter_group, module, entrance, args, kwargs)
+    return allow_side_effects(enter_group, module, spec, args, kwargs)
 
 
 def _post_forward(self: Any, module: Any, args: Any, output: Any) -> Any:
-    if not _compiling_for_graphshard() or not module._graphshard_port.entered["top"]:
+    if not _compiling_for_graphshard() or not module._graphshard_handle.entered["top"]:
         return _eager_post_forward(self, module, args, output)
     return allow_side_effects(leave_group, module, output)
 
 
-def _graphshard_entrance(self: nn.Module) -> GroupSpec | None:
+def _graphshard_spec(self: nn.Module) -> GroupSpec | None:
     """What entering the module's group is traced as; None leaves it to FSDP2's own hook.
 
     Runs at trace time, on the real module: Dynamo calls a method with the constant mark on the
@@ -82,17 +82,17 @@ def _graphshard_entrance(self: nn.Module) -> GroupSpec | None:
     the function's own name. What the result depends on becomes one guard.
     """
     transaction = InstructionTranslator.current_tx()
-    state, is_new = fsdp2.state_of(self), port_of(self) is None
+    state, is_new = fsdp2.state_of(self), handle_of(self) is None
     if not is_ours(transaction.output.compiler_fn) or not prepare(state):
         return None
     if is_new:
         substitute_grouped_hooks(fsdp2.siblings(state))
-    port = port_of(self)
-    assert port is not None
-    entrance = port.entrance()
+    handle = handle_of(self)
+    assert handle is not None
+    spec = handle.spec()
     source = transaction.output.side_effects[self].source
-    _guard(source, functools.partial(is_entered_as, entrance), f"group {port.fqn} as it was traced")
-    return entrance
+    _guard(source, functools.partial(is_entered_as, spec), f"group {handle.fqn} as it was traced")
+    return spec
 
 
 def _guard(source: Any, holds: Callable[[Any], bool], text: str) -> None:
@@ -126,24 +126,24 @@ def _registered(method: Callable[..., Any]) -> Callable[..., Any]:
     eager = torch._dynamo.disable(method, recursive=True, reason="skipping FSDP hooks")
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-        entrance = module._graphshard_entrance()
-        if entrance is None:
+        spec = module._graphshard_spec()
+        if spec is None:
             return eager(module, *args, **kwargs)
-        args, kwargs = allow_side_effects(enter_group, module, entrance, args, kwargs)
+        args, kwargs = allow_side_effects(enter_group, module, spec, args, kwargs)
         return allow_side_effects(leave_group, module, inner(*args, **kwargs))
 
     return call
 
 
 def _grouped_pre(module: Any, args: Any, kwargs: Any) -> Any:
-    entrance = module._graphshard_entrance()
-    if entrance is None:
+    spec = module._graphshard_spec()
+    if spec is None:
         return _eager_grouped_pre(module, args, kwargs)
-    return allow_side_effects(enter_group, module, entrance, args, kwargs)
+    return allow_side_effects(enter_group, module, spec, args, kwargs)
 
 
 def _grouped_post(module: Any, args: Any, output: Any) -> Any:
-    if not _compiling_for_graphshard() or not module._graphshard_port.entered["top"]:
+    if not _compiling_for_graphshard() or not module._graphshard_handle.entered["top"]:
         return _eager_grouped_post(module, args, output)
     return allow_side_effects(leave_group, module, output)
 
@@ -160,7 +160,7 @@ def _eager_grouped_post(module: Any, args: Any, output: Any) -> Any:
 
 def substitute_hooks() -> None:
     """Register the substitutes, once per process."""
-    constant = torch.compiler.assume_constant_result(_graphshard_entrance)
-    setattr(fsdp2.ShardedModule, _graphshard_entrance.__name__, constant)
+    constant = torch.compiler.assume_constant_result(_graphshard_spec)
+    setattr(fsdp2.ShardedModule, _graphshard_spec.__name__, constant)
     torch.compiler.substitute_in_graph(_PRE_FORWARD, skip_signature_check=True)(_pre_forward)
     torch.compiler.substitute_in_graph(_POST_FORWARD, skip_signature_check=True)(_post_forward)

@@ -18,9 +18,9 @@ from graphshard.capture.root_state import (
     CaptureHandle,
     RootState,
     all_records,
-    port_of,
+    handle_of,
     prepare,
-    records_under,
+    root_states_under,
     unfinished_records,
 )
 from graphshard.errors import CollectiveFailed, DivergedRanks, UnsupportedModel, cleaning_up
@@ -103,8 +103,8 @@ class Keeper:
 
     def _after_backward(self) -> None:
         """See to what had to wait until no backward runs."""
-        port = None if self._module is None else port_of(self._module)
-        if port is not None and port.record.is_interrupted and fsdp2.is_root(port.state):
+        handle = None if self._module is None else handle_of(self._module)
+        if handle is not None and handle.root_state.is_interrupted and fsdp2.is_root(handle.state):
             lost = RuntimeError("a backward was interrupted")
             recover(self._module, lost)
             for note in getattr(lost, "__notes__", ()):
@@ -114,26 +114,26 @@ class Keeper:
                 self._apart(later)
             self._later = []
 
-    def _apart(self, port: CaptureHandle) -> None:
-        """Compile the port's modules on their own; one that was before goes back to eager."""
-        for module in fsdp2.modules_of(port.state):
-            if port.apart and module is self._module:
+    def _apart(self, handle: CaptureHandle) -> None:
+        """Compile its modules on their own; one that was before goes back to eager."""
+        for module in fsdp2.modules_of(handle.state):
+            if handle.apart and module is self._module:
                 module._compiled_call_impl = None
                 self.plain, self._gone = module._call_impl, True  # for the call that begins now
             elif module._compiled_call_impl is None and module is not self._module:
-                port.apart = True
+                handle.apart = True
                 module.compile(backend="graphshard", options=_options_apart(self._options))
 
     def _is_pending(self) -> bool:
         self._graphs = [graph for graph in self._graphs if graph.is_pending]
-        lives = [port.live for port in self._later]
+        lives = [handle.live for handle in self._later]
         return bool(self._graphs) or any(c.is_pending for g in lives if g for c in g.calls)
 
     @dynamo.hidden
     def after(self, watch: CallWatch, result: Any) -> None:
         self._try_again(False)
         if watch.compiles:
-            self._later += [port for port in watch.report() if port not in self._later]
+            self._later += [handle for handle in watch.report() if handle not in self._later]
         if self._later and not watch.recomputes:
             self._graphs += pending_graphs(result)
         _mark_idle(self._module)
@@ -153,15 +153,15 @@ class Keeper:
 
 def _mark_idle(module: nn.Module | None) -> None:
     """The call is over: a rank that waits for this one goes on waiting."""
-    for record in all_records() if module is None else records_under(module):
-        mark(record.ballots, IDLE)
+    for root_state in all_records() if module is None else root_states_under(module):
+        mark(root_state.ballots, IDLE)
 
 
 def _plain_call(module: nn.Module | None) -> Callable[..., Any] | None:
     """What a call of `module` runs if Dynamo must not look into it, else None."""
     if module is None:
         return None
-    return next((r.plain[module] for r in records_under(module) if module in r.plain), None)
+    return next((r.plain[module] for r in root_states_under(module) if module in r.plain), None)
 
 
 def _prepare(module: nn.Module | None, options: Options) -> None:
@@ -173,10 +173,10 @@ def _prepare(module: nn.Module | None, options: Options) -> None:
     state = fsdp2.state_of(module)
     fsdp2.lazy_init(state)  # raises what FSDP2 raises
     prepare(state)
-    open_roots(records_under(module), options)
-    for record in records_under(module):
-        for reason in dict.fromkeys(record.reasons.values()):
-            fqns = [fqn for fqn, why in record.reasons.items() if why == reason]
+    open_roots(root_states_under(module), options)
+    for root_state in root_states_under(module):
+        for reason in dict.fromkeys(root_state.reasons.values()):
+            fqns = [fqn for fqn, why in root_state.reasons.items() if why == reason]
             runs = "runs" if len(fqns) == 1 else "run"
             message = f"{named_groups(fqns)} {runs} through eager FSDP2 because {reason}"
             if options.fallback == "error":
@@ -196,15 +196,15 @@ def recover(module: nn.Module | None, error: BaseException) -> None:
 
     What fails here is noted on `error`.
     """
-    known = records_under(module) if module is not None else []
-    for record in dict.fromkeys([*known, *unfinished_records()]):
-        _reset(record, error)
+    known = root_states_under(module) if module is not None else []
+    for root_state in dict.fromkeys([*known, *unfinished_records()]):
+        _reset(root_state, error)
 
 
-def _reset(record: RootState, error: BaseException) -> None:
+def _reset(root_state: RootState, error: BaseException) -> None:
     waits = not isinstance(error, (CollectiveFailed, DivergedRanks))
     with cleaning_up(error):
-        fsdp2.reset_iteration(record.states, waits=waits)
-    for port in record.ports:
+        fsdp2.reset_iteration(root_state.states, waits=waits)
+    for handle in root_state.handles:
         with cleaning_up(error):
-            port.restore(limit_s=CLEAN_UP_S if waits else 0)
+            handle.restore(limit_s=CLEAN_UP_S if waits else 0)

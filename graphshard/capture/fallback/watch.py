@@ -10,8 +10,8 @@ from graphshard.capture.root_state import (
     CaptureHandle,
     RootState,
     all_records,
-    port_of,
-    records_under,
+    handle_of,
+    root_states_under,
 )
 from graphshard.errors import CaptureError
 from graphshard.options import Options
@@ -38,14 +38,14 @@ class CallWatch:
         self._plain = plain
         self.compiles = compiles
         self.recomputes = current_task() >= 0
-        self._known = all_records() if module is None else records_under(module)
-        ports = [port for record in self._known for port in record.ports]
-        self._entered = {port: top for port in ports if (top := port.entered["top"])}
+        self._known = all_records() if module is None else root_states_under(module)
+        handles = [handle for root_state in self._known for handle in root_state.handles]
+        self._entered = {handle: top for handle in handles if (top := handle.entered["top"])}
         self._traces: dict[RootState, int] = {}
         self._forwards: dict[int, int] = {}
         if compiles:  # only then is there a report; a backward may call hundreds of modules again
-            self._traces = {record: record.traces for record in self._known}
-            lives = [port.live for port in ports if port.live is not None]
+            self._traces = {root_state: root_state.traces for root_state in self._known}
+            lives = [handle.live for handle in handles if handle.live is not None]
             self._forwards = {live.number: live.counters.forwards for live in lives}
 
     def report(self) -> list[CaptureHandle]:
@@ -55,11 +55,11 @@ class CallWatch:
         instead with `fallback="error"`.
         """
         apart: list[CaptureHandle] = []
-        for record in self._records():
-            inside = [p for p in self._ports(record) if self._ran_inside(p)]
-            outside = [p for p in self._ports(record) if p not in inside]
-            for port in inside:
-                record.outside.pop(port.fqn, None)
+        for root_state in self._records():
+            inside = [p for p in self._ports(root_state) if self._ran_inside(p)]
+            outside = [p for p in self._ports(root_state) if p not in inside]
+            for handle in inside:
+                root_state.outside.pop(handle.fqn, None)
             reason = self._reason(bool(inside))
             if reason is None or not outside:
                 continue
@@ -68,8 +68,8 @@ class CallWatch:
             if self._options.fallback == "error":
                 raise CaptureError("GS211", message)
             warn_once(message)
-            for port in outside:
-                record.outside[port.fqn] = reason
+            for handle in outside:
+                root_state.outside[handle.fqn] = reason
             if self._plain or self._new_breaks():
                 apart += outside
         return apart
@@ -79,27 +79,27 @@ class CallWatch:
 
         If the backward fails too, the next forward of the root begins with a clean state.
         """
-        for record in self._known:
-            for port in record.ports:
-                port.leave(self._entered.get(port, ()))
-            record.interrupt(current_task())
+        for root_state in self._known:
+            for handle in root_state.handles:
+                handle.leave(self._entered.get(handle, ()))
+            root_state.interrupt(current_task())
 
     def _records(self) -> list[RootState]:
         """The roots that this call was about: those of the module, or those that it traced."""
         if self._module is not None:
-            return records_under(self._module)
+            return root_states_under(self._module)
         return [r for r in all_records() if r.traces > self._traces.get(r, 0)]
 
-    def _ports(self, record: RootState) -> list[CaptureHandle]:
+    def _ports(self, root_state: RootState) -> list[CaptureHandle]:
         """Ports with a group that could be captured and that this call was about."""
-        ports = [p for p in record.ports if p.live is not None and not p.eager]
+        handles = [p for p in root_state.handles if p.live is not None and not p.eager]
         if self._module is None:
-            return ports
-        under = {port_of(m) for m in self._module.modules()}
-        return [p for p in ports if p in under]
+            return handles
+        under = {handle_of(m) for m in self._module.modules()}
+        return [p for p in handles if p in under]
 
-    def _ran_inside(self, port: CaptureHandle) -> bool:
-        live = port.live
+    def _ran_inside(self, handle: CaptureHandle) -> bool:
+        live = handle.live
         return live is not None and live.counters.forwards > self._forwards.get(live.number, 0)
 
     def _reason(self, inside: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""Stretches of a captured graph that repeat: traced by AOTAutograd once, and put back as often.
+"""Ranges of a captured graph that repeat: traced by AOTAutograd once, and put back as often.
 
 `find` finds them in the graph that Dynamo hands over, `trace` makes the joint graph of one of them
 and puts a single call in the place of each, `expand` puts the ops back into the joint graph. What

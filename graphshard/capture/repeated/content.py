@@ -1,6 +1,6 @@
 """What a trace of ops depends on, as text: equal text, equal trace.
 
-Two stretches share a trace if the ops, what they are given, and the modes around them read alike
+Two ranges share a trace if the ops, what they are given, and the modes around them read alike
 here. What has no text that tells all of it (a function, a tensor that is a constant, an object of
 the user's) is only like itself. What is assumed: such an object means the same each time it is
 used in one graph.

@@ -1,4 +1,4 @@
-"""The ops of each piece back in the joint graph, in the place of its calls."""
+"""The ops of each repeated block back in the joint graph, in the place of its calls."""
 
 from __future__ import annotations
 
@@ -8,52 +8,52 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from graphshard.capture.repeated.trace import PIECE, PIECE_GRAD, RepeatedBlock
+from graphshard.capture.repeated.trace import BLOCK, BLOCK_GRAD, RepeatedBlock
 from graphshard.graph.program import adopt, attribute_of, note_attributes
 
 _CHECKPOINT = "ac_graph_id"  # of one call of torch.utils.checkpoint; they rise in call order
-_MANY = 1_000_000  # more than there are checkpoints in one piece
+_MANY = 1_000_000  # more than there are checkpoints in one repeated block
 
 Env = dict[fx.Node, fx.Node]
 
 
-def expanded(joint: fx.GraphModule, pieces: Sequence[RepeatedBlock]) -> fx.GraphModule:
-    """`joint` with the ops of each piece in the place of its calls; it is changed in place.
+def expanded(joint: fx.GraphModule, blocks: Sequence[RepeatedBlock]) -> fx.GraphModule:
+    """`joint` with the ops of each repeated block in the place of its calls, changed in place.
 
-    What a piece ran in forward stands in the place of its forward call, and its backward reads
+    What a block ran in forward stands in the place of its forward call, and its backward reads
     these results: it is the graph that AOTAutograd would have traced of the whole.
     """
     note_attributes(joint.graph)
     envs: dict[int, Env] = {}
-    forwards = [_forward(piece) for piece in pieces]
+    forwards = [_forward(block) for block in blocks]
     for node in list(joint.graph.nodes):
-        if node.target is PIECE:
+        if node.target is BLOCK:
             tensors, sizes, number, instance = node.args
-            piece, forward = pieces[number], forwards[number]
-            env = envs[instance] = dict(zip(piece.placeholders, (*tensors, *sizes), strict=False))
-            _copy(node, (n for n in piece.graph.nodes if n in forward), env, instance)
-            _replace(node, [env[n] for n in piece.results])
-        elif node.target is PIECE_GRAD:
+            block, forward = blocks[number], forwards[number]
+            env = envs[instance] = dict(zip(block.placeholders, (*tensors, *sizes), strict=False))
+            _copy(node, (n for n in block.graph.nodes if n in forward), env, instance)
+            _replace(node, [env[n] for n in block.results])
+        elif node.target is BLOCK_GRAD:
             tensors, sizes, tangents, number, instance = node.args
-            piece, forward, env = pieces[number], forwards[number], envs[instance]
-            env.update(zip(piece.placeholders[len(tensors) + len(sizes) :], tangents, strict=True))
-            _copy(node, (n for n in piece.graph.nodes if n not in forward), env, instance)
-            gradients = [env[n] for n in piece.gradients if n is not None]
+            block, forward, env = blocks[number], forwards[number], envs[instance]
+            env.update(zip(block.placeholders[len(tensors) + len(sizes) :], tangents, strict=True))
+            _copy(node, (n for n in block.graph.nodes if n not in forward), env, instance)
+            gradients = [env[n] for n in block.gradients if n is not None]
             _replace(node, gradients)
             _add_up_at_once(gradients)
     _renumber(joint.graph)
     return joint
 
 
-def _forward(piece: RepeatedBlock) -> set[fx.Node]:
+def _forward(block: RepeatedBlock) -> set[fx.Node]:
     """The ops that ran in forward: AOTAutograd marks them, but passes may have replaced some."""
-    late = set(piece.placeholders[len(piece.placeholders) - sum(piece.differentiable) :])
-    needed = set(piece.results)
-    for node in reversed(piece.graph.nodes):
+    late = set(block.placeholders[len(block.placeholders) - sum(block.differentiable) :])
+    needed = set(block.results)
+    for node in reversed(block.graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
     found = set()
-    for node in piece.graph.nodes:
+    for node in block.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         is_early = node in needed or node.meta.get("partitioner_tag") == "is_forward"
@@ -89,7 +89,7 @@ def _replace(call: fx.Node, results: Sequence[fx.Node]) -> None:
 
 def _add_up_at_once(gradients: Sequence[fx.Node]) -> None:
     """Autograd adds a gradient to others of the same tensor when the op that it differentiates is
-    done, and does not wait for the end of the piece."""
+    done, and does not wait for the end of the repeated block."""
     for node in gradients:
         for user in list(node.users):
             if user.target is torch.ops.aten.add.Tensor:

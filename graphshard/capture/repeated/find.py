@@ -1,6 +1,6 @@
-"""Finds alike stretches that follow one another in a graph that Dynamo captured.
+"""Finds alike ranges that follow one another in a graph that Dynamo captured.
 
-Two stretches are alike if they do the same ops with the same constants on inputs of the same
+Two ranges are alike if they do the same ops with the same constants on inputs of the same
 layout, wired in the same way. A deep model is mostly one block over and over.
 """
 
@@ -37,8 +37,8 @@ class BlockRange:
     modes: tuple[tuple[str, ...], tuple[str, ...]]
 
 
-def alike_stretches(graph: fx.Graph) -> Iterator[tuple[BlockRange, ...]]:
-    """Runs of alike stretches, the longest first; no node is in two of them."""
+def alike_ranges(graph: fx.Graph) -> Iterator[tuple[BlockRange, ...]]:
+    """Runs of alike ranges, the longest first; no node is in two of them."""
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     codes = _codes(nodes)
     crossing = _crossing(nodes)
@@ -109,13 +109,15 @@ def _longest_alike(found: Sequence[BlockRange]) -> tuple[BlockRange, ...]:
     return tuple(best) if best and _is_eligible(best[0]) else ()
 
 
-def _wiring(stretch: BlockRange) -> str:
-    names = {node: f"in_{i} {layout(example(node))}" for i, node in enumerate(stretch.inputs)}
+def _wiring(block_range: BlockRange) -> str:
+    names = {node: f"in_{i} {layout(example(node))}" for i, node in enumerate(block_range.inputs)}
     rows = []
-    for index, node in enumerate(stretch.nodes):
+    for index, node in enumerate(block_range.nodes):
         rows.append(told(node, names.__getitem__))
         names[node] = f"op_{index}"
-    return "\n".join((*rows, *(names[node] for node in stretch.outputs), str(stretch.modes)))
+    return "\n".join(
+        (*rows, *(names[node] for node in block_range.outputs), str(block_range.modes))
+    )
 
 
 def _ops(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
@@ -126,22 +128,24 @@ def _ops(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
             yield from _ops(body.graph.nodes)
 
 
-def _is_eligible(stretch: BlockRange) -> bool:
+def _is_eligible(block_range: BlockRange) -> bool:
     """Tensors and sizes in, tensors out, modes as around the graph; and each gradient is handed
     over by one op.
 
-    If several ops of a stretch read an input, their gradients would be summed before those of
-    other stretches are added, and the last bit of the sum would depend on it. (An anchor is a
+    If several ops of a range read an input, their gradients would be summed before those of
+    other ranges are added, and the last bit of the sum would depend on it. (An anchor is a
     scalar, and its gradient means nothing.)
     """
-    own = set(stretch.nodes)
-    if any(stretch.modes) or any(node.target in _ON_STORAGE for node in _ops(stretch.nodes)):
+    own = set(block_range.nodes)
+    if any(block_range.modes) or any(
+        node.target in _ON_STORAGE for node in _ops(block_range.nodes)
+    ):
         return False
-    for node in stretch.inputs:
+    for node in block_range.inputs:
         value = example(node)
         if not isinstance(value, Tensor | torch.SymInt) or is_traceable_wrapper_subclass(value):
             return False
         several = sum(user in own for user in node.users) > 1
         if several and isinstance(value, Tensor) and value.requires_grad and value.dim() > 0:
             return False
-    return all(isinstance(example(node), Tensor) for node in stretch.outputs)
+    return all(isinstance(example(node), Tensor) for node in block_range.outputs)

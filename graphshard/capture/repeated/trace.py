@@ -1,8 +1,8 @@
-"""One joint graph for all occurrences of a stretch, and one call in the place of each.
+"""One joint graph for all occurrences of a range, and one call in the place of each.
 
-In: a graph that Dynamo captured. Out: the graph with a call of `graphshard::piece` in place of each
-stretch that repeats, and what the calls stand for. AOTAutograd sees that op and, in backward,
-`graphshard::piece_grad`; both carry layouts and never run (`graphshard.capture.repeated.expand`).
+In: a graph that Dynamo captured. Out: the graph with a call of `graphshard::block` in place of each
+range that repeats, and what the calls stand for. AOTAutograd sees that op and, in backward,
+`graphshard::block_grad`; both carry layouts and never run (`graphshard.capture.repeated.expand`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from graphshard.capture.repeated.find import BlockRange, alike_stretches
+from graphshard.capture.repeated.find import BlockRange, alike_ranges
 from graphshard.codegen.lowering import Lowering
 from graphshard.graph.owners import owner
 from graphshard.graph.program import output_node
@@ -33,18 +33,18 @@ Traced = TypeVar("Traced")
 logger = logging.getLogger(__name__)
 
 _LIBRARY = torch.library.Library("graphshard", "FRAGMENT")
-_LIBRARY.define("piece(Tensor[] tensors, SymInt[] sizes, int number, int instance) -> Tensor[]")
+_LIBRARY.define("block(Tensor[] tensors, SymInt[] sizes, int number, int instance) -> Tensor[]")
 _LIBRARY.define(
-    "piece_grad(Tensor[] tensors, SymInt[] sizes, Tensor[] tangents, int number, int instance)"
+    "block_grad(Tensor[] tensors, SymInt[] sizes, Tensor[] tangents, int number, int instance)"
     " -> Tensor[]"
 )
-PIECE = torch.ops.graphshard.piece.default
-PIECE_GRAD = torch.ops.graphshard.piece_grad.default
+BLOCK = torch.ops.graphshard.block.default
+BLOCK_GRAD = torch.ops.graphshard.block_grad.default
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatedBlock:
-    """A stretch that was traced. graph: joint, or forward alone if nothing has a gradient.
+    """A range that was traced. graph: joint, or forward alone if nothing has a gradient.
 
     Its inputs are tensors, then sizes, then the gradients of those results that have one
     (`differentiable`); it returns the results, then a gradient or None for each input.
@@ -70,7 +70,7 @@ class RepeatedBlock:
 
 
 class RepeatedBlockError(Exception):
-    """A stretch cannot be traced by itself, or a graph not with the calls of piece `number`."""
+    """A range cannot be traced by itself, or a graph not with calls of block `number`."""
 
     def __init__(self, why: str, number: int = -1) -> None:
         super().__init__(why)
@@ -79,45 +79,45 @@ class RepeatedBlockError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """Stretches that are alike, and the trace of the first one."""
+    """Ranges that are alike, and the trace of the first one."""
 
-    stretches: tuple[BlockRange, ...]
-    piece: RepeatedBlock
-
-
-# Whose pieces are being traced: the ops know theirs by number alone.
-_TRACED: ContextVar[Sequence[RepeatedBlock]] = ContextVar("graphshard pieces")
+    ranges: tuple[BlockRange, ...]
+    block: RepeatedBlock
 
 
-def traced_by_pieces(
+# Whose repeated blocks are being traced: the ops know theirs by number alone.
+_TRACED: ContextVar[Sequence[RepeatedBlock]] = ContextVar("graphshard repeated blocks")
+
+
+def traced_by_blocks(
     gm: fx.GraphModule,
     lowering: Lowering,
     trace: Callable[[fx.GraphModule, tuple[RepeatedBlock, ...]], Traced],
 ) -> Traced:
-    """What `trace` makes of `gm`, with a call in place of each stretch that repeats.
+    """What `trace` makes of `gm`, with a call in place of each range that repeats.
 
-    trace: is given the graph and what its calls stand for. Families of stretches whose calls turn
+    trace: is given the graph and what its calls stand for. Families of ranges whose calls turn
     out not to mean what the ops mean are left out, one after the other, and it is called again.
     """
     families = list(_families(gm, lowering))
     while families:
-        module, pieces = _with_calls(gm, families), tuple(f.piece for f in families)
+        module, blocks = _with_calls(gm, families), tuple(f.block for f in families)
         try:
-            with _tracing(pieces):
-                return trace(module, pieces)
+            with _tracing(blocks):
+                return trace(module, blocks)
         except RepeatedBlockError as error:
             left_out = families.pop(error.number)
-            logger.debug("%d blocks are no pieces: %s", len(left_out.stretches), error)
+            logger.debug("%d blocks are not traced once: %s", len(left_out.ranges), error)
     return trace(gm, ())
 
 
 @contextmanager
-def _tracing(pieces: Sequence[RepeatedBlock]) -> Iterator[None]:
-    """Inside, graphs with calls of these pieces can be traced."""
-    token = _TRACED.set(pieces)
+def _tracing(blocks: Sequence[RepeatedBlock]) -> Iterator[None]:
+    """Inside, graphs with calls of these repeated blocks can be traced."""
+    token = _TRACED.set(blocks)
     try:
         with warnings.catch_warnings():
-            # AOTAutograd's anomaly mode tells of a PieceError, which is nothing to the user.
+            # AOTAutograd's anomaly mode tells of our error, which is nothing to the user.
             warnings.filterwarnings("ignore", message="Error detected in _CallBackward")
             yield
     finally:
@@ -125,32 +125,32 @@ def _tracing(pieces: Sequence[RepeatedBlock]) -> Iterator[None]:
 
 
 def _families(gm: fx.GraphModule, lowering: Lowering) -> Iterator[Family]:
-    """What cannot be traced by itself (a stretch that writes to its inputs, say) is in none."""
-    for alike in alike_stretches(gm.graph):
+    """What cannot be traced by itself (a range that writes to its inputs, say) is in none."""
+    for alike in alike_ranges(gm.graph):
         try:
-            piece = _traced(gm, alike[0], lowering)
+            block = _traced(gm, alike[0], lowering)
         except Exception as error:  # whatever it is, AOTAutograd meets it again in the whole graph
-            logger.debug("%d nodes are no piece: %s", len(alike[0].nodes), error)
+            logger.debug("%d nodes are not traced by themselves: %s", len(alike[0].nodes), error)
         else:
-            yield Family(alike, piece)
+            yield Family(alike, block)
 
 
 def _with_calls(gm: fx.GraphModule, families: Sequence[Family]) -> fx.GraphModule:
     called = {
-        stretch.nodes[0]: (stretch, number)
+        block_range.nodes[0]: (block_range, number)
         for number, family in enumerate(families)
-        for stretch in family.stretches
+        for block_range in family.ranges
     }
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    inside = {node for stretch, _ in called.values() for node in stretch.nodes}
+    inside = {node for block_range, _ in called.values() for node in block_range.nodes}
     for instance, node in enumerate(gm.graph.nodes):
         if node in called:
-            stretch, number = called[node]
-            tensors, sizes = _arguments(stretch)
+            block_range, number = called[node]
+            tensors, sizes = _arguments(block_range)
             given = [new[n] for n in (*tensors, *sizes)]
             call = graph.call_function(_call, (number, instance, len(tensors), *given))
-            for place, output in enumerate(stretch.outputs):
+            for place, output in enumerate(block_range.outputs):
                 new[output] = graph.call_function(operator.getitem, (call, place))
                 new[output].meta = dict(output.meta)
         elif node not in inside:
@@ -158,35 +158,35 @@ def _with_calls(gm: fx.GraphModule, families: Sequence[Family]) -> fx.GraphModul
     return fx.GraphModule(gm, graph)
 
 
-def _arguments(stretch: BlockRange) -> tuple[list[fx.Node], list[fx.Node]]:
+def _arguments(block_range: BlockRange) -> tuple[list[fx.Node], list[fx.Node]]:
     """Tensors and sizes. Symbols in the layouts are handed in, too: the whole graph has them as
     inputs, and would not ask a tensor for its size."""
-    tensors = [n for n in stretch.inputs if isinstance(n.meta["example_value"], Tensor)]
-    sizes = dict.fromkeys(n for n in stretch.inputs if n not in tensors)
+    tensors = [n for n in block_range.inputs if isinstance(n.meta["example_value"], Tensor)]
+    sizes = dict.fromkeys(n for n in block_range.inputs if n not in tensors)
     used = {s for n in tensors for s in free_symbols(n.meta["example_value"])}
-    for node in stretch.nodes[0].graph.find_nodes(op="placeholder"):
+    for node in block_range.nodes[0].graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         if isinstance(value, torch.SymInt) and value.node.expr in used:
             sizes[node] = None
     return tensors, list(sizes)
 
 
-def _traced(gm: fx.GraphModule, stretch: BlockRange, lowering: Lowering) -> RepeatedBlock:
-    """Raises PieceError, or what AOTAutograd raises, if the stretch cannot stand alone."""
+def _traced(gm: fx.GraphModule, block_range: BlockRange, lowering: Lowering) -> RepeatedBlock:
+    """Raises RepeatedBlockError, or what AOTAutograd raises, if the range cannot stand alone."""
     body = fx.Graph()
-    tensors, sizes = _arguments(stretch)
+    tensors, sizes = _arguments(block_range)
     inputs = [*tensors, *sizes]
     new = {node: body.placeholder(f"in_{i}") for i, node in enumerate(inputs)}
-    for node in stretch.nodes:
+    for node in block_range.nodes:
         new[node] = body.node_copy(node, new.__getitem__)
-    body.output(tuple(new[n] for n in stretch.outputs))
+    body.output(tuple(new[n] for n in block_range.outputs))
     values = [n.meta["example_value"] for n in inputs]
-    trains = torch.is_grad_enabled() and any(_has_grad(n) for n in stretch.outputs)
+    trains = torch.is_grad_enabled() and any(_has_grad(n) for n in block_range.outputs)
     with tracing(TracingContext(detect_fake_mode(values))):
         joint = lowering.joint(_joint(fx.GraphModule(gm, body), list(map(_leaf, values)), lowering))
-    piece = RepeatedBlock(joint.graph, tuple(trains and _has_grad(n) for n in stretch.outputs))
-    _check(piece)
-    return piece
+    block = RepeatedBlock(joint.graph, tuple(trains and _has_grad(n) for n in block_range.outputs))
+    _check(block)
+    return block
 
 
 class _Traced(Exception):
@@ -213,14 +213,14 @@ def _joint(module: fx.GraphModule, inputs: list[Any], lowering: Lowering) -> fx.
     raise RepeatedBlockError("AOTAutograd compiled nothing")
 
 
-def _check(piece: RepeatedBlock) -> None:
-    """Raises PieceError unless each result is memory of its own and nothing else is written."""
-    described = output_node(piece.graph).meta["desc"][: len(piece.results)]
+def _check(block: RepeatedBlock) -> None:
+    """Raises RepeatedBlockError unless each result has its own memory, alone written to."""
+    described = output_node(block.graph).meta["desc"][: len(block.results)]
     if [getattr(d, "idx", None) for d in described if isinstance(d, PlainAOTOutput)] != list(
-        range(len(piece.results))
+        range(len(block.results))
     ):
         raise RepeatedBlockError("it writes to its inputs or to what it returns")
-    owners = [owner(node) for node in piece.results]
+    owners = [owner(node) for node in block.results]
     if len(set(owners)) < len(owners) or any(node.op == "placeholder" for node in owners):
         raise RepeatedBlockError("it returns a view of an input or of another result")
 
@@ -252,22 +252,22 @@ class _Call(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         with _blaming(number):
-            outputs = PIECE(tensors, ctx.sizes, number, instance)
+            outputs = BLOCK(tensors, ctx.sizes, number, instance)
         has_grad = _TRACED.get()[number].differentiable
         ctx.mark_non_differentiable(*(o for o, h in zip(outputs, has_grad, strict=True) if not h))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Raises PieceError if the trace is not what AOTAutograd would make of the whole here."""
+        """Raises RepeatedBlockError if AOTAutograd would make something else of the whole here."""
         number = ctx.number
-        piece = _TRACED.get()[number]
-        tangents = [g for g, h in zip(grads, piece.differentiable, strict=True) if h]
-        _check_tangents(piece, tangents, number)
+        block = _TRACED.get()[number]
+        tangents = [g for g, h in zip(grads, block.differentiable, strict=True) if h]
+        _check_tangents(block, tangents, number)
         with _blaming(number):  # an input that was written to meanwhile, say
-            made = PIECE_GRAD(ctx.saved_tensors, ctx.sizes, tangents, number, ctx.instance)
+            made = BLOCK_GRAD(ctx.saved_tensors, ctx.sizes, tangents, number, ctx.instance)
         found = iter(made)
-        own = (next(found) if n is not None else None for n in piece.gradients)
+        own = (next(found) if n is not None else None for n in block.gradients)
         return None, None, None, *own
 
 
@@ -279,13 +279,13 @@ def _blaming(number: int) -> Iterator[None]:
         raise RepeatedBlockError(str(error), number) from error
 
 
-def _check_tangents(piece: RepeatedBlock, tangents: Sequence[Tensor | None], number: int) -> None:
-    """Raises PieceError unless gradients of results come as they did when the piece was traced.
+def _check_tangents(block: RepeatedBlock, tangents: Sequence[Tensor | None], number: int) -> None:
+    """Raises RepeatedBlockError unless gradients of results come as they did in the trace.
 
     If the loss does not hang on all results, eager has no gradient where zeros would make one. And
     of a gradient of another layout, views fail, or are other ops.
     """
-    traced = [n.meta["val"] for n in piece.placeholders[-len(tangents) :]] if tangents else []
+    traced = [n.meta["val"] for n in block.placeholders[-len(tangents) :]] if tangents else []
     for tangent, expected in zip(tangents, traced, strict=True):
         if tangent is None:
             raise RepeatedBlockError("a result of a block has no gradient", number)
@@ -301,11 +301,11 @@ def _memory(value: Tensor) -> tuple[Any, ...]:
     return value.dtype, tuple(value.shape), strides, value.is_conj(), value.is_neg()
 
 
-def _piece_fake(tensors: Any, sizes: Any, number: int, instance: int) -> list[Tensor]:
+def _block_fake(tensors: Any, sizes: Any, number: int, instance: int) -> list[Tensor]:
     return [_like(node) for node in _TRACED.get()[number].results]
 
 
-def _piece_grad_fake(
+def _block_grad_fake(
     tensors: Any, sizes: Any, tangents: Any, number: int, instance: int
 ) -> list[Tensor]:
     return [_like(node) for node in _TRACED.get()[number].gradients if node is not None]
@@ -317,5 +317,5 @@ def _like(node: fx.Node) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-torch.library.register_fake("graphshard::piece", _piece_fake, lib=_LIBRARY)
-torch.library.register_fake("graphshard::piece_grad", _piece_grad_fake, lib=_LIBRARY)
+torch.library.register_fake("graphshard::block", _block_fake, lib=_LIBRARY)
+torch.library.register_fake("graphshard::block_grad", _block_grad_fake, lib=_LIBRARY)

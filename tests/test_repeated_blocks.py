@@ -10,14 +10,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.fx.node import map_arg
 
 from graphshard.capture.repeated import trace
-from graphshard.capture.repeated.find import alike_stretches
+from graphshard.capture.repeated.find import alike_ranges
 from graphshard.offline.capture import capture
 from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended
 
 
 class Odd(Block):
-    """Writes to its input, returns a view, or reads it twice: no piece, or other pieces."""
+    """Writes to its input, returns a view, or reads it twice: not traced once, or others are."""
 
     def __init__(self, how):
         super().__init__()
@@ -48,10 +48,10 @@ def frozen():
     return model, tokens
 
 
-def joint(build, by_pieces):
+def joint(build, by_blocks):
     with pretended(8):
         fake = faked(lambda: made_of("net", build()))
-        return capture(fake, "net", by_pieces=by_pieces).draft.program.joint.graph
+        return capture(fake, "net", by_blocks=by_blocks).joint_graph.program.joint.graph
 
 
 def rows(graph: fx.Graph) -> list[str]:
@@ -83,31 +83,31 @@ BUILDS = {
 
 @pytest.mark.parametrize("name", list(BUILDS))
 def test_the_joint_graph_is_that_of_the_whole(name):
-    whole, pieces = (rows(joint(BUILDS[name], by)) for by in (False, True))
-    assert pieces == whole
+    whole, blocks = (rows(joint(BUILDS[name], by)) for by in (False, True))
+    assert blocks == whole
 
 
 def test_a_block_that_writes_to_its_own_results_has_the_same_ops():
     """Views are made again after a write, which may happen earlier or later."""
     build = functools.partial(odd, "in place")
     graphs = [joint(build, by) for by in (False, True)]
-    whole, pieces = (sorted(f"{n.op} {n.target}" for n in graph.nodes) for graph in graphs)
-    assert [t for t in pieces if "placeholder" not in t] == [
+    whole, blocks = (sorted(f"{n.op} {n.target}" for n in graph.nodes) for graph in graphs)
+    assert [t for t in blocks if "placeholder" not in t] == [
         t for t in whole if "placeholder" not in t
     ]
 
 
 def test_blocks_are_found_and_traced_once(monkeypatch):
     seen = []
-    original = trace.alike_stretches
+    original = trace.alike_ranges
 
     def watched(graph):
         found = list(original(graph))
         seen.append([len(alike) for alike in found])
         return iter(found)
 
-    monkeypatch.setattr(trace, "alike_stretches", watched)
-    joint(functools.partial(net, depth=6), by_pieces=True)
+    monkeypatch.setattr(trace, "alike_ranges", watched)
+    joint(functools.partial(net, depth=6), by_blocks=True)
     assert len(seen) == 1
     assert seen[0][0] >= 5
 
@@ -121,4 +121,4 @@ def test_few_or_different_stretches_are_no_pieces():
         x.meta["example_value"] = torch.empty(2)
     graph.output(x)
     # They repeat, but no group begins anywhere.
-    assert list(alike_stretches(graph)) == []
+    assert list(alike_ranges(graph)) == []
