@@ -18,7 +18,6 @@ from graphshard.errors import DivergedRanks, GraphshardError, InfeasibleBudget
 from graphshard.options import Options, parse_options
 from graphshard.report.announce import announce
 from graphshard.runtime.agree import COMPILING, leave, mark, refuse
-from graphshard.view.units import reason_text
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ def _give_up(compiler: GraphCompiler, error: Exception, settings: Options) -> Ca
     """The groups of the graph go to FSDP2, those of the root if only this rank cannot compile; or
     what raises `error` when it is run."""
     if isinstance(error, InfeasibleBudget):
-        error = InfeasibleBudget(error.code, reason_text(error.message)).with_traceback(None)
+        error = copy.copy(error)  # without what it was raised from
     # A budget is a hard limit: FSDP2 would not keep it either.
     is_final = settings.fallback == "error" or isinstance(error, InfeasibleBudget)
     # The other ranks must not run what this one cannot.

@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 
 class GraphshardError(Exception):
@@ -35,7 +37,7 @@ class GraphshardError(Exception):
         self.code = code
         self.message = message
 
-    def __reduce__(self) -> tuple[type[GraphshardError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[GraphshardError], tuple[Any, ...]]:
         return type(self), (self.code, self.message)
 
 
@@ -105,7 +107,19 @@ class PlanError(GraphshardError, ValueError):
 
 
 class InfeasibleBudget(PlanError):
-    """No schedule fits the budget; the text says what would."""
+    """No schedule fits the budget; the text says what would.
+
+    shortage: the facts, a `graphshard.schedule.shortage.Shortage`.
+    """
+
+    def __init__(self, shortage: Any) -> None:
+        # Views write sentences; here is only where users read them.
+        text = import_module("graphshard.view.shortage").shortage_text(shortage)
+        super().__init__("GS601", text)
+        self.shortage = shortage
+
+    def __reduce__(self) -> tuple[type[GraphshardError], tuple[Any, ...]]:
+        return type(self), (self.shortage,)
 
 
 class GraphshardWarning(UserWarning):

@@ -232,7 +232,7 @@ def all_kept(problem):
     """Every set of groups that may be kept, and between micro-steps."""
     free, bound = [], []
     for g in problem.groups:
-        if any(g.use_in(d) is None for d in Direction) or g.spread is not None:
+        if any(g.use_in(d) is None for d in Direction) or g.post_forward is not None:
             continue
         if g.reshard is None:
             free.append(g.id)

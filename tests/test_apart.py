@@ -10,6 +10,7 @@ from graphshard.planner.links import Wires
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import CollectiveLane, together
 from graphshard.planner.separate_group import WORTH, plan_best, reductions_apart
+from graphshard.schedule.reasons import Decision, Gain
 
 OPEN = {"may_reduce_apart": True, "regroup_gathers": False, "most_ahead": 2}
 
@@ -33,8 +34,9 @@ def test_launches_are_hidden_behind_each_other():
     assert step_us(best) <= (1 - WORTH) * step_us(one)
     assert best.estimate.fsdp2.step_time_us == one.estimate.fsdp2.step_time_us
     assert step_us(best) >= best.estimate.lower_bound_us
-    assert any("process group of their own" in reason.text for reason in best.reasons)
-    gains_us = sum(reason.gain_us for reason in best.reasons)
+    gains = [reason for reason in best.reasons if isinstance(reason, Gain)]
+    assert any(gain.decision is Decision.SEPARATE_GROUP for gain in gains)
+    gains_us = sum(gain.gain_us for gain in gains)
     assert gains_us == best.estimate.fsdp2.step_time_us - step_us(best)
 
 

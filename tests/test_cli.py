@@ -79,7 +79,7 @@ def test_missing_file(verb, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("verb", ["view", "show"])
-@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe\x00", b'{"schema": 3}'])
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe\x00", b'{"schema": 4}'])
 def test_not_a_plan(verb, content, tmp_path, capsys):
     path = tmp_path / "bad.json"
     path.write_bytes(content)

@@ -362,6 +362,7 @@ def test_the_supported_torch_is_what_the_package_declares():
 def test_versions_of_torch(version, level):
     finding = environment.probe_torch(version).finding
     assert (finding and finding.level) == level
+    assert finding is None or finding.code == "GS1101"
 
 
 def raises(error):

@@ -8,8 +8,9 @@ from test_comparison import as_predicted, planned
 
 from graphshard.schedule.plan import Plan
 from graphshard.view.log_text import collective_names, log_text
+from graphshard.view.reasons import reason_text
 from graphshard.view.scenario import predicted
-from graphshard.view.units import reason_text
+from graphshard.view.text import group_names
 
 
 def slow() -> Plan:
@@ -34,7 +35,7 @@ def test_the_block_has_the_costs_and_the_largest_waits_with_their_cause():
     assert lines[1].count("FSDP2") == 1
     waits = [line for line in lines if line.startswith("  exposed ")]
     assert len(waits) == 5
-    texts = [reason_text(reason.text) for reason in plan.reasons]
+    texts = [reason_text(reason, group_names(plan)) for reason in plan.reasons]
     assert all(line.split(": ", 2)[2] in texts for line in waits)
     count = sum(c.wait is not None and own.works[c.wait].exposed_us > 0 for c in own.collectives)
     assert lines[-1] == f"  and {count - 5} more waits"

@@ -10,6 +10,11 @@ from graphshard.errors import FileError
 from graphshard.schedule.plan import Lane, Plan, Residency, StepKind, gathered_bytes_by_step
 
 
+def merge_of(group):
+    launch = {"kind": "gather_issue", "direction": "forward", "launch_us": 1.0}
+    return {"what": "merge", "group": group, **launch}
+
+
 def test_json_round_trip():
     before = two_layers()
     assert Plan.from_json(before.to_json()) == before
@@ -25,7 +30,7 @@ def test_json_round_trip_without_backward():
 
 def test_json_is_plain_and_carries_its_schema():
     data = json.loads(two_layers().to_json())
-    assert data["schema"] == 3
+    assert data["schema"] == 4
     assert data["forward"]["steps"][0]["kind"] == "gather_issue"
     assert data["groups"][1]["params"][0]["shape"] == [15, 1]
 
@@ -39,7 +44,7 @@ def test_json_is_plain_and_carries_its_schema():
         ("3", "found 'int'"),
         ("{}", "found None"),
         ('{"schema": 99}', "found 99"),
-        ('{"schema": 3}', "entry 'name' is missing"),
+        ('{"schema": 4}', "entry 'name' is missing"),
     ],
 )
 def test_from_json_names_what_is_wrong(text, message):
@@ -91,8 +96,8 @@ def broken(change):
             r"params\[0\].shape\[0\]: exp",
         ),
         (
-            lambda d: d.update(reasons=[{"what": "", "text": "", "group": 9}]),
-            r"reasons\[0\].group: t",
+            lambda d: d.update(reasons=[merge_of(9)]),
+            r"reasons\[0\]: there is no group 9",
         ),
     ],
 )

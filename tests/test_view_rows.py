@@ -17,7 +17,7 @@ from graphshard.view.residency import residency_rows
 from graphshard.view.sheet import sheet_of
 from graphshard.view.strips import strip_rows
 from graphshard.view.text import bytes_text
-from graphshard.view.units import change_text, rate_text, reason_text, time_text
+from graphshard.view.units import change_text, rate_text, time_text
 
 PLANS = every_plan()
 PRICED = {name: plan for name, plan in PLANS.items() if plan.forecasts}
@@ -231,8 +231,6 @@ def test_other_units():
     assert rate_text(2e9, 1e6) == "2 GB/s"
     assert rate_text(2e5, 1e6) == "0.2 MB/s"
     assert (change_text(90, 100), change_text(1, 0)) == ("-10.0 %", "")
-    text = "saves 1,500.000 us and holds 2,097,152 bytes over 0.250 us"
-    assert reason_text(text) == "saves 1.50 ms and holds 2.0 MiB over 0.25 us"
     assert [text for _, text in byte_ticks(2**30)] == [
         "0", "256.0 MiB", "512.0 MiB", "768.0 MiB", "1.0 GiB",
     ]  # fmt: skip

@@ -64,19 +64,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def infeasible_text(error: InfeasibleBudget) -> str:
-    """The error as a screen: what, where and who, what would help; one line for each."""
-    from graphshard.view.units import reason_text
+    """The error as a screen."""
+    from graphshard.view.shortage import shortage_lines
 
-    what, _, rest = reason_text(error.message).partition("; ")
-    where, _, rest = rest.partition(": ")
-    if "(" in where.rsplit(",", 1)[0]:  # "(FSDP2's own schedule: ...)" has a colon of its own
-        more, _, rest = rest.partition(": ")
-        where = f"{where}: {more}"
-    owners, _, helps = rest.partition(". What would help: ")
-    lines = [f"error: {error.code}: {what}", f"  {where}"]
-    lines += [f"    {owner}" for owner in owners.split("; ")]
-    lines += ["  what would help"] + [f"    {help}" for help in helps.split("; ")]
-    return "\n".join(lines)
+    first, *rest = shortage_lines(error.shortage)
+    return "\n".join([f"error: {error.code}: {first}", *rest])
 
 
 def _failed(error: Exception, status: int) -> int:

@@ -103,7 +103,8 @@ def _write_trace(plan: Plan, args: argparse.Namespace) -> None:
 
 def _show(args: argparse.Namespace) -> None:
     plan = read_plan(args.plan)
-    from graphshard.view.text import summary_lines
+    from graphshard.view.reasons import reason_text
+    from graphshard.view.text import group_names, summary_lines
     from graphshard.view.why import reasons_of, why_text
 
     if args.why or args.group is not None:
@@ -112,7 +113,8 @@ def _show(args: argparse.Namespace) -> None:
         except ValueError as error:
             raise OptionsError("GS105", f"{shown(args.plan)}: {error}") from error
         if args.json:
-            print_json([asdict(reason) for reason in found])
+            names = group_names(plan)
+            print_json([{**asdict(reason), "text": reason_text(reason, names)} for reason in found])
         else:
             print_text(why_text(plan, args.group))
     elif args.json:

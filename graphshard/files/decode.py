@@ -1,7 +1,8 @@
 """From JSON to frozen dataclasses: every value is checked against its field's type, once, here.
 
 In: what `json.loads` gave, and a type: a dataclass, an enum, bool, int, float, str, a tuple, a dict
-with text as keys, one of these or None, `Annotated` with a `Least`. Out: the value, or DecodeError
+with text as keys, one of these or None, `Annotated` with a `Least`; or several dataclasses, each
+with a field `what` of a `Literal` of its own. Out: the value, or DecodeError
 that says where and what: "forward.steps[12].group: expected a whole number from 0 on, found 'x'".
 Numbers stay the numbers that they are, so that writing the value again gives the same text.
 Standard library only.
@@ -15,7 +16,7 @@ import types
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 Reader = Callable[[Any], Any]
 
@@ -72,13 +73,17 @@ def _reader(kind: Any) -> Reader:
     if origin is Annotated:
         return _at_least(args[0], args[1].value)
     if origin in (Union, types.UnionType):
-        (inner,) = (a for a in args if a is not type(None))
-        read = _reader(inner)
+        inner = [a for a in args if a is not type(None)]
+        read = _one_of(inner) if inner[1:] else _reader(inner[0])
+        if len(inner) == len(args):
+            return read
         return lambda data: None if data is None else read(data)
     if origin is tuple:
         return _list(args[0]) if args[-1] is Ellipsis else _row(args)
     if origin is dict:
         return _object(args[1])
+    if origin is Literal:
+        return _literal(args)
     if is_dataclass(kind):
         return _dataclass(kind)
     if issubclass(kind, Enum):
@@ -100,6 +105,28 @@ def _dataclass(kind: Any) -> Reader:
             if name not in data:
                 raise DecodeError(f"entry {name!r} is missing")
         return kind(**{name: _inside(own[name], found, name) for name, found in data.items()})
+
+    return read
+
+
+def _one_of(kinds: list[Any]) -> Reader:
+    """Dataclasses that say in `what` which one they are."""
+    readers = {get_args(get_type_hints(kind)["what"])[0]: _reader(kind) for kind in kinds}
+    read_what = _literal(tuple(readers))
+
+    def read(data: Any) -> Any:
+        if type(data) is not dict:
+            raise _expected("an object", data)
+        return readers[_inside(read_what, data.get("what"), "what")](data)
+
+    return read
+
+
+def _literal(known: tuple[str, ...]) -> Reader:
+    def read(data: Any) -> Any:
+        if type(data) is not str or data not in known:
+            raise _expected(f"one of {', '.join(known)}", data)
+        return data
 
     return read
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from graphshard.planner.events import Event, given_gradients, start_claims, turns
 from graphshard.planner.fsdp2 import has_lists
@@ -18,7 +19,8 @@ from graphshard.planner.problem import Claim, Problem
 from graphshard.planner.score import Candidate, SearchContext
 from graphshard.planner.simulate import LaneCollective, Simulation, owners_at
 from graphshard.planner.stage import assemble, stage_of
-from graphshard.schedule.plan import Category, Direction, Reason, Step, StepKind
+from graphshard.schedule.plan import Category, Direction, StepKind
+from graphshard.schedule.reasons import Bound, Held, NotEarlier
 
 OWNERS = 2
 
@@ -33,7 +35,9 @@ class TimedEvents:
     alive_bytes: tuple[int, ...]
 
 
-def why_not_earlier(context: SearchContext, best: Candidate, ours: Simulation) -> Iterator[Reason]:
+def why_not_earlier(
+    context: SearchContext, best: Candidate, ours: Simulation
+) -> Iterator[NotEarlier]:
     """One reason for each collective of `ours`, in order."""
     lines = {line.direction: line for line in _lines(context.memo, best)}
     for direction, line in lines.items():
@@ -42,8 +46,7 @@ def why_not_earlier(context: SearchContext, best: Candidate, ours: Simulation) -
         held = _blockers(line, places, context.budget_bytes)
         lanes: dict[int, LaneCollective] = {}
         for place, found in zip(places, own, strict=True):
-            text = _text(context.problem, line, place, found, lanes.get(found.lane), held)
-            yield Reason(str(found.step.kind), text, group=found.step.group, direction=direction)
+            yield _reason(context.problem, line, place, found, lanes.get(found.lane), held)
             lanes[found.lane] = found
 
 
@@ -64,48 +67,47 @@ def _lines(memo: Memo, best: Candidate) -> Iterator[TimedEvents]:
         start = tuple(owners_at(start, events, len(events)))
 
 
-def _text(
+def _reason(
     problem: Problem,
     line: TimedEvents,
     place: int,
     found: LaneCollective,
     before: LaneCollective | None,
-    held: dict[int, tuple[int, str]],
-) -> str:
-    gather = found.step.kind is StepKind.GATHER_ISSUE
+    held: dict[int, tuple[int, tuple[Held, ...]]],
+) -> NotEarlier:
+    step, exposed_us = found.step, found.exposed_us
+    assert step.group is not None
+    because = partial(NotEarlier, step.group, line.direction, step.kind, exposed_us=exposed_us)
+    gather = step.kind is StepKind.GATHER_ISSUE
     if gather and has_lists(problem, line.direction):
-        return "bound by the user's prefetch lists"
-    if found.exposed_us == 0:
-        spare_us = found.awaited_us - found.finished_us
-        return f"no need: it is done {spare_us:,.3f} us before compute waits for it"
-    cost = f"compute waits {found.exposed_us:,.3f} us for it, but "
+        return because(Bound.PREFETCH_LISTS)
+    if exposed_us == 0:
+        return because(Bound.NO_NEED, spare_us=found.awaited_us - found.finished_us)
     if before is not None and before.finished_us > found.issued_us:
-        name, until = _step_text(problem, before.step), before.finished_us
-        return cost + f"the lane is busy with {name} until {until:,.3f} us of {line.direction}"
+        return because(
+            Bound.LANE_BUSY,
+            busy_kind=before.step.kind,
+            busy=before.step.groups,
+            until_us=before.finished_us,
+        )
     if place in held:
-        missing, text = held[place]
-        return cost + f"{missing:,} bytes of the budget are missing before: {text}"
+        missing_bytes, most = held[place]
+        return because(Bound.MEMORY, missing_bytes=missing_bytes, held=most)
     if not gather:
-        return cost + "its gradients are complete only here"
+        return because(Bound.GRADIENTS)
     if not any(e.step.kind is StepKind.COMPUTE for e in line.events[:place]):
-        return cost + "nothing computes before it"
+        return because(Bound.FIRST)
     if before is not None and before.finished_us == found.started_us:
-        return cost + "it starts as soon as its lane is free"
-    return cost + "an earlier issue did not make the simulated step shorter"
-
-
-def _step_text(problem: Problem, step: Step) -> str:
-    kind = "the gather" if step.kind is StepKind.GATHER_ISSUE else "the reduction"
-    names = [problem.groups[number].fqn or "the root" for number in step.groups]
-    return f"{kind} of {', '.join(names)}"
+        return because(Bound.LANE_FREE)
+    return because(Bound.NOT_SHORTER)
 
 
 def _blockers(
     line: TimedEvents, places: Sequence[int], budget_bytes: int
-) -> dict[int, tuple[int, str]]:
+) -> dict[int, tuple[int, tuple[Held, ...]]]:
     """Issue -> bytes missing right before it, and who holds what is there.
 
-    Looked at is the stretch of events back to the last wait or region, which is where the issue
+    Looked at are the events back to the last wait or region, which is where the issue
     could have been; a reduction cannot be issued before its gradients are complete.
     """
     wanted: dict[int, tuple[int, int]] = {}
@@ -124,18 +126,18 @@ def _blockers(
     return {place: (missing, tops[at]) for place, (missing, at) in wanted.items()}
 
 
-def _tops(line: TimedEvents, moments: Sequence[int]) -> dict[int, str]:
+def _tops(line: TimedEvents, moments: Sequence[int]) -> dict[int, tuple[Held, ...]]:
     """The largest owners of memory during some events."""
     held: Counter[tuple[Category, int]] = Counter()
     for claim in line.start:
         held[_owner(claim)] += claim.bytes
-    found: dict[int, str] = {}
+    found: dict[int, tuple[Held, ...]] = {}
     moments_left = list(reversed(moments))
     for index, event in enumerate(line.events):
         for claim in event.takes:
             held[_owner(claim)] += claim.bytes
         if moments_left and moments_left[-1] == index:
-            found[moments_left.pop()] = _held_text(held)
+            found[moments_left.pop()] = _most_held(held)
         for claim in event.gives:
             held[_owner(claim)] -= claim.bytes
     return found
@@ -145,9 +147,9 @@ def _owner(claim: Claim) -> tuple[Category, int]:
     return claim.category, -1 if claim.group is None else claim.group
 
 
-def _held_text(held: Counter[tuple[Category, int]]) -> str:
+def _most_held(held: Counter[tuple[Category, int]]) -> tuple[Held, ...]:
     sums: Counter[Category] = Counter()
     for (category, _), amount in held.items():
         sums[category] += amount
     order = sorted(sums.items(), key=lambda kv: (-kv[1], kv[0]))[:OWNERS]
-    return ", ".join(f"{category} holds {amount:,}" for category, amount in order)
+    return tuple(Held(category, amount) for category, amount in order)

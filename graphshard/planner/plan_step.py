@@ -14,7 +14,7 @@ from graphshard.planner.alap import lean, settled
 from graphshard.planner.bounds import lower_bound_us
 from graphshard.planner.compare import Place, forecasts, placed_as, schedules, simulated
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
-from graphshard.planner.infeasible import why_infeasible
+from graphshard.planner.infeasible import shortage_of
 from graphshard.planner.memo import Memo
 from graphshard.planner.problem import Problem, checked, together, with_copies
 from graphshard.planner.reasons import reasons_of
@@ -22,7 +22,8 @@ from graphshard.planner.score import Candidate, SearchContext
 from graphshard.planner.search import search
 from graphshard.planner.simulate import Simulation
 from graphshard.schedule.forecast import Forecast
-from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Owner, Reason, Schedule
+from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Owner, Schedule
+from graphshard.schedule.reasons import Decision, Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,15 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     )
     best = _chosen(context, own)
     if best is None:
-        raise InfeasibleBudget("GS601", why_infeasible(memo.problem, budget, copied.peak_bytes))
+        raise InfeasibleBudget(shortage_of(memo.problem, budget, copied.peak_bytes))
     other, eager = copies, copied
-    before = [("collectives in place, without copies", own)]
+    before = [(Decision.IN_PLACE, own)]
     if memo.problem.reduces_apart:
-        before.insert(0, ("reductions on a process group of their own", copied))
+        before.insert(0, (Decision.SEPARATE_GROUP, copied))
         other = Memo(with_copies(together(memo.problem)))
         eager = placed_as(other, fsdp2_choices(other.problem))
     if baseline is not None:
-        before.insert(0, ("activations that this graph computes again", eager))
+        before.insert(0, (Decision.COMPUTES_AGAIN, eager))
         other = Memo(with_copies(together(checked(baseline))))
         eager = placed_as(other, fsdp2_choices(other.problem))
     theirs = simulated(other, eager)

@@ -20,12 +20,22 @@ from graphshard.planner.problem import Group, gather_of
 from graphshard.planner.score import Candidate, SearchContext, score, start_bytes
 from graphshard.planner.simulate import Simulation
 from graphshard.planner.stage import stage_of
-from graphshard.schedule.plan import Direction, Reason
+from graphshard.schedule.plan import Direction, StepKind
+from graphshard.schedule.reasons import (
+    Decision,
+    Gain,
+    Hold,
+    HoldRule,
+    Merge,
+    Reason,
+    Recomputation,
+    Split,
+)
 
 
 def reasons_of(
     context: SearchContext,
-    before: Sequence[tuple[str, Candidate]],
+    before: Sequence[tuple[Decision, Candidate]],
     best: Candidate,
     ours: Simulation,
     fsdp2: Simulation,
@@ -45,44 +55,41 @@ def reasons_of(
 
 def _gains(
     context: SearchContext,
-    before: Sequence[tuple[str, Candidate]],
+    before: Sequence[tuple[Decision, Candidate]],
     best: Candidate,
     fsdp2: Simulation,
 ) -> Iterator[Reason]:
     before_us, before_bytes = fsdp2.step_us, fsdp2.peak_bytes
-    for text, us, peak_bytes in _way(context, before, best):
+    for decision, us, peak_bytes in _way(context, before, best):
         if (us, peak_bytes) != (before_us, before_bytes):
-            faster = "costs" if us > before_us else "saves"
-            amount = f"{faster} {abs(before_us - us):,.3f} us of {before_us:,.3f}"
-            gain_bytes = before_bytes - peak_bytes
-            yield Reason("gain", f"{text}: {amount}", before_us - us, gain_bytes)
+            yield Gain(decision, before_us - us, before_bytes - peak_bytes, before_us)
         before_us, before_bytes = us, peak_bytes
 
 
 def _way(
-    context: SearchContext, before: Sequence[tuple[str, Candidate]], best: Candidate
-) -> Iterator[tuple[str, float, int]]:
+    context: SearchContext, before: Sequence[tuple[Decision, Candidate]], best: Candidate
+) -> Iterator[tuple[Decision, float, int]]:
     """From FSDP2's candidate to the chosen one: each kind of decision with the step and the peak
     after it."""
     memo, chosen = context.memo, best.choices
-    for text, placed in before:
-        yield text, placed.us, placed.peak_bytes
+    for decision, placed in before:
+        yield decision, placed.us, placed.peak_bytes
     own = before[-1][1]
     if own == best:
         return
-    for text, now in _choices(own.choices, chosen):
+    for decision, now in _choices(own.choices, chosen):
         placed = placed_as(memo, now)
-        yield text, placed.us, placed.peak_bytes
-    yield "order and waits of reductions", *_with_reductions(context, best)
-    yield "issue points of gathers", best.us, best.peak_bytes
+        yield decision, placed.us, placed.peak_bytes
+    yield Decision.REDUCTIONS, *_with_reductions(context, best)
+    yield Decision.GATHERS, best.us, best.peak_bytes
 
 
-def _choices(own: Choices, chosen: Choices) -> Iterator[tuple[str, Choices]]:
+def _choices(own: Choices, chosen: Choices) -> Iterator[tuple[Decision, Choices]]:
     now = replace(own, kept=chosen.kept, across=chosen.across)
-    yield "what stays gathered", now
+    yield Decision.KEPT, now
     now = replace(now, forward=chosen.forward, backward=chosen.backward, reduce=chosen.reduce)
-    yield "merged and split collectives", now
-    yield "recomputation of activations", replace(now, recompute=chosen.recompute)
+    yield Decision.BUCKETS, now
+    yield Decision.RECOMPUTE, replace(now, recompute=chosen.recompute)
 
 
 def _with_reductions(context: SearchContext, best: Candidate) -> tuple[float, int]:
@@ -111,55 +118,51 @@ def _keeps(memo: Memo, theirs: Choices, chosen: Choices) -> Iterator[Reason]:
     for group in memo.problem.groups:
         if any(group.use_in(d) is None for d in Direction):
             continue
-        saved_us = sum(gather_of(part, Direction.BACKWARD).us for part in group.parts)
-        text = _held_text(memo, group, saved_us)
-        if group.id in across:
-            text += "; kept between micro-steps too"
+        rule = None
         if group.reshard is not None:
-            text += "; reshard_after_forward decides"
+            rule = HoldRule.USER
         elif (group.id in kept) == (group.id in before):
-            text += "; as in FSDP2"
-        yield Reason("keep" if group.id in kept else "reshard", text, group=group.id)
+            rule = HoldRule.FSDP2
+        yield Hold(
+            group=group.id,
+            is_kept=group.id in kept,
+            saved_us=sum(gather_of(part, Direction.BACKWARD).us for part in group.parts),
+            held_us=_held_us(memo, group),
+            held_bytes=group.gathered_bytes,
+            across=group.id in across,
+            rule=rule,
+        )
 
 
-def _held_text(memo: Memo, group: Group, saved_us: float) -> str:
+def _held_us(memo: Memo, group: Group) -> float:
+    """Compute between its last use in forward and its first one in backward."""
     use = group.use_in(Direction.FORWARD)
     last = len(memo.problem.forward) - 1 if use is None or use.last is None else use.last
     until = first_use(memo, Bucket((group.id,)), Direction.BACKWARD)
     between = (*memo.problem.forward[last + 1 :], *memo.problem.backward[:until])
-    held_us = sum(r.us for r in between)
-    return (
-        f"to keep it saves {saved_us:,.3f} us of gathers in backward and holds "
-        f"{group.gathered_bytes:,} bytes over {held_us:,.3f} us of compute"
-    )
+    return sum(r.us for r in between)
 
 
 def _cuts(memo: Memo, chosen: Choices) -> Iterator[Reason]:
     directions = ((Direction.FORWARD, chosen.forward), (Direction.BACKWARD, chosen.backward))
     for direction, cuts in directions:
-        yield from _cut(memo, cuts, direction, "gathers")
-    yield from _cut(memo, chosen.reduce, Direction.BACKWARD, "reductions")
+        yield from _cut(memo, cuts, direction, StepKind.GATHER_ISSUE)
+    yield from _cut(memo, chosen.reduce, Direction.BACKWARD, StepKind.REDUCE_ISSUE)
 
 
-def _cut(memo: Memo, cuts: Cuts, direction: Direction, kind: str) -> Iterator[Reason]:
+def _cut(memo: Memo, cuts: Cuts, direction: Direction, kind: StepKind) -> Iterator[Reason]:
+    def launch_us(group: Group) -> float:
+        return memo.problem.lanes[group.lane_of(kind, direction)].launch_us
+
+    groups = memo.problem.groups
     for number in cuts.joined:
-        launch_us = _launch_us(memo, number, direction, kind)
-        text = f"asked to share one of the {kind}: a launch of {launch_us:,.3f} us less"
-        yield Reason("merge", text, group=number, direction=direction)
+        yield Merge(number, direction, kind, launch_us(groups[number]))
     for number in cuts.split:
-        group, launch_us = memo.problem.groups[number], _launch_us(memo, number, direction, kind)
-        text = f"{len(group.parts)} {kind}: {len(group.parts) - 1} launches of {launch_us:,.3f} us"
-        yield Reason("split", f"{text} more", group=number, direction=direction)
-
-
-def _launch_us(memo: Memo, number: int, direction: Direction, kind: str) -> float:
-    group = memo.problem.groups[number]
-    lane = group.reduce_lane if kind == "reductions" else group.lane_in(direction)
-    return memo.problem.lanes[lane].launch_us
+        group = groups[number]
+        yield Split(number, direction, kind, len(group.parts), launch_us(group))
 
 
 def _recomputed(memo: Memo, chosen: Choices) -> Iterator[Reason]:
     for index in chosen.recompute:
         option = memo.problem.recompute[index]
-        text = f"{option.name}: {option.extra_us:,.3f} us more, {option.saved_bytes:,} bytes less"
-        yield Reason("recompute", text)
+        yield Recomputation(option.name, option.extra_us, option.saved_bytes)

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from graphshard.errors import FileError
-from graphshard.files.decode import Count, DecodeError, Positive, decode, parse
+from graphshard.files.decode import DecodeError, Positive, decode, parse
 from graphshard.schedule import signature
 from graphshard.schedule.check import (
     course_faults,
@@ -35,6 +35,7 @@ from graphshard.schedule.groups import ParamInfo as ParamInfo
 from graphshard.schedule.groups import Reshard as Reshard
 from graphshard.schedule.groups import size_bytes
 from graphshard.schedule.measured import Measured
+from graphshard.schedule.reasons import NotEarlier, Reason, group_of
 from graphshard.schedule.signature import SignatureEntry, Skeleton
 from graphshard.schedule.steps import ISSUES, to_json
 from graphshard.schedule.steps import Direction as Direction
@@ -43,26 +44,7 @@ from graphshard.schedule.steps import Schedule as Schedule
 from graphshard.schedule.steps import Step as Step
 from graphshard.schedule.steps import StepKind as StepKind
 
-SCHEMA_VERSION = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why the plan is as it is.
-
-    what: "gain" (a kind of decision, with what it saves), "keep", "reshard", "merge", "split",
-    "recompute", or a kind of step ("gather_issue", "reduce_issue": why not earlier).
-    group, direction: what it is about; None: the whole plan. gain_us: microseconds saved against
-    FSDP2's predicted step; gain_bytes: saved of its peak (costs, where negative). The gains of all
-    reasons add up to the whole difference, exactly.
-    """
-
-    what: str
-    text: str
-    gain_us: float = 0.0
-    gain_bytes: int = 0
-    group: Count | None = None
-    direction: Direction | None = None
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +213,11 @@ def faults_of(plan: Plan) -> Iterator[str]:
         for text in figure_faults(groups, theirs_of, plan.estimate.fsdp2):
             yield f"estimate.fsdp2.{text}"
     for index, reason in enumerate(plan.reasons):
-        if reason.group is not None and reason.group not in groups:
-            yield f"reasons[{index}].group: there is no group {reason.group}"
+        busy = reason.busy if isinstance(reason, NotEarlier) else ()
+        about = group_of(reason)
+        for group in busy if about is None else (about, *busy):
+            if group not in groups:
+                yield f"reasons[{index}]: there is no group {group}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ equal ranks are planned alike.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 from graphshard.schedule.groups import GroupInfo
-from graphshard.schedule.plan import Plan, Reason
+from graphshard.schedule.plan import Plan
+from graphshard.schedule.reasons import Reason, Recomputation
 
 
 def plan_for(plan: Plan, first: Sequence[GroupInfo], own: Sequence[GroupInfo]) -> Plan:
@@ -38,7 +38,6 @@ def _group(planned: GroupInfo, was: GroupInfo, now: GroupInfo) -> GroupInfo:
 
 
 def _reason(reason: Reason, names: Mapping[str, str]) -> Reason:
-    """A reason's sentence names groups where it speaks of another one."""
-    known = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    text = re.sub(rf"(?<![\w.])(?:{known})(?![\w.]*\w)", lambda m: names[m.group()], reason.text)
-    return replace(reason, text=text)
+    if isinstance(reason, Recomputation):
+        return replace(reason, name=names.get(reason.name, reason.name))
+    return reason

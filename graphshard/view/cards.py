@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from graphshard.schedule.plan import Direction, GroupInfo, Lane, Reason
+from graphshard.schedule.plan import Direction, GroupInfo, Lane
+from graphshard.schedule.reasons import Hold, Merge, NotEarlier, Reason, Split
 from graphshard.view.marks import Card
+from graphshard.view.reasons import reason_text
 from graphshard.view.sheet import CollectiveBar, Sheet
 from graphshard.view.text import bytes_text
-from graphshard.view.units import rate_text, reason_text, time_text
+from graphshard.view.units import rate_text, time_text
 
-DECISION_WORDS = {
-    "keep": "kept until backward",
-    "reshard": "resharded",
-    "merge": "merged",
-    "split": "split",
-}
+KEPT, RESHARDED = "kept until backward", "resharded"
 
 
 def collective_card(sheet: Sheet, found: CollectiveBar, infos: Mapping[int, GroupInfo]) -> Card:
@@ -76,9 +73,11 @@ def wait_card(sheet: Sheet, found: CollectiveBar) -> Card:
 def why_then(sheet: Sheet, found: CollectiveBar) -> Iterator[tuple[str, str]]:
     """Why the collective is issued where it is, not earlier."""
     for reason in sheet.plan.reasons:
-        about = (reason.group, reason.direction, reason.what)
+        if not isinstance(reason, NotEarlier):
+            continue
+        about = (reason.group, reason.direction, reason.kind)
         if about == (found.step.group, found.direction, found.step.kind):
-            yield "why then", reason_text(reason.text)
+            yield "why then", reason_text(reason, sheet.names)
             return  # the parts of a split group all have the reason of the first
 
 
@@ -87,14 +86,18 @@ def decisions(
 ) -> Iterator[tuple[str, str]]:
     """What was decided for `group`; of merged and split collectives those of `direction` only."""
     for reason in sheet.plan.reasons:
-        if reason.group == group and _applies(reason, direction, gather):
-            yield DECISION_WORDS[reason.what], reason_text(reason.text)
+        if (word := _decision(reason, group, direction, gather)) is not None:
+            yield word, reason_text(reason, sheet.names)
 
 
-def _applies(reason: Reason, direction: Direction | None, gather: bool) -> bool:
-    if reason.what in ("keep", "reshard"):
-        return gather
-    return reason.what in DECISION_WORDS and direction in (None, reason.direction)
+def _decision(reason: Reason, group: int, direction: Direction | None, gather: bool) -> str | None:
+    """What was decided for `group`, in a word; None if the reason is about something else."""
+    if isinstance(reason, Hold) and reason.group == group and gather:
+        return KEPT if reason.is_kept else RESHARDED
+    if isinstance(reason, Merge | Split) and reason.group == group:
+        word = "merged" if isinstance(reason, Merge) else "split"
+        return word if direction in (None, reason.direction) else None
+    return None
 
 
 def _gathers(found: CollectiveBar) -> bool:

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphshard.schedule.plan import GroupInfo, Lane
-from graphshard.view.cards import DECISION_WORDS, decisions
+from graphshard.view.cards import KEPT, RESHARDED, decisions
 from graphshard.view.residency import resident
 from graphshard.view.sheet import CollectiveBar, Sheet
 from graphshard.view.text import bytes_text, group_name
 from graphshard.view.timeline import ResidencyRow
 from graphshard.view.units import time_text
 
-RESHARD_WORDS = (DECISION_WORDS["keep"], DECISION_WORDS["reshard"])
+RESHARD_WORDS = (KEPT, RESHARDED)
 
 
 @dataclass(frozen=True, slots=True)

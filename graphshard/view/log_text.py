@@ -9,11 +9,13 @@ from collections.abc import Iterator
 
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Baseline, Plan
+from graphshard.schedule.reasons import NotEarlier
 from graphshard.schedule.steps import ISSUES, range_name
 from graphshard.view.names import shown
+from graphshard.view.reasons import reason_text
 from graphshard.view.scenario import Carried, Scenario, predicted
-from graphshard.view.text import bytes_text, count_text
-from graphshard.view.units import change_text, reason_text, time_text
+from graphshard.view.text import bytes_text, count_text, group_names
+from graphshard.view.units import change_text, time_text
 
 MOST_WAITS = 5
 
@@ -73,13 +75,14 @@ def _reason(plan: Plan, own: Scenario, carried: Carried) -> str:
     """Why the collective is not issued earlier."""
     issue = own.works[carried.issue]
     found = (
-        reason.text
+        reason_text(reason, group_names(plan))
         for reason in plan.reasons
-        if reason.what == issue.step.kind
+        if isinstance(reason, NotEarlier)
+        and reason.kind is issue.step.kind
         and reason.group == issue.step.group
         and reason.direction is issue.direction
     )
-    return reason_text(next(found, ""))
+    return next(found, "")
 
 
 def _us(course: Baseline) -> float:

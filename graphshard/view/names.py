@@ -10,6 +10,7 @@ from dataclasses import replace
 from graphshard.files.information import printable
 from graphshard.schedule.groups import GroupInfo
 from graphshard.schedule.plan import Plan
+from graphshard.schedule.reasons import Reason, Recomputation
 
 
 def shown(plan: Plan) -> Plan:
@@ -21,11 +22,15 @@ def shown(plan: Plan) -> Plan:
         torch_version=printable(plan.torch_version),
         groups=tuple(map(_group, plan.groups)),
         recompute=tuple(map(printable, plan.recompute)),
-        reasons=tuple(
-            replace(r, what=printable(r.what), text=printable(r.text)) for r in plan.reasons
-        ),
+        reasons=tuple(map(_reason, plan.reasons)),
         priced_on=priced and replace(priced, machine=printable(priced.machine)),
     )
+
+
+def _reason(reason: Reason) -> Reason:
+    if isinstance(reason, Recomputation):
+        return replace(reason, name=printable(reason.name))
+    return reason
 
 
 def _group(group: GroupInfo) -> GroupInfo:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from graphshard.schedule.groups import received_bytes
 from graphshard.schedule.plan import Estimate, Plan
+from graphshard.schedule.reasons import Gain
 from graphshard.view.names import shown
+from graphshard.view.reasons import DECISIONS
 from graphshard.view.text import WIDTH, bytes_text, count_text
 
 COLUMN = 15
@@ -155,11 +157,14 @@ def _comparison(plan: Plan, estimate: Estimate) -> Iterator[str]:
 
 def _reasons(plan: Plan) -> Iterator[str]:
     """What each kind of decision saves; the rows add up to the change above."""
-    gains = [reason for reason in plan.reasons if reason.what == "gain"]
+    gains = [reason for reason in plan.reasons if isinstance(reason, Gain)]
     yield "why".ljust(46) + "saves".rjust(COLUMN) + "costs".rjust(COLUMN)
     for reason in gains:
-        text = reason.text.rsplit(":", 1)[0]
-        yield text.ljust(46) + _time(reason.gain_us).rjust(COLUMN) + _more(-reason.gain_bytes)
+        yield (
+            DECISIONS[reason.decision].ljust(46)
+            + _time(reason.gain_us).rjust(COLUMN)
+            + _more(-reason.gain_bytes)
+        )
     if not gains:
         yield "nothing: FSDP2's own schedule is as good as any that was found"
 

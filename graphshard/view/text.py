@@ -86,6 +86,10 @@ def group_name(group: GroupInfo) -> str:
     return group.fqn or "(root)"
 
 
+def group_names(plan: Plan) -> dict[int, str]:
+    return {group.id: group_name(group) for group in plan.groups}
+
+
 def group_numel(group: GroupInfo) -> int:
     """How many elements the parameters of the group have together, unsharded."""
     return sum(numel(p.shape) for p in group.params)

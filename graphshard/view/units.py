@@ -1,17 +1,10 @@
-"""Words for times, rates, shares and reasons.
+"""Words for times, rates and shares.
 
 Only views convert: everywhere else times are microseconds and sizes bytes.
 """
 
 from __future__ import annotations
 
-import re
-
-from graphshard.view.text import bytes_text
-
-# As the planner writes them into its reasons.
-PLAIN_US = re.compile(r"([\d,]+\.\d{3}) us\b")
-PLAIN_BYTES = re.compile(r"([\d,]+) bytes\b")
 SCALES = ((1e6, "s"), (1e3, "ms"), (1.0, "us"))
 
 
@@ -34,9 +27,3 @@ def rate_text(num_bytes: float, us: float) -> str:
 def change_text(now: float, before: float) -> str:
     """How far `now` is from `before`: "-14.7 %"; nothing where there was nothing before."""
     return f"{(now - before) / before:+.1%}".replace("%", " %") if before else ""
-
-
-def reason_text(text: str) -> str:
-    """A planner's reason with its microseconds and bytes in the units of the views."""
-    text = PLAIN_US.sub(lambda found: time_text(float(found[1].replace(",", ""))), text)
-    return PLAIN_BYTES.sub(lambda found: bytes_text(int(found[1].replace(",", ""))), text)

@@ -7,10 +7,11 @@ import textwrap
 from collections.abc import Iterator
 
 from graphshard.files.information import printable
-from graphshard.schedule.plan import GroupInfo, Plan, Reason
-from graphshard.schedule.steps import ISSUES
+from graphshard.schedule.plan import GroupInfo, Plan
+from graphshard.schedule.reasons import Hold, Merge, NotEarlier, Reason, Split, group_of
 from graphshard.view.names import shown
-from graphshard.view.text import STEP_WORDS, WIDTH, bytes_text, group_name
+from graphshard.view.reasons import reason_text
+from graphshard.view.text import STEP_WORDS, WIDTH, bytes_text, group_name, group_names
 
 LABEL_WIDTH = 32
 
@@ -33,8 +34,11 @@ def why_text(plan: Plan, fqn: str | None = None) -> str:
         lines += _collectives(plan, group)
     else:
         lines = [plan.name, ""]
+    names = group_names(plan)
     for reason in reasons_of(plan, fqn):
-        lines += _wrapped(_label(plan, reason, with_group=group is None), reason.text)
+        about = group_of(reason) if group is None else None
+        label = _label(reason, "" if about is None else names[about])
+        lines += _wrapped(label, reason_text(reason, names))
     if not plan.reasons:
         lines.append("made without the cost model: each all-gather is issued one group ahead")
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -52,10 +56,11 @@ def _group_of(plan: Plan, fqn: str) -> GroupInfo:
 
 def _concerns(plan: Plan, reason: Reason, group: GroupInfo) -> bool:
     """A collective that carries several groups has its reason under the first of them."""
-    if reason.group is None or reason.group == group.id:
-        return reason.group == group.id
+    about = group_of(reason)
+    if about == group.id or not isinstance(reason, NotEarlier):
+        return about == group.id
     return any(
-        reason.what == step.kind and reason.group == step.group and group.id in step.groups
+        reason.kind is step.kind and about == step.group and group.id in step.groups
         for schedule in plan.schedules
         if schedule.direction is reason.direction
         for step in schedule.steps
@@ -76,13 +81,18 @@ def _collectives(plan: Plan, group: GroupInfo) -> Iterator[str]:
         yield ""
 
 
-def _label(plan: Plan, reason: Reason, *, with_group: bool) -> str:
-    words = [] if reason.direction is None else [str(reason.direction)]
-    issue = next((kind for kind in ISSUES if kind == reason.what), None)
-    words.append(reason.what if issue is None else STEP_WORDS[issue])
-    if with_group and reason.group is not None:
-        words.append(next(group_name(g) for g in plan.groups if g.id == reason.group))
-    return ", ".join(words)
+def _label(reason: Reason, group: str) -> str:
+    """What the reason is about; group: its name, or "" if that stands elsewhere."""
+    direction = reason.direction if isinstance(reason, Merge | Split | NotEarlier) else ""
+    return ", ".join(word for word in (direction, _kind(reason), group) if word)
+
+
+def _kind(reason: Reason) -> str:
+    if isinstance(reason, NotEarlier):
+        return STEP_WORDS[reason.kind]
+    if isinstance(reason, Hold):
+        return "keep" if reason.is_kept else "reshard"
+    return reason.what
 
 
 def _wrapped(label: str, text: str) -> list[str]:

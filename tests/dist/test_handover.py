@@ -25,6 +25,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import graphshard
 from graphshard.capture.root_state import root_states_under
 from graphshard.fsdp2.signature import mesh_rows, signature_of
+from graphshard.schedule.shortage import Shortage
+from graphshard.schedule.steps import Direction, Step, StepKind
+from graphshard.view.shortage import shortage_text
 
 pytestmark = [
     pytest.mark.dist,
@@ -267,13 +270,18 @@ def test_a_rank_that_never_compiles_is_waited_for_as_its_collectives_are(pool: P
 # -- errors reach every rank whole -----------------------------------------------------------------
 
 
+SHORT = Shortage(
+    2**21, 3 * 2**20, 2**22, Direction.FORWARD, Step(StepKind.COMPUTE, None, 0, 2), (), (), ()
+)
+
+
 def infeasible_on_one(ctx: Ctx) -> tuple[str, str]:
     """The budget is the same, but rank 1's plan is said not to fit."""
     from graphshard.compiler import planning
     from graphshard.errors import InfeasibleBudget
 
     def boom(*args: Any, **kwargs: Any) -> Any:
-        raise InfeasibleBudget("GS601", "no schedule fits a memory budget of 2,097,152 bytes; why")
+        raise InfeasibleBudget(SHORT)
 
     model = blocks(ctx, own_mesh(ctx))
     model.compile(backend="graphshard")
@@ -293,7 +301,8 @@ def infeasible_on_one(ctx: Ctx) -> tuple[str, str]:
 
 def test_a_rank_that_stops_stops_the_others(pool: Pool) -> None:
     first, second = pool.run(2, infeasible_on_one)
-    own = "GS601: no schedule fits a memory budget of 2.0 MiB; why"
+    own = f"GS601: {shortage_text(SHORT)}"
+    assert "a memory budget of 2.0 MiB; the least feasible peak is 3.0 MiB" in own
     assert second == ("InfeasibleBudget", own)
     assert first[0] == "DivergedRanks"
     assert first[1].startswith("GS709: rank 1 stopped while it compiled graph ")

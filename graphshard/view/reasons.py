@@ -1,0 +1,100 @@
+"""The reasons of a plan as sentences: numbers in the units of the views, groups by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from graphshard.schedule.plan import StepKind
+from graphshard.schedule.reasons import (
+    Bound,
+    Decision,
+    Gain,
+    Hold,
+    HoldRule,
+    Merge,
+    NotEarlier,
+    Reason,
+    Recomputation,
+    Split,
+)
+from graphshard.view.text import bytes_text
+from graphshard.view.units import time_text
+
+DECISIONS = {
+    Decision.COMPUTES_AGAIN: "activations that this graph computes again",
+    Decision.SEPARATE_GROUP: "reductions on a process group of their own",
+    Decision.IN_PLACE: "collectives in place, without copies",
+    Decision.KEPT: "what stays gathered",
+    Decision.BUCKETS: "merged and split collectives",
+    Decision.RECOMPUTE: "recomputation of activations",
+    Decision.REDUCTIONS: "order and waits of reductions",
+    Decision.GATHERS: "issue points of gathers",
+}
+RULES = {HoldRule.USER: "; reshard_after_forward decides", HoldRule.FSDP2: "; as in FSDP2"}
+BOUNDS = {
+    Bound.PREFETCH_LISTS: "bound by the user's prefetch lists",
+    Bound.GRADIENTS: "its gradients are complete only here",
+    Bound.FIRST: "nothing computes before it",
+    Bound.LANE_FREE: "it starts as soon as its lane is free",
+    Bound.NOT_SHORTER: "an earlier issue did not make the simulated step shorter",
+}
+KINDS = {StepKind.GATHER_ISSUE: "gathers", StepKind.REDUCE_ISSUE: "reductions"}
+
+
+def reason_text(reason: Reason, names: Mapping[int, str]) -> str:
+    """One sentence, without the group that it is about. names: of groups, by their ids."""
+    match reason:
+        case Gain():
+            return f"{DECISIONS[reason.decision]}: {_saved(reason)}"
+        case Hold():
+            return _hold(reason)
+        case Merge():
+            kind, launch = KINDS[reason.kind], time_text(reason.launch_us)
+            return f"asked to share one of the {kind}: a launch of {launch} less"
+        case Split():
+            kind, launch = KINDS[reason.kind], time_text(reason.launch_us)
+            return f"{reason.num_parts} {kind}: {reason.num_parts - 1} launches of {launch} more"
+        case Recomputation():
+            extra, saved = time_text(reason.extra_us), bytes_text(reason.saved_bytes)
+            return f"{reason.name}: {extra} more, {saved} less"
+        case NotEarlier():
+            return _not_earlier(reason, names)
+
+
+def _saved(gain: Gain) -> str:
+    if gain.gain_us == 0:
+        verb = "takes" if gain.gain_bytes < 0 else "frees"
+        return f"{verb} {bytes_text(abs(gain.gain_bytes))} of the peak"
+    verb = "costs" if gain.gain_us < 0 else "saves"
+    return f"{verb} {time_text(abs(gain.gain_us))} of {time_text(gain.of_us)}"
+
+
+def _hold(reason: Hold) -> str:
+    text = (
+        f"to keep it saves {time_text(reason.saved_us)} of gathers in backward and holds "
+        f"{bytes_text(reason.held_bytes)} over {time_text(reason.held_us)} of compute"
+    )
+    if reason.across:
+        text += "; kept between micro-steps too"
+    return text + ("" if reason.rule is None else RULES[reason.rule])
+
+
+def _not_earlier(reason: NotEarlier, names: Mapping[int, str]) -> str:
+    if reason.bound is Bound.PREFETCH_LISTS:
+        return BOUNDS[reason.bound]
+    if reason.bound is Bound.NO_NEED:
+        return f"no need: it is done {time_text(reason.spare_us)} before compute waits for it"
+    cost = f"compute waits {time_text(reason.exposed_us)} for it, but "
+    if reason.bound is Bound.LANE_BUSY:
+        until = f"{time_text(reason.until_us)} of {reason.direction}"
+        return f"{cost}the lane is busy with {_busy(reason, names)} until {until}"
+    if reason.bound is Bound.MEMORY:
+        held = ", ".join(f"{h.category} holds {bytes_text(h.bytes)}" for h in reason.held)
+        missing = bytes_text(reason.missing_bytes)
+        return f"{cost}{missing} of the budget are missing before: {held}"
+    return cost + BOUNDS[reason.bound]
+
+
+def _busy(reason: NotEarlier, names: Mapping[int, str]) -> str:
+    kind = "the gather" if reason.busy_kind is StepKind.GATHER_ISSUE else "the reduction"
+    return f"{kind} of {', '.join(names[number] for number in reason.busy)}"
