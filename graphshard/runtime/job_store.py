@@ -33,7 +33,7 @@ class _Line:
         """Raises StoreLost (GS704) if it fails or is not answered within `limit_s`, and then on."""
         if self.is_lost:
             raise StoreLost("GS704", f"the job's store did not answer within {self.limit_s:.0f} s")
-        task = begin(lambda: getattr(self.store, name)(*args), awaited=False)
+        task = begin(lambda: getattr(self.store, name)(*args), answered_at_once=True)
         try:
             if task.is_over_within(self.limit_s):
                 return task.result

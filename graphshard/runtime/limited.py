@@ -18,16 +18,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-LEAVE_S = 8.0, 20.0  # at exit, for calls that were given up: rank 0, the others
+# How long this process waits at exit for calls that are still being made. For collectives that were
+# given up, rank 0 and the others: they end when the other ranks leave.
+LEAVE_S = 8.0, 20.0
+ANSWER_S = 2.0  # for calls that are answered at once or never
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One call. over: locked until it is. call: None then, so that nothing of it is held any more.
-    awaited: it may come back while this process exits."""
+    """One call. over: locked until it is. call: None then, so that nothing of it is held any more."""
 
     call: Callable[[], Any] | None
-    awaited: bool
     over: Lock = field(default_factory=Lock)
     result: Any = None
     error: BaseException | None = None
@@ -42,36 +43,41 @@ class Task:
         return True
 
 
-def begin(call: Callable[[], Any], *, awaited: bool = True) -> Task:
-    """Make `call` in another thread."""
-    task = Task(call, awaited)
+def begin(call: Callable[[], Any], *, answered_at_once: bool = False) -> Task:
+    """Make `call` in another thread. answered_at_once: or never."""
+    task = Task(call)
     task.over.acquire()
     try:
         thread = _IDLE.pop()
     except IndexError:
         thread = _CallingThread()
         thread.start()
+    thread.leave_s = ANSWER_S if answered_at_once else None
+    thread.is_calling = True
     thread.tasks.put(task)
     return task
 
 
 class _CallingThread(Thread):
+    """is_calling: from when it is given a task. leave_s: how long an exit waits for it then; None:
+    as LEAVE_S says."""
+
     def __init__(self) -> None:
         super().__init__(name="graphshard-wait", daemon=True)
         self.tasks: SimpleQueue[Task] = SimpleQueue()
-        self.is_awaited = False
+        self.is_calling = False
+        self.leave_s: float | None = None
 
     def run(self) -> None:
         while True:
             task = self.tasks.get()
-            self.is_awaited = task.awaited
             try:
                 assert task.call is not None
                 task.result = task.call()
             except BaseException as error:
                 task.error = error
             task.call = None
-            self.is_awaited = False
+            self.is_calling = False
             _IDLE.append(self)
             task.over.release()
             del task
@@ -84,16 +90,19 @@ os.register_at_fork(after_in_child=_IDLE.clear)
 
 
 def _let_calls_end() -> None:
-    """At exit: a wait that was given up ends when the other ranks leave.
+    """At exit: calls that are being made come back first, as far as they can be waited for.
 
     Before Python 3.14 a thread that comes back from the backend while the interpreter is torn down
     aborts the process. One rank does not wait as long for the others, so that it leaves first.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
-    ends = time.monotonic() + LEAVE_S[0 if first else 1]
+    most_s = LEAVE_S[0 if first else 1]
+    began = time.monotonic()
     for thread in threading.enumerate():
-        while isinstance(thread, _CallingThread) and thread.is_awaited and time.monotonic() < ends:
-            time.sleep(0.01)  # then it stands at its queue, where nothing wakes it
+        if isinstance(thread, _CallingThread):
+            ends = began + (most_s if thread.leave_s is None else thread.leave_s)
+            while thread.is_calling and time.monotonic() < ends:
+                time.sleep(0.01)  # then it stands at its queue, where nothing wakes it
 
 
 atexit.register(_let_calls_end)

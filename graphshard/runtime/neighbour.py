@@ -79,7 +79,7 @@ class Neighbour:
         now = time.monotonic()
         if now >= self._due:
             self._due = now + self._every_s
-            self._task = begin(partial(self.compare, passed()), awaited=False)
+            self._task = begin(partial(self.compare, passed()), answered_at_once=True)
 
     def compare(self, own: Passed) -> None:
         """Raises DivergedRanks (GS702) if the next rank has issued something else."""
