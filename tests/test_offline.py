@@ -142,17 +142,23 @@ def planned(build, points=(), *, whole=False):
     return [answer.plan for answer in study(build, points, whole=whole).answers()]
 
 
-def costs(build, *, whole, regroup=False):
-    """What the planner sees of the model, from a few blocks or from all of them."""
-    found = study(build, (point(regroup=regroup),), whole=whole)
+def costs(build, *, whole):
+    """What the planner sees of the model, from a few blocks or from all of them.
+
+    First of ops as they are, then of compiled compute in parts: both from one capture.
+    """
+    points = point(), point(regroup=True)
+    found = study(build, points, whole=whole)
     found._prepare()
     assert bool(found._repeats) is not whole
-    if not whole:
-        return found._costs_of(found.points[0])
-    placed = found._in_world(found.points[0]).placed
-    return graph_costs(
-        placed, found.points[0].machine, recompute=True, fused=regroup, parts=regroup
-    )
+    return [found._costs_of(p) if not whole else costs_of_all(found, p) for p in points]
+
+
+def costs_of_all(found, point):
+    """Costs of a graph with every block in it."""
+    placed = found._in_world(point).placed
+    parts = point.in_parts
+    return graph_costs(placed, point.machine, recompute=True, fused=parts, parts=parts)
 
 
 def without_nodes(units):
@@ -164,34 +170,33 @@ def without_nodes(units):
 
 
 @pytest.mark.parametrize(
-    ("build", "regroup"),
+    "build",
     [
-        pytest.param(functools.partial(llama, "none"), False, id="no recompute"),
-        pytest.param(functools.partial(llama, "selective"), False, id="selective recompute"),
-        pytest.param(functools.partial(llama, "full"), False, id="full recompute"),
-        pytest.param(functools.partial(net, depth=CAPTURED + 1), False, id="one more block"),
-        pytest.param(functools.partial(net, nested=True), False, id="nested groups"),
-        pytest.param(functools.partial(net, reshard_after_forward=False), False, id="kept"),
-        pytest.param(functools.partial(net, reshard_after_forward=2), False, id="smaller mesh"),
-        pytest.param(functools.partial(net, container=named), False, id="ModuleDict"),
-        pytest.param(functools.partial(net, container=nn.Sequential), False, id="Sequential"),
-        pytest.param(lambda: two_rows(), False, id="two rows"),
-        pytest.param(functools.partial(llama, "none"), True, id="compiled, in parts"),
-        pytest.param(lambda: two_rows(), True, id="two rows, compiled, in parts"),
+        pytest.param(functools.partial(llama, "none"), id="no recompute"),
+        pytest.param(functools.partial(llama, "selective"), id="selective recompute"),
+        pytest.param(functools.partial(llama, "full"), id="full recompute"),
+        pytest.param(functools.partial(net, depth=CAPTURED + 1), id="one more block"),
+        pytest.param(functools.partial(net, nested=True), id="nested groups"),
+        pytest.param(functools.partial(net, reshard_after_forward=False), id="kept"),
+        pytest.param(functools.partial(net, reshard_after_forward=2), id="smaller mesh"),
+        pytest.param(functools.partial(net, container=named), id="ModuleDict"),
+        pytest.param(functools.partial(net, container=nn.Sequential), id="Sequential"),
+        pytest.param(lambda: two_rows(), id="two rows"),
     ],
 )
-def test_what_a_few_blocks_say_is_what_the_whole_says(build, regroup):
-    whole, short = (costs(build, whole=whole, regroup=regroup) for whole in (True, False))
-    assert short.groups == whole.groups
-    assert list(short.by_direction) == list(whole.by_direction)
-    for direction in Direction:
-        ours, theirs = short.by_direction[direction], whole.by_direction[direction]
-        for name in ("num_ops", "uses", "params", "reductions", "kept"):
-            assert getattr(ours.usage, name) == getattr(theirs.usage, name), (direction, name)
-        assert ours.usage == theirs.usage
-        assert ours.us == theirs.us
-        assert ours.live == theirs.live
-    assert without_nodes(short.units) == without_nodes(whole.units)
+def test_what_a_few_blocks_say_is_what_the_whole_says(build):
+    both = (costs(build, whole=whole) for whole in (True, False))
+    for whole, short in zip(*both, strict=True):
+        assert short.groups == whole.groups
+        assert list(short.by_direction) == list(whole.by_direction)
+        for direction in Direction:
+            ours, theirs = short.by_direction[direction], whole.by_direction[direction]
+            for name in ("num_ops", "uses", "params", "reductions", "kept"):
+                assert getattr(ours.usage, name) == getattr(theirs.usage, name), (direction, name)
+            assert ours.usage == theirs.usage
+            assert ours.us == theirs.us
+            assert ours.live == theirs.live
+        assert without_nodes(short.units) == without_nodes(whole.units)
 
 
 def test_the_plan_is_the_same_too():
