@@ -24,5 +24,6 @@ for answered_at_once in (False, True):
 
 
 def test_a_call_in_flight_does_not_abort_the_process_at_its_end() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ ANSWER_S = 2.0  # for calls that are answered at once or never
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One call. over: locked until it is. call: None then, so that nothing of it is held any more."""
+    """One call. over: locked until it is. call: None then, so that nothing of it is held on to."""
 
     call: Callable[[], Any] | None
     over: Lock = field(default_factory=Lock)
