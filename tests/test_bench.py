@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
@@ -118,6 +116,7 @@ def test_ways_with_options_of_the_future_are_left_out():
         choose("fsdp2,fsdp3")
 
 
+@pytest.mark.alone  # times are compared
 @pytest.mark.slow
 def test_a_tiny_run(tmp_path):
     code = "from bench import emulator; emulator.load_extension()"

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
@@ -81,6 +79,7 @@ def test_compute_on_one_process_is_measured(tmp_path):
     assert "graphshard: " in done.stdout
 
 
+@pytest.mark.alone  # only quiet steps count
 @pytest.mark.slow
 @pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
 def test_two_ranks_over_sockets_train_the_same():

@@ -19,7 +19,7 @@ from graphshard.schedule.plan import Direction
 from graphshard.schedule.reasons import Gain
 
 # The acceptance run is GRAPHSHARD_EXAMPLES=500 (a quarter of an hour); CI takes fewer.
-EXAMPLES = int(os.environ.get("GRAPHSHARD_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("GRAPHSHARD_EXAMPLES", "20"))
 
 
 @pytest.mark.slow

@@ -40,12 +40,20 @@ GRACE_S = 3.0  # for the other ranks, once one has failed
 COLLECTIVE_S = 60.0  # process-group timeout
 # The threads of each of gloo's process groups wake up 100 times a second, used or not.
 MOST_GROUPS = 8
-# By the server that workers are forked from.
+# By the server that workers are forked from: what a first compilation would import in each of them.
 PRELOADED = [
-    "torch",
+    "pytest",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
-    "torch._dynamo",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo.backends.registry",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._inductor.compile_fx",
+    "torch.export",
+    "graphshard.backend",
     "graphshard.compiler.graph_compiler",
+    "graphshard.report.announce",
+    "graphshard.report.explain",
 ]
 
 

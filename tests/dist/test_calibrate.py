@@ -25,7 +25,7 @@ from graphshard.cost.profile import CostProfile, calibrated
 from graphshard.errors import CostError
 from graphshard.fsdp2 import FsdpGroup, fsdp_groups
 
-pytestmark = [pytest.mark.dist, pytest.mark.alone]
+pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
 SIZES = (4096, 65536, 2**20)
@@ -39,6 +39,7 @@ def sweep(ctx: Ctx) -> tuple[str, list[str]]:
     return profile.to_json(), said
 
 
+@pytest.mark.alone  # larger collectives take longer
 def test_every_rank_gets_the_same_profile(pool: Pool) -> None:
     (text, said), *others = pool.run(2, sweep)
     assert [other for other, _ in others] == [text] * len(others)
@@ -152,6 +153,7 @@ def test_bytes_of_a_real_model(pool: Pool, name: str, mixed: bool) -> None:
         assert measured == seen[0][category][1], category
 
 
+@pytest.mark.alone
 def test_the_command_line(tmp_path: Path) -> None:
     out = tmp_path / "machine.json"
     command = [

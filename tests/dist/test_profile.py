@@ -14,7 +14,7 @@ from graphshard.compiler.instrument import Executable
 from graphshard.errors import MeasureError
 from graphshard.schedule.plan import Plan, StepKind
 
-pytestmark = [pytest.mark.dist, pytest.mark.alone]
+pytestmark = pytest.mark.dist
 
 
 def compiled(ctx: Ctx, name: str, **options: Any) -> Any:

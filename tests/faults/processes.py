@@ -6,6 +6,7 @@ pipe. `CLOCK_MONOTONIC` is the same for all processes of a machine, so that they
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -147,6 +148,7 @@ def _main(conn: Connection, place: Place, stack: str, payload: bytes) -> None:
         os.environ.setdefault(name, value)
     here = Path(__file__).parent
     sys.path[:0] = [str(here), str(here.parent), str(here.parent / "dist")]
+    gc.freeze()  # the modules: collections pass them over
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         work, args = pickle.loads(payload)
