@@ -440,17 +440,17 @@ def test_plans_at_many_sizes_are_those_of_captures_at_these_sizes(build, capture
 
 
 def test_plans_of_many_worlds_and_machines_are_those_of_each():
-    build = net
-    points = tuple(
-        point(world, hardware=hardware)
-        for world in (2, 8, 24)
-        for hardware in ("h100-ib400", "a100-ethernet100")
-    )
-    together = planned(build, points)
-    assert len({plan.estimate.step_time_us for plan in together}) == len(points)
-    for one, plan in zip(points, together, strict=True):
-        assert planned(build, (one,)) == [plan]
-        assert {g.world_size for g in plan.groups} == {one.world_size}
+    worlds, machines = (2, 8, 24), ("h100-ib400", "a100-ethernet100")
+    by_world = {w: tuple(point(w, hardware=name) for name in machines) for w in worlds}
+    points = sum(by_world.values(), ())
+    together = dict(zip(points, planned(net, points), strict=True))
+    assert len({plan.estimate.step_time_us for plan in together.values()}) == len(points)
+    for world, own in by_world.items():
+        found = planned(net, own)
+        assert found == [together[one] for one in own]
+        assert {g.world_size for plan in found for g in plan.groups} == {world}
+    # Another machine beside it changes nothing either.
+    assert planned(net, points[-1:]) == [together[points[-1]]]
 
 
 def test_a_point_that_nothing_fits_leaves_the_others():

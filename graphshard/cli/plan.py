@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -91,8 +89,7 @@ def _plan(args: argparse.Namespace) -> int:
     target = target_of(args.target)
     points = _points(args, target)
     study = Study(target.name, target.build, points, say=say)
-    with _no_collection():
-        answers = list(_followed(study.answers(), len(points)))
+    answers = list(_followed(study.answers(), len(points)))
     if len(points) == 1:
         _one(args, study.effort, answers[0], target.name)
     else:
@@ -180,18 +177,6 @@ def _row(answer: Answer) -> SweepRow:
         fsdp2_peak_bytes=estimate.fsdp2.peak_bytes,
         tokens_per_s=None if tokens is None else tokens / estimate.step_time_us * 1e6,
     )
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Graphs are many small objects that all stay: there is no garbage to look for among them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _followed(answers: Iterator[Answer], total: int) -> Iterator[Answer]:

@@ -54,7 +54,7 @@ def capture(
 ) -> Captured:
     """The forward and backward of one call of the model.
 
-    varying: sizes that should become symbols, if the model allows it. by_pieces: what repeats is
+    varying: sizes that should become symbols, if the model allows it. by_blocks: what repeats is
     traced once, as in a run. Raises CaptureError (GS910) if the call cannot be captured as one
     graph.
     """

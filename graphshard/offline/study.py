@@ -14,6 +14,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
+from graphshard.capture.garbage import no_collections
 from graphshard.compiler.partition import Partition, decide, parts_of, priced_on, repeating
 from graphshard.compiler.planning import PlanningInputs, best_plan, problem_of
 from graphshard.cost.machine import Machine
@@ -116,9 +117,10 @@ class Study:
 
         Raises OfflineError or CaptureError where the model cannot be built or captured.
         """
-        self._prepare()
+        with no_collections():
+            self._prepare()
         for point in self.points:
-            with self._timed("plan"):
+            with no_collections(), self._timed("plan"):
                 answer = self._answer(point)
             yield answer
 

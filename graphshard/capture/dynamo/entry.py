@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 
 from graphshard.capture.dynamo.hooks import is_ours, substitute_hooks, wrappers
+from graphshard.capture.garbage import no_collections
 from graphshard.cost.profile import look_up
 from graphshard.options import Options, is_disabled, parse_options
 
@@ -79,7 +79,8 @@ class _Unsplit(CatchErrorsWrapper):
     def __call__(self, frame: Any, *args: Any) -> Any:
         splits = torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
         whole = torch._dynamo.config.patch(optimize_ddp=False)
-        with _no_collections(), whole if splits else contextlib.nullcontext():
+        later = torch._dynamo.config.patch(run_gc_after_compile=False)
+        with no_collections(), later, whole if splits else contextlib.nullcontext():
             result = super().__call__(frame, *args)
         if result.guarded_code is None and result.apply_to_code:
             self._skipped[frame.f_code] = None
@@ -93,20 +94,6 @@ class _Unsplit(CatchErrorsWrapper):
         for code in self._skipped if failed else ():
             set_code_exec_strategy(code, _LOOK_AGAIN)
         self._skipped.clear()
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Nearly all objects of a compilation live until its end: to look for garbage again and again
-    meanwhile took a third of the time of a deep model."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch._dynamo.config.patch(run_gc_after_compile=False):
-            yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager
