@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import contract_setups as do
-from contract_models import LLAMA, plain
+from contract_models import GATED, plain
 from models import Case
 from parity import train
 from pool import Ctx
@@ -28,7 +28,7 @@ class Row:
     shard: Callable[[nn.Module, Ctx], nn.Module] = plain
     before_step: Callable[[nn.Module, int], None] = do.nothing
     covers: tuple[str, ...] = ()
-    case: Case = LLAMA
+    case: Case = GATED
     ranks: int = 2
     micro_steps: int = 1
     since: tuple[int, int] = (2, 11)

@@ -13,7 +13,7 @@ import rows_wrong
 import torch
 from contract_models import (
     BRANCHES,
-    LLAMA,
+    GATED,
     MLPS,
     RAGGED,
     TOWER,
@@ -73,7 +73,7 @@ ROWS = [
         "`share_comm_ctx`",
         do.shared_context,
         covers=("share_comm_ctx",),
-        case=replace(LLAMA, build=do.TwoModels),
+        case=replace(GATED, build=do.TwoModels),
         compile=do.compile_roots,
     ),
     Row(
@@ -250,14 +250,14 @@ ROWS = [
         "`cast_forward_inputs=False`",
         do.policy(param_dtype=HALF, cast_forward_inputs=False),
         covers=("MixedPrecisionPolicy.cast_forward_inputs",),
-        case=replace(LLAMA, loss=do.under_autocast),
+        case=replace(GATED, loss=do.under_autocast),
     ),
     Row(
         PRECISION,
         "`param_dtype_override_fn`",
         do.override_dtypes,
         covers=("MixedPrecisionPolicy.param_dtype_override_fn",),
-        case=replace(LLAMA, loss=do.under_autocast),
+        case=replace(GATED, loss=do.under_autocast),
         since=(2, 15),
     ),
     Row(PRECISION, "different policies in different modules", do.mixed_policies),
@@ -270,7 +270,7 @@ ROWS = [
     Row(
         PRECISION,
         "`torch.autocast` around the model",
-        case=replace(LLAMA, loss=do.under_autocast),
+        case=replace(GATED, loss=do.under_autocast),
     ),
     Row(
         MESHES,
@@ -389,7 +389,7 @@ ROWS = [
     ),
     Row(PARAMETERS, "frozen, and frozen and trainable in one group", do.frozen_embedding),
     Row(PARAMETERS, "`requires_grad` that flips between steps", before_step=do.freeze_some),
-    Row(PARAMETERS, "LoRA adapters", case=replace(LLAMA, build=lora)),
+    Row(PARAMETERS, "LoRA adapters", case=replace(GATED, build=lora)),
     Row(PARAMETERS, "fp32 and bf16 parameters", do.several_dtypes),
     Row(PARAMETERS, "parameters unused in a step", before_step=do.skip_some, case=BRANCHES),
     Row(

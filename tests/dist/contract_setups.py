@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract_models import LLAMA, mesh_of, plain
+from contract_models import GATED, mesh_of, plain
 from models import Case
 from parity import Trace, local
 from pool import Ctx
@@ -103,7 +103,7 @@ class TwoModels(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.roots = nn.ModuleList(LLAMA.build() for _ in range(2))
+        self.roots = nn.ModuleList(GATED.build() for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.roots[0](tokens) + self.roots[1](tokens)
@@ -304,7 +304,7 @@ def override_dtypes(model: nn.Module, ctx: Ctx) -> nn.Module:
 
 def under_autocast(model: nn.Module, batch: Any) -> Tensor:
     with torch.autocast(batch[0].device.type, dtype=HALF):
-        return LLAMA.loss(model, batch)
+        return GATED.loss(model, batch)
 
 
 def hybrid(model: nn.Module, ctx: Ctx, shape: tuple[int, int], **kwargs: Any) -> nn.Module:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as fsdp
 from contract_loop import assert_nothing_gathered
-from contract_models import LLAMA, plain
+from contract_models import GATED, plain
 from contract_rows import ROWS, Row
 from parity import assert_equal, count_collectives
 from pool import Ctx, Pool, capped, device_type
@@ -255,7 +255,7 @@ def gather_order(ctx: Ctx, lists: dict[int, list[int]]) -> list[str]:
     from graphshard.runtime import gather
 
     torch.manual_seed(0)
-    model = plain(LLAMA.build().to(ctx.device), ctx)
+    model = plain(GATED.build().to(ctx.device), ctx)
     for index, targets in lists.items():
         blocks = [model.blocks[t] for t in targets]
         model.blocks[index].set_modules_to_forward_prefetch(blocks)
@@ -273,7 +273,7 @@ def gather_order(ctx: Ctx, lists: dict[int, list[int]]) -> list[str]:
 
     gather.Gather.sent, gather.Gather.wait = logged_sent, logged_wait
     try:
-        LLAMA.loss(model, LLAMA.batch(0, ctx.rank, ctx.device))
+        GATED.loss(model, GATED.batch(0, ctx.rank, ctx.device))
     finally:
         gather.Gather.sent, gather.Gather.wait = sent, wait
     return [entry.replace("blocks.", "").replace("(root)", "r") for entry in seen]
@@ -295,7 +295,7 @@ def packed_gradients(ctx: Ctx, cap: int) -> int:
     from graphshard.runtime import run
 
     torch.manual_seed(0)
-    model = plain(LLAMA.build().to(ctx.device), ctx)
+    model = plain(GATED.build().to(ctx.device), ctx)
     model.set_reduce_scatter_max_input_buffers(cap)
     model.compile(backend="graphshard", fullgraph=True, options={"fallback": "error"})
     seen = [0]
@@ -308,7 +308,7 @@ def packed_gradients(ctx: Ctx, cap: int) -> int:
 
     run.Run.track = counted
     try:
-        LLAMA.loss(model, LLAMA.batch(0, ctx.rank, ctx.device)).backward()
+        GATED.loss(model, GATED.batch(0, ctx.rank, ctx.device)).backward()
     finally:
         run.Run.track = track
     return max(seen)
