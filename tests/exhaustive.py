@@ -11,9 +11,9 @@ from itertools import chain, combinations, product
 from graphshard.planner.choices import Choices, Cuts
 from graphshard.planner.events import (
     given_gradients,
-    start_claims,
+    micro_steps_of,
+    start_allocations,
     total_bytes,
-    turns,
 )
 from graphshard.planner.memo import Memo
 from graphshard.planner.stage import stage_of
@@ -107,15 +107,15 @@ class _Search:
             if issued >> i & 1 and not awaited >> i & 1:
                 yield "wait", i
 
-    def event(self, move, turn):
+    def event(self, move, micro):
         kind, i = move
         if kind == "gather":
-            return self.gathers[turn][i].issue
+            return self.gathers[micro][i].issue
         if kind == "reduce":
-            return self.reductions[turn][i].issue
+            return self.reductions[micro][i].issue
         if kind == "wait":
-            return self.reductions[turn][i].wait
-        return self.fixed[turn][i]
+            return self.reductions[micro][i].wait
+        return self.fixed[micro][i]
 
     def apply(self, state, move):
         """The state after `move`, or None if memory or order forbid it."""
@@ -133,8 +133,8 @@ class _Search:
                 return None
             new = (place + 1, gathers, issued, awaited)
         held = []
-        for turn, before in enumerate(self.held[state]):
-            event = self.event(move, turn)
+        for micro, before in enumerate(self.held[state]):
+            event = self.event(move, micro)
             if before + event.alloc_bytes + event.brief_bytes > self.budget:
                 return None
             held.append(before + event.alloc_bytes - event.free_bytes)
@@ -142,10 +142,10 @@ class _Search:
         return new
 
     def step(self, label, move):
-        return tuple(self.turn_step(part, move, turn) for turn, part in enumerate(label))
+        return tuple(self.turn_step(part, move, micro) for micro, part in enumerate(label))
 
-    def turn_step(self, part, move, turn):
-        event, kind = self.event(move, turn), move[0]
+    def turn_step(self, part, move, micro):
+        event, kind = self.event(move, micro), move[0]
         clock, values = part[0], list(part)
         slot = 1 + self.lanes + (move[1] if kind == "gather" else self.num_g + move[1])
         if event.lane >= 0:
@@ -189,17 +189,17 @@ class _Search:
 
     def bound(self, state, label):
         total = 0.0
-        for turn, part in enumerate(label):
-            rest = self.rest_us[turn][state[0]]
-            total += self.weights[turn] * max(part[0] + rest, self.lane_bound(state, turn, part))
+        for micro, part in enumerate(label):
+            rest = self.rest_us[micro][state[0]]
+            total += self.weights[micro] * max(part[0] + rest, self.lane_bound(state, micro, part))
         return total
 
-    def lane_bound(self, state, turn, part):
+    def lane_bound(self, state, micro, part):
         free = list(part[1 : 1 + self.lanes])
-        for i, job in enumerate(self.gathers[turn]):
+        for i, job in enumerate(self.gathers[micro]):
             if not state[1] >> i & 1 and job.issue.lane >= 0:
                 free[job.issue.lane] += job.issue.comm_us
-        for i, job in enumerate(self.reductions[turn]):
+        for i, job in enumerate(self.reductions[micro]):
             if not state[2] >> i & 1 and job.issue.lane >= 0:
                 free[job.issue.lane] += job.issue.comm_us
         return max(free, default=0.0)
@@ -249,7 +249,9 @@ def distinct_stages(memo, direction, base, cuts_list, weights):
     seen = {}
     for cuts in cuts_list:
         choices = Choices(base.kept, base.across, base.recompute, *cuts)
-        stages = [stage_of(memo, choices, direction, turn) for turn, _ in turns(memo.problem)]
+        stages = [
+            stage_of(memo, choices, direction, micro) for micro, _ in micro_steps_of(memo.problem)
+        ]
         key = tuple(j.bucket for j in (*stages[0].gathers, *stages[0].reductions))
         seen.setdefault(key, stages)
     return list(seen.values())
@@ -257,7 +259,7 @@ def distinct_stages(memo, direction, base, cuts_list, weights):
 
 def optimum(problem, budget, best_us):
     """The least step time within `budget`, or None if nothing is faster than `best_us`."""
-    weights = [times for _, times in turns(problem)]
+    weights = [times for _, times in micro_steps_of(problem)]
     memo = Memo(problem)
     found = None
     for recompute in subsets(range(len(problem.recompute))):
@@ -271,7 +273,9 @@ def optimum(problem, budget, best_us):
 
 def _both(memo, budget, base, weights, limit_us):
     problem = memo.problem
-    starts = [total_bytes(start_claims(problem, base, turn)) for turn, _ in turns(problem)]
+    starts = [
+        total_bytes(start_allocations(problem, base, micro)) for micro, _ in micro_steps_of(problem)
+    ]
     forward_cuts = [(c, Cuts(), Cuts()) for c in all_cuts(problem, gathers=True)]
     least_backward = sum(
         w

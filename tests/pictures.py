@@ -7,7 +7,8 @@ from plans import group, plan, two_layers
 from test_comparison import as_predicted
 
 from graphshard.planner.plan_step import plan_step
-from graphshard.planner.problem import Claim, Problem, Region
+from graphshard.planner.problem import Problem, Region
+from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Category, ParamInfo, Plan, PricedOn, StepKind
 
 GIB = 2**30
@@ -52,9 +53,9 @@ def llama(num_layers=32, *, budget_bytes=None, **settings) -> Problem:
     )  # fmt: skip
     state = num_layers * size // 8
     resident = (
-        Claim(Category.SHARDED_PARAM, state),
-        Claim(Category.OPT_STATE, 4 * state),
-        Claim(Category.INPUTS, 60 * 2**20),
+        Allocation(Category.SHARDED_PARAM, state),
+        Allocation(Category.OPT_STATE, 4 * state),
+        Allocation(Category.INPUTS, 60 * 2**20),
     )
     return replace(blocks, resident=resident, budget_bytes=budget_bytes)
 

@@ -4,8 +4,8 @@ import random
 from dataclasses import replace
 
 from graphshard.planner.problem import (
+    Allocation,
     Category,
-    Claim,
     CollectiveLane,
     Gradient,
     Group,
@@ -98,7 +98,7 @@ def random_problem(
         lanes,
         tuple(forward),
         tuple(backward),
-        resident=(Claim(Category.SHARDED_PARAM, r.randint(0, 1000)),),
+        resident=(Allocation(Category.SHARDED_PARAM, r.randint(0, 1000)),),
         recompute=recompute,
         micro_steps=r.choice([1, 1, 1, 2, 3]) if micro else 1,
         sync_each=r.random() < 0.5,
@@ -115,8 +115,8 @@ def with_absent(problem, seed):
     for group in problem.groups:
         for part in group.parts:
             if (grad := part.gradient) is not None and grad.first >= 0 and r.random() < 0.5:
-                claim = Claim(Category.UNSHARDED_GRAD, r.randint(0, grad.bytes), group.id)
-                born[grad.first] = (*born.get(grad.first, ()), claim)
+                allocation = Allocation(Category.UNSHARDED_GRAD, r.randint(0, grad.bytes), group.id)
+                born[grad.first] = (*born.get(grad.first, ()), allocation)
     regions = [
         replace(
             region,

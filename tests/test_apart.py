@@ -6,7 +6,7 @@ import pytest
 from planning import layers
 from test_planner_random import check
 
-from graphshard.planner.links import Wires
+from graphshard.planner.links import LaneQueues
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import CollectiveLane, together
 from graphshard.planner.separate_group import WORTH, plan_best, reductions_apart
@@ -69,8 +69,8 @@ def test_there_and_back():
 
 def test_a_link_with_one_busy_lane_is_a_queue():
     alone, shared = (
-        Wires((CollectiveLane("x", 5.0),)),
-        Wires((CollectiveLane("x", 5.0, "x"), CollectiveLane("y", 5.0, "x"))),
+        LaneQueues((CollectiveLane("x", 5.0),)),
+        LaneQueues((CollectiveLane("x", 5.0, "x"), CollectiveLane("y", 5.0, "x"))),
     )
     for wires in (alone, shared):
         for job in range(4):

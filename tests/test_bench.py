@@ -27,7 +27,7 @@ from graphshard.cost.curve import Fit, line  # noqa: E402
 from graphshard.cost.machine import collective_us  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
 from graphshard.cost.profile import CostProfile, Origin, calibrated  # noqa: E402
-from graphshard.planner.links import Wires  # noqa: E402
+from graphshard.planner.links import LaneQueues  # noqa: E402
 from graphshard.planner.problem import CollectiveLane  # noqa: E402
 
 ORIGIN = Origin("cpu", "", 1, 1, 1, "", "", "", "")
@@ -389,7 +389,7 @@ def test_the_planner_and_the_network_share_a_link_alike(extension, network, seed
     """`graphshard.planner.links` against the emulated network: the same collectives, two lanes."""
     random = Random(seed)
     lanes = [extension.EmulatedBackend(0, RANKS, network) for _ in range(2)]
-    wires = Wires(tuple(CollectiveLane(str(place), ALPHA_US, "link") for place in range(2)))
+    wires = LaneQueues(tuple(CollectiveLane(str(place), ALPHA_US, "link") for place in range(2)))
     works = {}
     for job in range(12):
         place = random.randrange(2)

@@ -141,7 +141,7 @@ def test_a_group_that_is_gone():
 def test_a_gather_used_after_its_release(model):
     live = live_of(model)
     gather = Gather(live, live.dtypes)
-    gather._rooms = None
+    gather._gathered = None
     with pytest.raises(RuntimeStateError, match="GS403: 0 was used after its release"):
         gather._here()
 

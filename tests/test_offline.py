@@ -432,7 +432,7 @@ def test_plans_at_many_sizes_are_those_of_captures_at_these_sizes(build, capture
     for one, plan in zip(points, together, strict=True):
         (alone,) = planned(build, (one,))
         # With symbols, forward computes sizes too: no time, but other numbers of ops.
-        for name in ("groups", "estimate", "reasons", "backward", "skeleton"):
+        for name in ("groups", "estimate", "reasons", "backward", "collective_signature"):
             assert getattr(plan, name) == getattr(alone, name), (one.sizes, name)
         for ours, theirs in zip(plan.forecasts, alone.forecasts, strict=True):
             assert (ours.us, ours.exposed_us) == (theirs.us, theirs.exposed_us)

@@ -12,10 +12,11 @@ from graphshard.passes import PLACEMENT
 from graphshard.planner.choices import Bucket, Choices
 from graphshard.planner.events import gather_events, region_events
 from graphshard.planner.plan_step import fsdp2, plan_step
-from graphshard.planner.problem import Category, Claim
+from graphshard.planner.problem import Category
 from graphshard.pricing import problem as posed
 from graphshard.pricing.op_costs import graph_costs
 from graphshard.pricing.problem import MAX_PARTS, PlanningPolicy, price
+from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Direction, Schedule
 
 OWN = GroupSettings(None, False, 2, 2, "lane 0", "lane 0", 64, 128, 4)
@@ -137,7 +138,7 @@ def test_a_gradient_counts_from_the_op_that_makes_it(monkeypatch):
     # When the third sum is there (64, and 4 x 64 that are added up, and the anchor), the gradient
     # that the last op makes (64) is not.
     assert (region.activation_bytes, region.idle_bytes) == (324, 0)
-    assert region.absent == (Claim(Category.UNSHARDED_GRAD, 64, 0),)
+    assert region.absent == (Allocation(Category.UNSHARDED_GRAD, 64, 0),)
     (event,) = region_events(problem, Choices(), Direction.BACKWARD)
     assert event.brief_bytes == -64
 

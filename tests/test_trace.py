@@ -66,10 +66,11 @@ def test_each_collective_is_one_slice(plan):
         told = [(e["args"]["direction"], e["name"].split("::")[1].split(" ")[0],
                  " + ".join(e["args"]["groups"]), e["args"]["dtype"], e["args"]["bytes"])
                 for e in slices(events, "collective")]  # fmt: skip
-        skeleton = [
-            (e.direction, e.kind, e.group, e.dtype, e.size_bytes) for e in expected[title].skeleton
+        collective_signature = [
+            (e.direction, e.kind, e.group, e.dtype, e.size_bytes)
+            for e in expected[title].collective_signature
         ]
-        assert Counter(told) == Counter(skeleton)
+        assert Counter(told) == Counter(collective_signature)
 
 
 def test_exposed_slices_add_up_to_the_reported_time(plan):

@@ -50,7 +50,7 @@ def planned(made, step_time_us):
     return replace(made, estimate=Estimate(figures, figures, 2, 1.0))
 
 
-def test_equal_skeletons_run_what_each_rank_planned():
+def test_equal_signatures_run_what_each_rank_planned():
     ranks = ballots(4)
     own = [replace(PLAN, name=f"graph {rank}") for rank in range(4)]
     assert vote(ranks, own) == own

@@ -11,7 +11,7 @@ from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.machine import collective_us
 from graphshard.cost.presets import preset
 from graphshard.cost.whatif import Cluster, peak_bytes_formula, step_time_formula, what_if
-from graphshard.planner.problem import Claim
+from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Category, PricedOn
 from graphshard.schedule.replay import critical_path, replayed
 
@@ -29,7 +29,7 @@ def priced(cluster, count=4):
     )
     problem = layers(
         count, gather_us=gather_us, reduce_us=reduce_us, size=SIZE, regroup_gathers=False,
-        activations=SIZE, resident=(Claim(Category.SHARDED_PARAM, 10**9),),
+        activations=SIZE, resident=(Allocation(Category.SHARDED_PARAM, 10**9),),
     )  # fmt: skip
     plan = planned(problem)
     groups = tuple(replace(g, reduce_bytes=SIZE) for g in plan.groups)

@@ -1,6 +1,6 @@
 """When collectives end: queues, and links that several lanes share."""
 
-from graphshard.planner.links import Wires
+from graphshard.planner.links import LaneQueues
 from graphshard.planner.problem import CollectiveLane
 
 LANES = (
@@ -11,7 +11,7 @@ LANES = (
 
 
 def test_a_lane_is_a_queue():
-    wires = Wires(LANES)
+    wires = LaneQueues(LANES)
     for job in range(3):
         wires.issue(job, 2, 100.0, 5.0 * job)
     assert [wires.end_us(job) for job in range(3)] == [100.0, 200.0, 300.0]
@@ -19,14 +19,14 @@ def test_a_lane_is_a_queue():
 
 
 def test_one_lane_of_a_link_alone_is_a_queue_too():
-    wires = Wires(LANES)
+    wires = LaneQueues(LANES)
     for job in range(3):
         wires.issue(job, 0, 100.0, 5.0 * job)
     assert [wires.end_us(job) for job in range(3)] == [100.0, 200.0, 300.0]
 
 
 def test_two_lanes_share_a_link_but_not_their_launches():
-    wires = Wires(LANES)
+    wires = LaneQueues(LANES)
     wires.issue(0, 0, 100.0, 0.0)  # on the link from 10 on
     wires.issue(1, 1, 40.0, 20.0)  # from 30 on: 70 and 30 are left, half as fast each
     assert wires.end_us(1) == 90.0
@@ -34,7 +34,7 @@ def test_two_lanes_share_a_link_but_not_their_launches():
 
 
 def test_what_is_issued_later_slows_what_is_under_way():
-    wires = Wires(LANES)
+    wires = LaneQueues(LANES)
     wires.issue(0, 0, 110.0, 0.0)
     wires.issue(1, 1, 20.0, 50.0)
     assert wires.end_us(0) == 120.0
@@ -42,11 +42,11 @@ def test_what_is_issued_later_slows_what_is_under_way():
 
 
 def test_an_unknown_collective_never_ends():
-    assert Wires(LANES).end_us(7) is None
+    assert LaneQueues(LANES).end_us(7) is None
 
 
 def test_to_wait_on_one_link_leaves_the_other_where_it_is():
-    wires = Wires(
+    wires = LaneQueues(
         (
             CollectiveLane("a", 0.0, "a"),
             CollectiveLane("b", 0.0, "b"),

@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from graphshard.planner.choices import Choices
-from graphshard.planner.events import turns
+from graphshard.planner.events import micro_steps_of
 from graphshard.planner.fsdp2 import has_lists
 from graphshard.planner.memo import Memo
 from graphshard.planner.memory import profile_of, view_of
@@ -41,7 +41,9 @@ def settled(
 ) -> Scored:
     """`scored`, just in time: not slower, and not above the budget unless it was before."""
     problem = context.problem
-    stages = [stage_of(context.memo, choices, direction, turn) for turn, _ in turns(problem)]
+    stages = [
+        stage_of(context.memo, choices, direction, micro) for micro, _ in micro_steps_of(problem)
+    ]
     starts = start_bytes(context, choices, direction)
     limit = max(context.budget_bytes, scored.peak_bytes)
     for _ in range(ROUNDS):
@@ -63,7 +65,8 @@ def lean(context: SearchContext, choices: Choices, direction: Direction, scored:
     With `Problem.early_waits` it may stay as it is.
     """
     stages = [
-        stage_of(context.memo, choices, direction, turn) for turn, _ in turns(context.problem)
+        stage_of(context.memo, choices, direction, micro)
+        for micro, _ in micro_steps_of(context.problem)
     ]
     starts = start_bytes(context, choices, direction)
     found = score(

@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import networkx as nx
 
-from graphshard.planner.events import MicroStep, turns
+from graphshard.planner.events import MicroStep, micro_steps_of
 from graphshard.planner.fsdp2 import keeps
 from graphshard.planner.problem import Group, Problem, gather_of, use_of
 from graphshard.schedule.plan import Direction
@@ -42,15 +42,15 @@ class Need:
 def lower_bound_us(problem: Problem) -> float:
     """Microseconds of a whole step (all micro-steps) that no schedule of `problem` beats."""
     return sum(
-        times * max(_bounds(problem, direction, turn))
-        for turn, times in turns(problem)
+        times * max(_bounds(problem, direction, micro))
+        for micro, times in micro_steps_of(problem)
         for direction in problem.directions
     )
 
 
-def _bounds(problem: Problem, direction: Direction, turn: MicroStep) -> Iterator[float]:
-    needs = [*_gathers(problem, direction, turn)]
-    if direction is Direction.BACKWARD and (turn.last or problem.sync_each):
+def _bounds(problem: Problem, direction: Direction, micro: MicroStep) -> Iterator[float]:
+    needs = [*_gathers(problem, direction, micro)]
+    if direction is Direction.BACKWARD and (micro.last or problem.sync_each):
         needs += _reductions(problem)
     done = list(accumulate((r.us for r in problem.regions(direction)), initial=0.0))
     yield done[-1] + sum(n.pack_us + n.unpack_us for n in needs)
@@ -63,11 +63,11 @@ def _bounds(problem: Problem, direction: Direction, turn: MicroStep) -> Iterator
     yield _critical_path(problem, direction, needs)
 
 
-def _gathers(problem: Problem, direction: Direction, turn: MicroStep) -> Iterator[Need]:
+def _gathers(problem: Problem, direction: Direction, micro: MicroStep) -> Iterator[Need]:
     """The gathers that no choice can avoid."""
     for group in problem.groups:
         use = group.use_in(direction)
-        if use is None or _may_be_there(problem, group, direction, turn):
+        if use is None or _may_be_there(problem, group, direction, micro):
             continue
         for part in group.parts:
             own, transfer = use_of(part, direction) or use, gather_of(part, direction)
@@ -77,12 +77,12 @@ def _gathers(problem: Problem, direction: Direction, turn: MicroStep) -> Iterato
             yield Need(lane, group.id, us, transfer.before_us, unpack_us, -1, own.first)
 
 
-def _may_be_there(problem: Problem, group: Group, direction: Direction, turn: MicroStep) -> bool:
+def _may_be_there(problem: Problem, group: Group, direction: Direction, micro: MicroStep) -> bool:
     """Some choice of the planner finds the group gathered already."""
     both = all(group.use_in(d) is not None for d in Direction) and group.post_forward is None
     if direction is Direction.BACKWARD:
         return both and (group.reshard is not True or keeps(problem, group.id))
-    return both and not turn.first and group.keep_across is not False
+    return both and not micro.first and group.keep_across is not False
 
 
 def _reductions(problem: Problem) -> Iterator[Need]:

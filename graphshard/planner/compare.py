@@ -14,16 +14,17 @@ from graphshard.planner.events import (
     Event,
     MicroStep,
     given_gradients,
-    start_claims,
+    micro_steps_of,
+    start_allocations,
     total_bytes,
-    turns,
 )
 from graphshard.planner.fsdp2 import fsdp2_placement
 from graphshard.planner.memo import Memo
-from graphshard.planner.problem import Claim, Problem
+from graphshard.planner.problem import Problem
 from graphshard.planner.score import Candidate, SearchContext, score, start_bytes
 from graphshard.planner.simulate import Played, Simulation, owners_at, play, report
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of
+from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.forecast import CollectiveTime, Forecast, StepTime
 from graphshard.schedule.plan import Category, Direction, Schedule
 
@@ -35,7 +36,9 @@ def placed_as(memo: Memo, choices: Choices, place: Place = fsdp2_placement) -> C
     context = SearchContext(memo, 0)
     found = []
     for direction in memo.problem.directions:
-        stages = [stage_of(memo, choices, direction, turn) for turn, _ in turns(memo.problem)]
+        stages = [
+            stage_of(memo, choices, direction, micro) for micro, _ in micro_steps_of(memo.problem)
+        ]
         starts = start_bytes(context, choices, direction)
         found.append(score(context, stages, starts, place(memo.problem, stages[0])))
     return Candidate(choices, tuple(found))
@@ -45,11 +48,11 @@ def simulated(memo: Memo, chosen: Candidate) -> Simulation:
     """Everything about `chosen`. Its `step_us` and `peak_bytes` are those of `chosen`."""
     pairs = list(zip(memo.problem.directions, chosen.directions, strict=True))
     programs = {
-        turn: [
-            assemble(stage_of(memo, chosen.choices, direction, turn), scored.placement)
+        micro: [
+            assemble(stage_of(memo, chosen.choices, direction, micro), scored.placement)
             for direction, scored in pairs
         ]
-        for turn, _ in turns(memo.problem)
+        for micro, _ in micro_steps_of(memo.problem)
     }
     return report(memo.problem, chosen.choices, programs)
 
@@ -57,7 +60,7 @@ def simulated(memo: Memo, chosen: Candidate) -> Simulation:
 def forecasts(memo: Memo, chosen: Candidate) -> tuple[Forecast, ...]:
     """What each step of the schedules of `chosen` is expected to take, one entry per direction."""
     found = []
-    start = start_claims(memo.problem, chosen.choices, MicroStep())
+    start = start_allocations(memo.problem, chosen.choices, MicroStep())
     for direction, events in _events(memo, chosen):
         if direction is Direction.BACKWARD:
             start += given_gradients(memo.problem)
@@ -81,7 +84,7 @@ def _events(memo: Memo, chosen: Candidate) -> Iterator[tuple[Direction, list[Eve
         yield direction, assemble(stage, scored.placement)
 
 
-def _forecast(events: list[Event], run: Played, start: Sequence[Claim]) -> Forecast:
+def _forecast(events: list[Event], run: Played, start: Sequence[Allocation]) -> Forecast:
     steps, collectives = [], []
     for index, (event, reached_us) in enumerate(zip(events, run.reached_us, strict=True)):
         waits = event.job >= 0 and event.lane < 0
@@ -94,21 +97,21 @@ def _forecast(events: list[Event], run: Played, start: Sequence[Claim]) -> Forec
 
 
 def _memory(
-    start: Sequence[Claim], events: list[Event]
+    start: Sequence[Allocation], events: list[Event]
 ) -> tuple[tuple[Category, tuple[int, ...]], ...]:
     """Bytes alive during each event, by category."""
     held: Counter[Category] = Counter()
     columns: dict[Category, list[int]] = {category: [] for category in Category}
-    for claim in start:
-        held[claim.category] += claim.bytes
+    for allocation in start:
+        held[allocation.category] += allocation.bytes
     for event in events:
-        for claim in event.takes:
-            held[claim.category] += claim.bytes
+        for allocation in event.takes:
+            held[allocation.category] += allocation.bytes
         inside = held.copy()
-        for claim in event.briefly:
-            inside[claim.category] += claim.bytes
+        for allocation in event.briefly:
+            inside[allocation.category] += allocation.bytes
         for category, column in columns.items():
             column.append(inside[category])
-        for claim in event.gives:
-            held[claim.category] -= claim.bytes
+        for allocation in event.gives:
+            held[allocation.category] -= allocation.bytes
     return tuple((category, tuple(sizes)) for category, sizes in columns.items() if any(sizes))

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from graphshard.planner.choices import Bucket, Choices, parts_of, transfer_us
-from graphshard.planner.problem import Category, Claim, Problem, gather_of
+from graphshard.planner.problem import Category, Problem, gather_of
+from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Direction, Step, StepKind
 
 
@@ -42,9 +43,9 @@ class Event:
     lane: int = -1
     comm_us: float = 0.0
     job: int = -1
-    takes: tuple[Claim, ...] = ()
-    briefly: tuple[Claim, ...] = ()
-    gives: tuple[Claim, ...] = ()
+    takes: tuple[Allocation, ...] = ()
+    briefly: tuple[Allocation, ...] = ()
+    gives: tuple[Allocation, ...] = ()
     alloc_bytes: int = field(init=False)
     brief_bytes: int = field(init=False)
     free_bytes: int = field(init=False)
@@ -55,11 +56,11 @@ class Event:
         object.__setattr__(self, "free_bytes", total_bytes(self.gives))
 
 
-def total_bytes(claims: tuple[Claim, ...]) -> int:
-    return sum(claim.bytes for claim in claims)
+def total_bytes(allocations: tuple[Allocation, ...]) -> int:
+    return sum(allocation.bytes for allocation in allocations)
 
 
-def turns(problem: Problem) -> tuple[tuple[MicroStep, int], ...]:
+def micro_steps_of(problem: Problem) -> tuple[tuple[MicroStep, int], ...]:
     """The different micro-steps of a step, and how often each comes."""
     count = problem.micro_steps
     if count == 1:
@@ -69,29 +70,33 @@ def turns(problem: Problem) -> tuple[tuple[MicroStep, int], ...]:
         (MicroStep(False, False), count - 2),
         (MicroStep(False, True), 1),
     )
-    return tuple((turn, times) for turn, times in ends if times)
+    return tuple((micro, times) for micro, times in ends if times)
 
 
-def start_claims(problem: Problem, choices: Choices, turn: MicroStep) -> tuple[Claim, ...]:
+def start_allocations(
+    problem: Problem, choices: Choices, micro: MicroStep
+) -> tuple[Allocation, ...]:
     """What is in memory when a micro-step starts."""
-    claims = list(problem.resident)
-    if not turn.first:
+    allocations = list(problem.resident)
+    if not micro.first:
         for number in choices.across:
             size = problem.groups[number].room_bytes
-            claims.append(Claim(Category.UNSHARDED_PARAM, size, number))
+            allocations.append(Allocation(Category.UNSHARDED_PARAM, size, number))
         for group in problem.groups:
             for grad in (p.gradient for p in group.parts if p.gradient is not None):
                 if not problem.sync_each:
-                    claims.append(Claim(Category.UNSHARDED_GRAD, grad.bytes, group.id))
+                    allocations.append(Allocation(Category.UNSHARDED_GRAD, grad.bytes, group.id))
                 elif not problem.has_gradients:
-                    claims.append(Claim(Category.SHARDED_GRAD, grad.output_bytes, group.id))
-    return tuple(claims)
+                    allocations.append(
+                        Allocation(Category.SHARDED_GRAD, grad.output_bytes, group.id)
+                    )
+    return tuple(allocations)
 
 
-def given_gradients(problem: Problem) -> tuple[Claim, ...]:
+def given_gradients(problem: Problem) -> tuple[Allocation, ...]:
     """Unsharded gradients that are inputs of backward."""
     return tuple(
-        Claim(Category.UNSHARDED_GRAD, part.gradient.bytes, group.id)
+        Allocation(Category.UNSHARDED_GRAD, part.gradient.bytes, group.id)
         for group in problem.groups
         for part in group.parts
         if part.gradient is not None and part.gradient.first < 0
@@ -105,19 +110,19 @@ def region_events(problem: Problem, choices: Choices, direction: Direction) -> l
     """One event per region, with the activations that are alive and the gradients it creates."""
     inside, between = _activations(problem, choices, direction)
     extra_us: dict[int, float] = defaultdict(float)
-    born: dict[int, list[Claim]] = defaultdict(list)
+    born: dict[int, list[Allocation]] = defaultdict(list)
     if direction is Direction.BACKWARD:
         for option in (problem.recompute[index] for index in choices.recompute):
             extra_us[option.before] += option.extra_us
         for group in problem.groups:
             for grad in (p.gradient for p in group.parts if p.gradient is not None):
-                born[grad.first].append(Claim(Category.UNSHARDED_GRAD, grad.bytes, group.id))
+                born[grad.first].append(Allocation(Category.UNSHARDED_GRAD, grad.bytes, group.id))
     events, op = [], 0
     for index, region in enumerate(problem.regions(direction)):
         step = Step(StepKind.COMPUTE, start=op, stop=op + region.num_ops)
         op = step.stop
         takes = (_activation(inside[index] - between[index]), *born[index])
-        more = Claim(Category.TEMP, region.temporary_bytes)
+        more = Allocation(Category.TEMP, region.temporary_bytes)
         gives = _activation(inside[index] - between[index + 1])
         absent = (_activation(min(region.idle_bytes, inside[index])), *region.absent)
         # What is there before or after a region is there in it, too.
@@ -134,16 +139,16 @@ def region_events(problem: Problem, choices: Choices, direction: Direction) -> l
     return events
 
 
-def _taken_off(absent: Iterable[Claim], limit_bytes: int) -> Iterator[Claim]:
+def _taken_off(absent: Iterable[Allocation], limit_bytes: int) -> Iterator[Allocation]:
     """`absent` as negative claims, `limit_bytes` at most."""
-    for claim in absent:
-        size = min(claim.bytes, limit_bytes)
+    for allocation in absent:
+        size = min(allocation.bytes, limit_bytes)
         limit_bytes -= size
-        yield replace(claim, bytes=-size)
+        yield replace(allocation, bytes=-size)
 
 
-def _activation(amount: int) -> Claim:
-    return Claim(Category.ACTIVATION, amount)
+def _activation(amount: int) -> Allocation:
+    return Allocation(Category.ACTIVATION, amount)
 
 
 def _activations(
@@ -188,13 +193,13 @@ def gather_events(
     if resident:
         return Event(steps[0]), Event(steps[1])
     transfers = [gather_of(part, direction) for _, part in parts]
-    params = tuple(Claim(Category.UNSHARDED_PARAM, g.room_of(p), g.id) for g, p in parts)
+    params = tuple(Allocation(Category.UNSHARDED_PARAM, g.room_of(p), g.id) for g, p in parts)
     pack_us = sum(t.before_us for t in transfers)
     if first.world_size == 1:
         return Event(steps[0], us=pack_us, takes=params), Event(steps[1])
     lane = first.lane_in(direction)
     in_place = all(t.in_place for t in transfers)
-    flight = tuple(Claim(Category.ALL_GATHER, c.bytes, c.group) for c in params)
+    flight = tuple(Allocation(Category.ALL_GATHER, c.bytes, c.group) for c in params)
     issue = Event(
         steps[0],
         us=pack_us,
@@ -202,7 +207,7 @@ def gather_events(
         comm_us=transfer_us([t.us for t in transfers], problem.lanes[lane].launch_us),
         job=_job(problem, bucket, 0),
         takes=params if in_place else flight,
-        gives=_post_forward_claims(problem, bucket) if direction is Direction.BACKWARD else (),
+        gives=_post_forward_allocations(problem, bucket) if direction is Direction.BACKWARD else (),
     )
     unpack_us = sum(t.after_us for t in transfers)
     if in_place:
@@ -210,15 +215,15 @@ def gather_events(
     return issue, Event(steps[1], us=unpack_us, job=issue.job, takes=params, gives=flight)
 
 
-def _post_forward_claims(problem: Problem, bucket: Bucket) -> tuple[Claim, ...]:
+def _post_forward_allocations(problem: Problem, bucket: Bucket) -> tuple[Allocation, ...]:
     groups = (problem.groups[n] for n in bucket.groups)
     return tuple(
-        Claim(Category.UNSHARDED_PARAM, g.held_bytes, g.id) for g in groups if g.held_bytes
+        Allocation(Category.UNSHARDED_PARAM, g.held_bytes, g.id) for g in groups if g.held_bytes
     )
 
 
 def release_event(
-    problem: Problem, number: int, choices: Choices, direction: Direction, turn: MicroStep
+    problem: Problem, number: int, choices: Choices, direction: Direction, micro: MicroStep
 ) -> Event:
     """The end of a group's last use in one direction."""
     group = problem.groups[number]
@@ -227,30 +232,32 @@ def release_event(
     if forward and number in choices.kept and backward_needs:
         return Event(Step(StepKind.RELEASE, number, kept=True))
     step = Step(StepKind.RELEASE, number)
-    if number in choices.across and not turn.last:
+    if number in choices.across and not micro.last:
         return Event(step)
-    gathered = (Claim(Category.UNSHARDED_PARAM, group.room_bytes, number),)
-    held = _post_forward_claims(problem, Bucket((number,))) if forward and backward_needs else ()
+    gathered = (Allocation(Category.UNSHARDED_PARAM, group.room_bytes, number),)
+    held = (
+        _post_forward_allocations(problem, Bucket((number,))) if forward and backward_needs else ()
+    )
     return Event(step, takes=held, gives=gathered)
 
 
 # -- reductions ----------------------------------------------------------------------------------
 
 
-def reduce_events(problem: Problem, bucket: Bucket, turn: MicroStep) -> tuple[Event, Event]:
+def reduce_events(problem: Problem, bucket: Bucket, micro: MicroStep) -> tuple[Event, Event]:
     """Issue and wait of one reduction. Without gradient sync the gradients stay where they are."""
     first = problem.groups[bucket.groups[0]]
     grads = [(g.id, p.gradient) for g, p in parts_of(problem, bucket) if p.gradient is not None]
     kinds = (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT)
     issue, wait = (_step(problem, bucket, kind) for kind in kinds)
-    fresh = tuple(Claim(Category.UNSHARDED_GRAD, g.bytes, n) for n, g in grads)
-    if not (turn.last or problem.sync_each):
-        return Event(issue, gives=() if turn.first else fresh), Event(wait)
-    if not turn.first and not problem.sync_each:
+    fresh = tuple(Allocation(Category.UNSHARDED_GRAD, g.bytes, n) for n, g in grads)
+    if not (micro.last or problem.sync_each):
+        return Event(issue, gives=() if micro.first else fresh), Event(wait)
+    if not micro.first and not problem.sync_each:
         fresh += fresh  # what earlier micro-steps left, too
-    packed = tuple(Claim(Category.REDUCE_SCATTER, g.input_bytes, n) for n, g in grads)
-    reduced = tuple(Claim(Category.SHARDED_GRAD, g.output_bytes, n) for n, g in grads)
-    adds = problem.has_gradients or (problem.sync_each and not turn.first)
+    packed = tuple(Allocation(Category.REDUCE_SCATTER, g.input_bytes, n) for n, g in grads)
+    reduced = tuple(Allocation(Category.SHARDED_GRAD, g.output_bytes, n) for n, g in grads)
+    adds = problem.has_gradients or (problem.sync_each and not micro.first)
     pack_us = sum(g.reduce.before_us for _, g in grads)
     unpack_us = sum(g.reduce.after_us for _, g in grads)
     dropped = reduced if adds else ()

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from graphshard.planner.events import Event, given_gradients, start_claims, turns
+from graphshard.planner.events import Event, given_gradients, micro_steps_of, start_allocations
 from graphshard.planner.fsdp2 import has_lists
 from graphshard.planner.memo import Memo
-from graphshard.planner.problem import Claim, Problem
+from graphshard.planner.problem import Problem
 from graphshard.planner.score import Candidate, SearchContext
 from graphshard.planner.simulate import LaneCollective, Simulation, owners_at
 from graphshard.planner.stage import assemble, stage_of
+from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Category, Direction, StepKind
 from graphshard.schedule.reasons import Bound, Held, NotEarlier
 
@@ -30,7 +31,7 @@ class TimedEvents:
     """The events of one direction, with the bytes alive during each of them."""
 
     direction: Direction
-    start: tuple[Claim, ...]
+    start: tuple[Allocation, ...]
     events: tuple[Event, ...]
     alive_bytes: tuple[int, ...]
 
@@ -52,12 +53,12 @@ def why_not_earlier(
 
 def _lines(memo: Memo, best: Candidate) -> Iterator[TimedEvents]:
     problem = memo.problem
-    turn = turns(problem)[-1][0]
-    start = start_claims(problem, best.choices, turn)
+    micro = micro_steps_of(problem)[-1][0]
+    start = start_allocations(problem, best.choices, micro)
     for direction, scored in zip(problem.directions, best.directions, strict=True):
         if direction is Direction.BACKWARD:
             start += given_gradients(problem)
-        events = assemble(stage_of(memo, best.choices, direction, turn), scored.placement)
+        events = assemble(stage_of(memo, best.choices, direction, micro), scored.placement)
         alive, held = [], sum(c.bytes for c in start)
         for event in events:
             held += event.alloc_bytes
@@ -129,22 +130,22 @@ def _blockers(
 def _tops(line: TimedEvents, moments: Sequence[int]) -> dict[int, tuple[Held, ...]]:
     """The largest owners of memory during some events."""
     held: Counter[tuple[Category, int]] = Counter()
-    for claim in line.start:
-        held[_owner(claim)] += claim.bytes
+    for allocation in line.start:
+        held[_owner(allocation)] += allocation.bytes
     found: dict[int, tuple[Held, ...]] = {}
     moments_left = list(reversed(moments))
     for index, event in enumerate(line.events):
-        for claim in event.takes:
-            held[_owner(claim)] += claim.bytes
+        for allocation in event.takes:
+            held[_owner(allocation)] += allocation.bytes
         if moments_left and moments_left[-1] == index:
             found[moments_left.pop()] = _most_held(held)
-        for claim in event.gives:
-            held[_owner(claim)] -= claim.bytes
+        for allocation in event.gives:
+            held[_owner(allocation)] -= allocation.bytes
     return found
 
 
-def _owner(claim: Claim) -> tuple[Category, int]:
-    return claim.category, -1 if claim.group is None else claim.group
+def _owner(allocation: Allocation) -> tuple[Category, int]:
+    return allocation.category, -1 if allocation.group is None else allocation.group
 
 
 def _most_held(held: Counter[tuple[Category, int]]) -> tuple[Held, ...]:

@@ -13,7 +13,6 @@ from graphshard.planner.memo import Memo
 from graphshard.planner.moves import lean_choices
 from graphshard.planner.problem import Problem, Region
 from graphshard.planner.score import Candidate, SearchContext, candidate
-from graphshard.schedule.estimate import Owner
 from graphshard.schedule.shortage import Help, Remedy, Shortage
 
 HALVINGS = 10  # 0.1 % of the distance between the first bounds
@@ -35,7 +34,7 @@ def shortage_of(problem: Problem, budget_bytes: int, fsdp2_bytes: int) -> Shorta
         fsdp2_bytes=fsdp2_bytes,
         direction=peak.direction,
         step=peak.step,
-        owners=tuple(Owner(c.category, c.bytes, c.group) for c in peak.owners[:OWNERS]),
+        owners=peak.owners[:OWNERS],
         helps=tuple(helps),
         names=tuple((group.id, group.fqn) for group in problem.groups),
     )

@@ -26,7 +26,7 @@ class Head:
 
 
 @dataclass(slots=True)
-class Wires:
+class LaneQueues:
     """The lanes of one run. started_us, finished_us: by job; finished_us lacks what is under way
     where that depends on what is issued later."""
 
@@ -63,12 +63,12 @@ class Link:
     reached_us: float = 0.0
     queues: dict[int, deque[Head]] = field(default_factory=lambda: defaultdict(deque))
 
-    def advance(self, to_us: float, wires: Wires) -> None:
+    def advance(self, to_us: float, wires: LaneQueues) -> None:
         while self.reached_us < to_us and self.next_event(to_us, wires):
             pass
         self.reached_us = max(self.reached_us, to_us)
 
-    def next_event(self, limit_us: float, wires: Wires) -> bool:
+    def next_event(self, limit_us: float, wires: LaneQueues) -> bool:
         """Until the first head ends its launch or itself, or until `limit_us`; False if nothing is
         under way."""
         heads = [queue[0] for queue in self.queues.values() if queue]

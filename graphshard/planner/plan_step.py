@@ -22,7 +22,7 @@ from graphshard.planner.score import Candidate, SearchContext
 from graphshard.planner.search import search
 from graphshard.planner.simulate import Simulation
 from graphshard.schedule.forecast import Forecast
-from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Owner, Schedule
+from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Schedule
 from graphshard.schedule.reasons import Decision, Reason
 
 
@@ -114,6 +114,5 @@ def _chosen(context: SearchContext, own: Candidate) -> Candidate | None:
 
 def _figures(found: Simulation) -> Figures:
     peak = found.peak
-    owners = tuple(Owner(c.category, c.bytes, c.group) for c in peak.owners)
     at = Moment(peak.direction, peak.index)
-    return Figures(found.step_us, found.exposed_us, peak.bytes, peak.by_category, owners, at)
+    return Figures(found.step_us, found.exposed_us, peak.bytes, peak.by_category, peak.owners, at)

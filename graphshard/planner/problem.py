@@ -11,21 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from graphshard.errors import PlanError
+from graphshard.schedule.plan import Allocation as Allocation
 from graphshard.schedule.plan import Category as Category
 from graphshard.schedule.plan import Direction, StepKind
 
 # Times are rounded to multiples of this (about 1 ns). Sums of such numbers below 2**43 us are
 # exact in float64, so equal schedules have equal times and gains add up without a remainder.
 TICK_US = 2.0**-10
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """`bytes` of memory held for `category`; `group` is a Group.id, or None for the whole model."""
-
-    category: Category
-    bytes: int
-    group: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +34,7 @@ class Region:
     temporary_bytes: int = 0
     num_ops: int = 1
     idle_bytes: int = 0
-    absent: tuple[Claim, ...] = ()
+    absent: tuple[Allocation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +229,7 @@ class Problem:
     lanes: tuple[CollectiveLane, ...]
     forward: tuple[Region, ...]
     backward: tuple[Region, ...] = ()
-    resident: tuple[Claim, ...] = ()
+    resident: tuple[Allocation, ...] = ()
     recompute: tuple[Recompute, ...] = ()
     micro_steps: int = 1
     sync_each: bool = True

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from graphshard.planner.choices import Bucket, Choices, Cuts, first_use
 from graphshard.planner.compare import placed_as
-from graphshard.planner.events import turns
+from graphshard.planner.events import micro_steps_of
 from graphshard.planner.explain_issue import why_not_earlier
 from graphshard.planner.memo import Memo
 from graphshard.planner.problem import Group, gather_of
@@ -99,8 +99,8 @@ def _with_reductions(context: SearchContext, best: Candidate) -> tuple[float, in
     rows = zip(context.problem.directions, theirs.directions, best.directions, strict=True)
     for direction, their, our in rows:
         stages = [
-            stage_of(context.memo, best.choices, direction, turn)
-            for turn, _ in turns(context.problem)
+            stage_of(context.memo, best.choices, direction, micro)
+            for micro, _ in micro_steps_of(context.problem)
         ]
         starts = start_bytes(context, best.choices, direction)
         placement = replace(their.placement, reductions=our.placement.reductions)

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from graphshard.planner.choices import Choices
-from graphshard.planner.events import MicroStep, given_gradients, start_claims, total_bytes, turns
+from graphshard.planner.events import (
+    MicroStep,
+    given_gradients,
+    micro_steps_of,
+    start_allocations,
+    total_bytes,
+)
 from graphshard.planner.fsdp2 import has_lists, listed_positions, with_buffers
 from graphshard.planner.memo import Memo, once
 from graphshard.planner.memory import MemoryProfile, View, profile_of, view_of
@@ -100,7 +106,9 @@ def _scored(context: SearchContext, choices: Choices, direction: Direction) -> S
 def place(context: SearchContext, choices: Choices, direction: Direction) -> Scored | None:
     """The best of what the policies give."""
     problem = context.problem
-    stages = [stage_of(context.memo, choices, direction, turn) for turn, _ in turns(problem)]
+    stages = [
+        stage_of(context.memo, choices, direction, micro) for micro, _ in micro_steps_of(problem)
+    ]
     starts = start_bytes(context, choices, direction)
     profile = profile_of(context.memo, stages, starts)
     policies = context.policies.get(direction) or all_policies(problem, direction)
@@ -139,7 +147,9 @@ def score(
 ) -> Scored:
     """Time over all micro-steps and the peak of `placement`, whether it fits or not."""
     us, peak = 0.0, 0
-    for (_, times), stage, start in zip(turns(context.problem), stages, starts, strict=True):
+    for (_, times), stage, start in zip(
+        micro_steps_of(context.problem), stages, starts, strict=True
+    ):
         events = assemble(stage, placement)
         context.effort += len(events)
         run = play(events, start, context.problem.lanes)
@@ -149,9 +159,12 @@ def score(
 
 
 def start_bytes(context: SearchContext, choices: Choices, direction: Direction) -> list[int]:
-    """What is in memory when the direction starts, for each turn."""
+    """What is in memory when the direction starts, for each micro-step."""
     problem = context.problem
-    starts = [total_bytes(start_claims(problem, choices, turn)) for turn, _ in turns(problem)]
+    starts = [
+        total_bytes(start_allocations(problem, choices, micro))
+        for micro, _ in micro_steps_of(problem)
+    ]
     if direction is Direction.FORWARD:
         return starts
     given = total_bytes(given_gradients(problem))
@@ -162,14 +175,14 @@ def start_bytes(context: SearchContext, choices: Choices, direction: Direction) 
 def _handed_over(context: SearchContext, choices: Choices) -> list[int]:
     """What forward leaves in memory: activations and what stays gathered."""
     found = []
-    for turn, _ in turns(context.problem):
+    for micro, _ in micro_steps_of(context.problem):
 
-        def left(turn: MicroStep = turn) -> int:
-            stage = stage_of(context.memo, choices, Direction.FORWARD, turn)
+        def left(micro: MicroStep = micro) -> int:
+            stage = stage_of(context.memo, choices, Direction.FORWARD, micro)
             events = [*(e for _, e in stage.fixed), *(j.issue for j in stage.gathers)]
             return sum(e.alloc_bytes - e.free_bytes for e in events)
 
-        key = ("handed over", turn, choices.kept, choices.across, choices.recompute)
+        key = ("handed over", micro, choices.kept, choices.across, choices.recompute)
         found.append(once(context.memo, key, left))
     return found
 

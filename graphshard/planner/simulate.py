@@ -21,15 +21,16 @@ from graphshard.planner.events import (
     MicroStep,
     gather_events,
     given_gradients,
+    micro_steps_of,
     reduce_events,
     region_events,
     release_event,
-    start_claims,
+    start_allocations,
     total_bytes,
-    turns,
 )
-from graphshard.planner.links import Wires
-from graphshard.planner.problem import Category, Claim, CollectiveLane, Problem
+from graphshard.planner.links import LaneQueues
+from graphshard.planner.problem import Category, CollectiveLane, Problem
+from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
 
 
@@ -69,13 +70,13 @@ class Peak:
     direction: Direction
     step: Step
     index: int
-    owners: tuple[Claim, ...]
+    owners: tuple[Allocation, ...]
 
     @property
     def by_category(self) -> tuple[tuple[Category, int], ...]:
         sums: Counter[Category] = Counter()
-        for claim in self.owners:
-            sums[claim.category] += claim.bytes
+        for allocation in self.owners:
+            sums[allocation.category] += allocation.bytes
         return tuple(sorted(sums.items(), key=lambda kv: (-kv[1], kv[0])))
 
 
@@ -116,7 +117,7 @@ def play(events: Iterable[Event], start_bytes: int, lanes: Sequence[CollectiveLa
     """Run `events` in order. Raises PlanError (GS603) for a wait without its issue."""
     clock = exposed = 0.0
     held, peak, peak_at = start_bytes, start_bytes, 0
-    wires = Wires(lanes)
+    wires = LaneQueues(lanes)
     reached: list[float] = []
     issued: dict[int, float] = {}
     for index, event in enumerate(events):
@@ -154,8 +155,8 @@ def simulate(
     kept = tuple(sorted(s.group for s in _kept_releases(schedules[0]) if s.group is not None))
     choices = Choices(kept=kept, recompute=recompute, across=across)
     programs = {
-        turn: [events_of(problem, schedule, choices, turn) for schedule in schedules]
-        for turn, _ in turns(problem)
+        micro: [events_of(problem, schedule, choices, micro) for schedule in schedules]
+        for micro, _ in micro_steps_of(problem)
     }
     return report(problem, choices, programs)
 
@@ -171,10 +172,10 @@ def report(
     step_us = exposed_us = 0.0
     peaks: list[Peak] = []
     runs: list[Played] = []
-    for turn, times in turns(problem):
-        start = start_claims(problem, choices, turn)
+    for micro, times in micro_steps_of(problem):
+        start = start_allocations(problem, choices, micro)
         runs = []
-        for direction, events in zip(problem.directions, programs[turn], strict=True):
+        for direction, events in zip(problem.directions, programs[micro], strict=True):
             if direction is Direction.BACKWARD:
                 start += given_gradients(problem)
             run = play(events, total_bytes(start), problem.lanes)
@@ -183,7 +184,7 @@ def report(
             exposed_us += times * run.exposed_us
             peaks.append(_peak(run, direction, start, events))
             start = tuple(owners_at(start, events, len(events)))
-    last = programs[turns(problem)[-1][0]]
+    last = programs[micro_steps_of(problem)[-1][0]]
     return Simulation(
         step_us,
         exposed_us,
@@ -196,7 +197,9 @@ def report(
     )
 
 
-def _peak(run: Played, direction: Direction, start: tuple[Claim, ...], events: list[Event]) -> Peak:
+def _peak(
+    run: Played, direction: Direction, start: tuple[Allocation, ...], events: list[Event]
+) -> Peak:
     owners = owners_at(start, events, run.peak_at, inside=True)
     order = sorted(owners, key=lambda c: (-c.bytes, c.category, -1 if c.group is None else c.group))
     at = run.peak_at
@@ -204,21 +207,21 @@ def _peak(run: Played, direction: Direction, start: tuple[Claim, ...], events: l
 
 
 def owners_at(
-    start: tuple[Claim, ...], events: list[Event], stop: int, *, inside: bool = False
-) -> list[Claim]:
+    start: tuple[Allocation, ...], events: list[Event], stop: int, *, inside: bool = False
+) -> list[Allocation]:
     """Who holds memory before event `stop`, or (`inside`) during it."""
     held: Counter[tuple[Category, int | None]] = Counter()
-    for claim in start:
-        held[claim.category, claim.group] += claim.bytes
+    for allocation in start:
+        held[allocation.category, allocation.group] += allocation.bytes
     for event in events[:stop]:
-        for claim in event.takes:
-            held[claim.category, claim.group] += claim.bytes
-        for claim in event.gives:
-            held[claim.category, claim.group] -= claim.bytes
+        for allocation in event.takes:
+            held[allocation.category, allocation.group] += allocation.bytes
+        for allocation in event.gives:
+            held[allocation.category, allocation.group] -= allocation.bytes
     for event in events[stop : stop + 1] if inside else ():
-        for claim in (*event.takes, *event.briefly):
-            held[claim.category, claim.group] += claim.bytes
-    return [Claim(category, size, group) for (category, group), size in held.items() if size]
+        for allocation in (*event.takes, *event.briefly):
+            held[allocation.category, allocation.group] += allocation.bytes
+    return [Allocation(category, size, group) for (category, group), size in held.items() if size]
 
 
 def _collectives(direction: Direction, events: list[Event], run: Played) -> list[LaneCollective]:
@@ -242,7 +245,7 @@ def _collectives(direction: Direction, events: list[Event], run: Played) -> list
 
 
 def events_of(
-    problem: Problem, schedule: Schedule, choices: Choices, turn: MicroStep
+    problem: Problem, schedule: Schedule, choices: Choices, micro: MicroStep
 ) -> list[Event]:
     """The steps of `schedule` with their costs in micro-step `turn`."""
     regions = deque(region_events(problem, choices, schedule.direction))
@@ -251,7 +254,7 @@ def events_of(
         if step.kind is StepKind.COMPUTE:
             events.extend(_covered(regions, step))
         else:
-            events.append(_event(problem, schedule.direction, step, choices, turn))
+            events.append(_event(problem, schedule.direction, step, choices, micro))
     if regions:
         raise PlanError("GS603", f"{schedule.direction} leaves out {len(regions)} regions")
     return events
@@ -268,17 +271,17 @@ def _covered(regions: deque[Event], step: Step) -> Iterator[Event]:
 
 
 def _event(
-    problem: Problem, direction: Direction, step: Step, choices: Choices, turn: MicroStep
+    problem: Problem, direction: Direction, step: Step, choices: Choices, micro: MicroStep
 ) -> Event:
     if step.group is None or step.group >= len(problem.groups):
         raise PlanError("GS603", f"{step} names no group of the problem")
     if step.kind is StepKind.RELEASE:
-        return release_event(problem, step.group, choices, direction, turn)
+        return release_event(problem, step.group, choices, direction, micro)
     bucket = Bucket(step.groups, _parts(problem, step))
     issues = step.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
     if step.kind in (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT):
-        return reduce_events(problem, bucket, turn)[0 if issues else 1]
-    carried = direction is Direction.FORWARD and not turn.first and step.group in choices.across
+        return reduce_events(problem, bucket, micro)[0 if issues else 1]
+    carried = direction is Direction.FORWARD and not micro.first and step.group in choices.across
     resident = step.kept or carried
     return gather_events(problem, bucket, direction, resident=resident)[0 if issues else 1]
 

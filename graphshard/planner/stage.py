@@ -92,13 +92,19 @@ class Reduced:
     wait: int
 
 
-def stage_of(memo: Memo, choices: Choices, direction: Direction, turn: MicroStep) -> Stage:
+def stage_of(memo: Memo, choices: Choices, direction: Direction, micro: MicroStep) -> Stage:
     """The stage of one direction in micro-step `turn`. Positions are the same in every turn."""
     forward = direction is Direction.FORWARD
     across = choices.across
-    key = (forward, turn, choices.kept if not forward else (), across, choices.cuts_in(direction))
+    key = (
+        forward,
+        micro,
+        choices.kept if not forward else (),
+        across,
+        choices.cuts_in(direction),
+    )
     stride, fixed, gathers = recently(
-        memo, "gathers", key, lambda: _gathers(memo, choices, direction, turn)
+        memo, "gathers", key, lambda: _gathers(memo, choices, direction, micro)
     )
     regions = recently(
         memo,
@@ -109,28 +115,28 @@ def stage_of(memo: Memo, choices: Choices, direction: Direction, turn: MicroStep
     releases = recently(
         memo,
         "releases",
-        (forward, turn, choices.kept if forward else (), across, stride),
-        lambda: _releases(memo, choices, direction, turn, stride),
+        (forward, micro, choices.kept if forward else (), across, stride),
+        lambda: _releases(memo, choices, direction, micro, stride),
     )
     reductions: tuple[Job, ...] = ()
     if not forward:
         reductions = recently(
             memo,
             "reductions",
-            (turn, choices.reduce, choices.delays, stride),
-            lambda: _reductions(memo, choices, turn, stride),
+            (micro, choices.reduce, choices.delays, stride),
+            lambda: _reductions(memo, choices, micro, stride),
         )
     ordered = sorted([*fixed, *regions, *releases], key=itemgetter(0))
     return Stage(direction, stride, len(regions), tuple(ordered), gathers, reductions)
 
 
 def _gathers(
-    memo: Memo, choices: Choices, direction: Direction, turn: MicroStep
+    memo: Memo, choices: Choices, direction: Direction, micro: MicroStep
 ) -> tuple[int, list[tuple[int, Event]], tuple[Job, ...]]:
     """The stride, the waits (issues of what is kept too) and the gathers to be placed."""
     backward = direction is Direction.BACKWARD
     kept = set(choices.kept) if backward else set()
-    across = set(choices.across) if not (backward or turn.first) else set()
+    across = set(choices.across) if not (backward or micro.first) else set()
     buckets = [*_quiet(memo, choices, direction), *gather_buckets(memo, choices, direction)]
     due = [(first_use(memo, b, direction), b.groups, b.parts, b) for b in buckets]
     most = max(Counter(row[0] for row in due).values(), default=1)
@@ -173,15 +179,15 @@ def _regions(
 
 
 def _releases(
-    memo: Memo, choices: Choices, direction: Direction, turn: MicroStep, stride: int
+    memo: Memo, choices: Choices, direction: Direction, micro: MicroStep, stride: int
 ) -> list[tuple[int, Event]]:
     kept, across = set(choices.kept), set(choices.across)
 
     def event(number: int) -> Event:
         return once(
             memo,
-            ("release", number, direction, number in kept, number in across, turn),
-            lambda: release_event(memo.problem, number, choices, direction, turn),
+            ("release", number, direction, number in kept, number in across, micro),
+            lambda: release_event(memo.problem, number, choices, direction, micro),
         )
 
     lasts = ((g.id, _last_use(memo, g.id, direction)) for g in memo.problem.groups)
@@ -202,19 +208,21 @@ def _last_use(memo: Memo, number: int, direction: Direction) -> int | None:
     return once(memo, ("last use", number, direction), last)
 
 
-def _reductions(memo: Memo, choices: Choices, turn: MicroStep, stride: int) -> tuple[Job, ...]:
+def _reductions(memo: Memo, choices: Choices, micro: MicroStep, stride: int) -> tuple[Job, ...]:
     delays, end = dict(choices.delays), len(memo.problem.backward)
     jobs = []
     for bucket in reduce_buckets(memo, choices):
-        issue, wait = _reduction(memo, bucket, turn)
+        issue, wait = _reduction(memo, bucket, micro)
         slot = min(end, ready_after(memo, bucket) + 1 + delays.get(bucket.groups[0], 0))
         jobs.append(Job(bucket, issue, wait, slot * stride + REDUCE_ISSUE, wait.free_bytes))
     return tuple(sorted(jobs, key=lambda job: job.at))
 
 
-def _reduction(memo: Memo, bucket: Bucket, turn: MicroStep) -> tuple[Event, Event]:
+def _reduction(memo: Memo, bucket: Bucket, micro: MicroStep) -> tuple[Event, Event]:
     return once(
-        memo, ("reduction", bucket, turn), lambda: reduce_events(memo.problem, bucket, turn)
+        memo,
+        ("reduction", bucket, micro),
+        lambda: reduce_events(memo.problem, bucket, micro),
     )
 
 

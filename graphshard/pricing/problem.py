@@ -22,7 +22,6 @@ from graphshard.cost.roofline import copy_us
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.planner.problem import (
     Category,
-    Claim,
     CollectiveLane,
     Gradient,
     Group,
@@ -38,6 +37,7 @@ from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.region_cuts import AT_START, AT_TURN
 from graphshard.pricing.region_split import Divided, divided, with_late_gradients
 from graphshard.pricing.usage import Usage
+from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Direction, GroupInfo, ParamInfo, Reshard
 
 # A group that is larger than this many typical ones may travel in several parts, at most MAX_PARTS;
@@ -340,7 +340,7 @@ def _links(settings: Sequence[GroupSettings]) -> dict[str, str]:
     return {lane: min(together) for together in shared for lane in together}
 
 
-def _resident(settings: Sequence[GroupSettings]) -> Iterator[Claim]:
+def _resident(settings: Sequence[GroupSettings]) -> Iterator[Allocation]:
     for number, own in enumerate(settings):
-        yield Claim(Category.SHARDED_PARAM, own.shard_bytes, number)
-        yield Claim(Category.OPT_STATE, own.optimizer_bytes, number)
+        yield Allocation(Category.SHARDED_PARAM, own.shard_bytes, number)
+        yield Allocation(Category.OPT_STATE, own.optimizer_bytes, number)

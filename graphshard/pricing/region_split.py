@@ -11,9 +11,10 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from graphshard.planner.problem import Category, Claim, Group, Region
+from graphshard.planner.problem import Category, Group, Region
 from graphshard.pricing.op_costs import OpCosts
 from graphshard.pricing.usage import Usage
+from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import GroupInfo
 
 # A long stretch of compute is cut into so many regions.
@@ -83,7 +84,11 @@ def with_late_gradients(
     """
     made = {(r.group, place): op for r in backward.usage.reductions for place, op in r.made}
     coming = [
-        (part.gradient.first, op, Claim(Category.UNSHARDED_GRAD, param.gathered_bytes, group.id))
+        (
+            part.gradient.first,
+            op,
+            Allocation(Category.UNSHARDED_GRAD, param.gathered_bytes, group.id),
+        )
         for group in groups
         for part in group.parts
         if part.gradient is not None
@@ -95,22 +100,24 @@ def with_late_gradients(
     for index, (region, ops) in enumerate(
         zip(backward.regions, pairwise(backward.starts), strict=True)
     ):
-        late = [(op, claim) for first, op, claim in coming if first <= index and op > ops[0]]
+        late = [
+            (op, allocation) for first, op, allocation in coming if first <= index and op > ops[0]
+        ]
         found.append(_at_its_fullest(region, backward.alive_bytes, range(*ops), late))
     return tuple(found)
 
 
 def _at_its_fullest(
-    region: Region, alive_bytes: Sequence[int], ops: range, late: Sequence[tuple[int, Claim]]
+    region: Region, alive_bytes: Sequence[int], ops: range, late: Sequence[tuple[int, Allocation]]
 ) -> Region:
     """late: gradients that are counted, each with the op that makes it."""
 
     def needed(op: int) -> int:
-        return alive_bytes[op] - sum(claim.bytes for made, claim in late if made > op)
+        return alive_bytes[op] - sum(allocation.bytes for made, allocation in late if made > op)
 
     fullest = max(ops, key=needed)
     return replace(
         region,
         idle_bytes=region.activation_bytes - alive_bytes[fullest],
-        absent=tuple(claim for made, claim in late if made > fullest),
+        absent=tuple(allocation for made, allocation in late if made > fullest),
     )

@@ -1,8 +1,8 @@
 """The ranks of one mesh agree on what they run, through the job's store and never by a collective.
 
 In: the plan that this rank made for one graph of an FSDP root. Out: the plan to run, or the same
-DivergedRanks on every rank. A skeleton that the ranks agreed on before is not asked about again, so
-a rank that compiles anew for another length waits for nobody.
+DivergedRanks on every rank. A signature that the ranks agreed on before is not asked about again,
+so a rank that compiles anew for another length waits for nobody.
 
 Each question has a number, the ballot's `slot`. A rank leaves its vote under that number and reads
 the others'. A rank that runs something agreed on earlier has no question; it answers one when a
@@ -44,7 +44,7 @@ from graphshard.runtime.votes import (
 )
 from graphshard.schedule import group_signature
 from graphshard.schedule.plan import Plan
-from graphshard.schedule.signature import Skeleton, fingerprint, to_text
+from graphshard.schedule.signature import CollectiveSignature, fingerprint, to_text
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def settle(
 
     The plan of the lowest rank is taken where costs decided and it fits all ranks; only then may
     reductions get a process group of their own. terms, uses, ends_early: see `Vote`. Raises
-    DivergedRanks: GS701, GS702 (skeletons or groups differ), GS703, GS709 (a rank cannot compile),
+    DivergedRanks: GS701, GS702 (signatures or groups differ), GS703, GS709 (a rank cannot compile),
     GS704 (a rank did not answer within the time limit of the job's store), GS708 (options differ).
     """
     found = list(ballots)
@@ -107,7 +107,7 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
     votes = _ask(ballot, plan, vote, may_adopt=may_adopt)
     alike = len({vote.structure for vote in votes.values()}) == 1
     adopts = votes[lead].is_planned and alike and not is_running(votes)
-    compare(ballot, number, votes, skeletons=not adopts)
+    compare(ballot, number, votes, signatures=not adopts)
     if adopts:
         (text,) = ballot.store.multi_get([f"{number}/{lead}/plan"])
         plan = replace(Plan.from_json(text.decode()), name=plan.name)
@@ -229,22 +229,22 @@ def _is_asked(ballot: Ballot) -> bool:
 
 def _ask(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool = False) -> dict[int, Vote]:
     """Leave this rank's vote and read all. What a vote refers to is stored before it."""
-    skeleton, own = _part(ballot, plan), f"{ballot.slot}/{ballot.rank}"
+    signature, own = _part(ballot, plan), f"{ballot.slot}/{ballot.rank}"
     is_planned = plan.estimate is not None and may_adopt
     with asking(ballot, _question(ballot)):
         if is_planned and ballot.rank == ballot.ranks[0]:
             ballot.store.set(f"{own}/plan", plan.to_json(indent=None))
-        ballot.store.set(f"{own}/skeleton", to_text(skeleton))
+        ballot.store.set(f"{own}/signature", to_text(signature))
         said = replace(
             vote,
             uses=tuple(fqn for fqn in vote.uses if fqn in ballot.groups),
-            fingerprint=fingerprint(skeleton),
+            fingerprint=fingerprint(signature),
             structure=structure(plan),
             is_planned=is_planned,
         )
         _cast(ballot, said)
     votes = _votes(ballot)
-    ballot.store.turn("vote", [f"{own}/{what}" for what in ("vote", "skeleton", "plan", "groups")])
+    ballot.store.turn("vote", [f"{own}/{what}" for what in ("vote", "signature", "plan", "groups")])
     return votes
 
 
@@ -309,9 +309,9 @@ def _follow(ballot: Ballot, rank: int, code: str, text: str) -> NoReturn:
     raise DivergedRanks(code, text)
 
 
-def _part(ballot: Ballot, plan: Plan) -> Skeleton:
+def _part(ballot: Ballot, plan: Plan) -> CollectiveSignature:
     """The plan's collectives on the ballot's mesh."""
-    return tuple(e for e in plan.skeleton if e.group.split(" + ")[0] in ballot.groups)
+    return tuple(e for e in plan.collective_signature if e.group.split(" + ")[0] in ballot.groups)
 
 
 def structure(plan: Plan) -> str:

@@ -36,29 +36,29 @@ class SentGroup:
     versions: Versions
 
 
-Lot: TypeAlias = tuple[SentGroup, ...]
+SentBucket: TypeAlias = tuple[SentGroup, ...]
 
 
 @dataclass(slots=True)
 class Opening:
     """The collectives that a forward issued before its first wait, in order."""
 
-    lots: tuple[Lot, ...] = ()
+    buckets: tuple[SentBucket, ...] = ()
 
 
-def remember(lots: Sequence[Lot]) -> None:
+def remember(buckets: Sequence[SentBucket]) -> None:
     """A forward has issued `lots` and waits now.
 
     Where a model runs as several graphs, the first after an optimizer step counts.
     """
-    for root in dict.fromkeys(lot[0].live.root for lot in lots):
+    for root in dict.fromkeys(bucket[0].live.root for bucket in buckets):
         opening = None if root is None else root.opening
         if opening is not None and not _is_current(opening):
-            opening.lots = tuple(lot for lot in lots if lot[0].live.root is root)
+            opening.buckets = tuple(bucket for bucket in buckets if bucket[0].live.root is root)
 
 
 def _is_current(opening: Opening) -> bool:
-    entries = [entry for lot in opening.lots for entry in lot]
+    entries = [entry for bucket in opening.buckets for entry in bucket]
     return bool(entries) and all(e.versions == e.live.fsdp.versions() for e in entries)
 
 
@@ -83,16 +83,16 @@ def send_ahead(opening: Opening) -> None:
 
     Frozen parameters go with the trained ones after them.
     """
-    due = list(takewhile(_is_due, opening.lots))
-    if not any(any(entry.live.fsdp.trainable) for lot in due for entry in lot):
+    due = list(takewhile(_is_due, opening.buckets))
+    if not any(any(entry.live.fsdp.trainable) for bucket in due for entry in bucket):
         return
-    opening.lots = opening.lots[len(due) :]
-    for lot in due:
-        for entry in lot:
+    opening.buckets = opening.buckets[len(due) :]
+    for bucket in due:
+        for entry in bucket:
             if entry.live.prefetched is None:
                 entry.live.prefetched = Gather(entry.live, entry.dtypes)
             entry.live.prefetched.sent_bytes |= _copies(entry)
-        issue([(entry.live.prefetched, entry.places) for entry in lot])
+        issue([(entry.live.prefetched, entry.places) for entry in bucket])
 
 
 def _copies(entry: SentGroup) -> dict[int, Tensor]:
@@ -102,9 +102,9 @@ def _copies(entry: SentGroup) -> dict[int, Tensor]:
     return {i: shards[i].clone() for i in entry.places}
 
 
-def _is_due(lot: Lot) -> bool:
+def _is_due(bucket: SentBucket) -> bool:
     """Every trainable parameter of these groups was changed, and FSDP2 has gathered none."""
-    return all(entry.live.fsdp.is_sharded and _all_changed(entry) for entry in lot)
+    return all(entry.live.fsdp.is_sharded and _all_changed(entry) for entry in bucket)
 
 
 def _all_changed(entry: SentGroup) -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from graphshard.runtime.gather_buffers import GatherBuffer, GatherLayout, give_back, room_for
+from graphshard.runtime.gather_buffers import GatherBuffer, GatherLayout, buffer_for, give_back
 from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
@@ -41,13 +41,13 @@ class Payload:
 class _Collective:
     """One all-gather over several ranks. work: None when it is done."""
 
-    __slots__ = ("_group", "_places", "_rooms", "work")
+    __slots__ = ("_gathered", "_group", "_places", "work")
 
     def __init__(self, loads: Sequence[Payload], group: dist.ProcessGroup) -> None:
         self._group = group
         # Not the parts: what they are views of may be freed while the collective runs.
         self._places = [(load.live, load.layout) for load in loads]
-        self._rooms: dict[LiveGroup, GatherBuffer] = {}
+        self._gathered: dict[LiveGroup, GatherBuffer] = {}
         self.work: dist.Work | None = None
 
     def _names(self) -> list[str]:
@@ -78,7 +78,7 @@ class InPlaceGather(_Collective):
             outputs: list[Tensor] = []
             inputs: list[Tensor] = []
             for load in loads:
-                buffer = self._rooms[load.live] = room_for(load.live, load.layout)
+                buffer = self._gathered[load.live] = buffer_for(load.live, load.layout)
                 outputs += buffer.flats
                 inputs += _sent(load, buffer, group.rank())
             if len({output.dtype for output in outputs}) > 1:  # as bytes, like FSDP2
@@ -91,14 +91,14 @@ class InPlaceGather(_Collective):
         if self.work is not None:
             with step_range(StepKind.GATHER_WAIT, self._names):
                 self.drain()
-        return self._rooms.pop(live)
+        return self._gathered.pop(live)
 
     def drop(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective and throw its result away."""
         self.drain(limit_s=limit_s)
-        for live, buffer in self._rooms.items():
+        for live, buffer in self._gathered.items():
             give_back(live, buffer)
-        self._rooms.clear()
+        self._gathered.clear()
 
 
 class PackedGather(_Collective):
@@ -119,12 +119,12 @@ class PackedGather(_Collective):
         if self._buffer is not None:
             with step_range(StepKind.GATHER_WAIT, self._names):
                 self.drain()
-                buffers = [room_for(*place) for place in self._places]
+                buffers = [buffer_for(*place) for place in self._places]
                 _copy_out(self._buffer, buffers)
             lives = (live for live, _ in self._places)
-            self._rooms = dict(zip(lives, buffers, strict=True))
+            self._gathered = dict(zip(lives, buffers, strict=True))
             self._free()
-        return self._rooms.pop(live)
+        return self._gathered.pop(live)
 
     def drop(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective and throw its result away."""
@@ -138,20 +138,20 @@ class PackedGather(_Collective):
             self._buffer = None
 
 
-Carrier: TypeAlias = InPlaceGather | PackedGather
+AllGather: TypeAlias = InPlaceGather | PackedGather
 
 
-def send(loads: Sequence[Payload], group: dist.ProcessGroup) -> Carrier:
+def send(loads: Sequence[Payload], group: dist.ProcessGroup) -> AllGather:
     """Issue one all-gather of `loads`."""
-    carrier: Carrier | None = None
+    collective: AllGather | None = None
     note(loads[0].live, tuple([load.layout for load in loads]), partial(_described, loads))
     if all(load.live.fsdp.gathers_in_place for load in loads):
         with trying_in_place([load.live for load in loads]):
-            carrier = InPlaceGather(loads, group)
-    if carrier is None:
-        carrier = PackedGather(loads, group)
+            collective = InPlaceGather(loads, group)
+    if collective is None:
+        collective = PackedGather(loads, group)
     loads[0].live.counters.all_gathers += 1
-    return carrier
+    return collective
 
 
 def _described(loads: Sequence[Payload]) -> str:

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
-from graphshard.runtime.buckets import Carrier, Payload, send
+from graphshard.runtime.buckets import AllGather, Payload, send
 from graphshard.runtime.gather_buffers import (
     GatherBuffer,
     GatherLayout,
+    buffer_for,
     give_back,
     layout_of,
-    own_room,
+    own_buffer,
     parameters,
-    room_for,
 )
 from graphshard.runtime.live import KeptParams, LiveGroup
 
@@ -31,16 +31,16 @@ from graphshard.runtime.live import KeptParams, LiveGroup
 class Gather:
     """One gathered use of a group, from its first issue to its release.
 
-    Parameters that are here stand in `_rooms` (None after the release). What is in `_under_way` is
-    waited for. missing: how many parameters are neither. was_held: it began with what was kept.
+    Parameters that are here stand in `_gathered` (None after the release). What is in `_under_way`
+    is waited for. missing: how many parameters are neither. was_held: it began with what was kept.
     sent_bytes: of a gather that an optimizer step issued, copies of what it sent, by parameter; the
     forward that finds it compares them (`graphshard.runtime.doubt`).
     """
 
     __slots__ = (
         "_dtypes",
+        "_gathered",
         "_live",
-        "_rooms",
         "_spread",
         "_under_way",
         "_versions",
@@ -54,8 +54,8 @@ class Gather:
         self._live = live
         self._dtypes = dtypes
         self._versions = fsdp.versions()
-        self._under_way: list[tuple[GatherLayout, Carrier]] = []
-        self._rooms: list[GatherBuffer] | None = []
+        self._under_way: list[tuple[GatherLayout, AllGather]] = []
+        self._gathered: list[GatherBuffer] | None = []
         self._spread: KeptParams | None = None
         self.missing = len(dtypes)
         self.sent_bytes: dict[int, Tensor] = {}
@@ -69,7 +69,7 @@ class Gather:
             if not fsdp.is_in_forward:
                 fsdp.reshard()
         if held is not None and held.buffers:
-            self._rooms += held.buffers
+            self._gathered += held.buffers
             self.missing = 0
         elif held is not None:
             self._spread = held
@@ -102,25 +102,25 @@ class Gather:
         layout = layout_of(live, indices, self._dtypes, 1 if group is None else group.size())
         return Payload(live, layout, [source[i] for i in indices])
 
-    def sent(self, load: Payload, carrier: Carrier | None) -> None:
+    def sent(self, load: Payload, collective: AllGather | None) -> None:
         """`load` travels in `carrier`; None: this rank has all of it."""
-        if carrier is None:
+        if collective is None:
             self._find_here(load)
         else:
-            self._under_way.append((load.layout, carrier))
+            self._under_way.append((load.layout, collective))
             self.missing -= len(load.layout.indices)
         if not self.missing:
             self._spread = None
 
     def _copy_in(self, layout: GatherLayout, flats: Sequence[Tensor]) -> None:
-        buffer = room_for(self._live, layout)
+        buffer = buffer_for(self._live, layout)
         torch._foreach_copy_(buffer.flats, list(flats))
         self._here().append(buffer)
         self.missing -= len(layout.indices)
 
     def _find_here(self, load: Payload) -> None:
         """On one rank compute reads the shards themselves, unless they have to be cast."""
-        buffer = own_room(self._live, load.layout, load.parts)
+        buffer = own_buffer(self._live, load.layout, load.parts)
         if buffer is None:
             self._copy_in(load.layout, load.parts)
             return
@@ -167,24 +167,24 @@ class Gather:
 
     def drain(self, *, limit_s: float | None = None) -> None:
         """Wait for what is under way and throw it away."""
-        for _, carrier in self._under_way:
-            carrier.drop(limit_s=limit_s)
+        for _, collective in self._under_way:
+            collective.drop(limit_s=limit_s)
 
     def _here(self) -> list[GatherBuffer]:
-        if self._rooms is None:
+        if self._gathered is None:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was used after its release")
-        return self._rooms
+        return self._gathered
 
     def _taken(self) -> list[GatherBuffer]:
         """Where all parameters stand; this gather has none afterwards."""
         buffers = self._here()
         if self._under_way or self.missing:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
-        self._rooms = None
+        self._gathered = None
         return buffers
 
 
-def issue(wanted: Iterable[tuple[Gather, tuple[int, ...]]]) -> list[Carrier]:
+def issue(wanted: Iterable[tuple[Gather, tuple[int, ...]]]) -> list[AllGather]:
     """Start what is missing of each gather's parameters; what goes the same way goes together.
 
     Returns the collectives that were issued, in order.
@@ -192,19 +192,19 @@ def issue(wanted: Iterable[tuple[Gather, tuple[int, ...]]]) -> list[Carrier]:
     All ranks issue the same: what leaves a group out (settings, meshes, calls of `unshard()`,
     whether shards were written to) is the same on all of them, as eager FSDP2 needs it, too.
     """
-    lots: dict[tuple[dist.ProcessGroup | None, object], list[tuple[Gather, Payload]]] = {}
+    buckets: dict[tuple[dist.ProcessGroup | None, object], list[tuple[Gather, Payload]]] = {}
     for gather, indices in wanted:
         load = gather.load(indices)
         if load is not None:
-            lots.setdefault(gather.route, []).append((gather, load))
-    issued: list[Carrier] = []
-    for (group, _), lot in lots.items():
-        carrier = None
+            buckets.setdefault(gather.route, []).append((gather, load))
+    issued: list[AllGather] = []
+    for (group, _), bucket in buckets.items():
+        collective = None
         if group is not None and group.size() > 1:
-            carrier = send([load for _, load in lot], group)
-            issued.append(carrier)
-        for gather, load in lot:
-            gather.sent(load, carrier)
+            collective = send([load for _, load in bucket], group)
+            issued.append(collective)
+        for gather, load in bucket:
+            gather.sent(load, collective)
     return issued
 
 

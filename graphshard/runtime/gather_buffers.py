@@ -1,11 +1,11 @@
 """Where gathered parameters stand: views that are made once, on memory that comes and goes.
 
 In: a live group, parameters of it, the dtypes to gather them in. Out: a `GatherBuffer` with memory,
-to be filled and looked at. Afterwards (`give_back`) the memory is freed and the room waits for the
-next gather of the same parameters, so that a steady step makes no tensor for any parameter.
+to be filled and looked at. Afterwards (`give_back`) the memory is freed and the buffer waits for
+the next gather of the same parameters, so that a steady step makes no tensor for any parameter.
 
 As in FSDP2, freeing resizes a parameter's storage to nothing. That is only done while nobody but
-the room looks at the storage; else the room is forgotten, and the memory lives as long as the view.
+it looks at the storage; else the buffer is forgotten, and the memory lives as long as the view.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class GatherBuffer:
 
     flats: each parameter, one-dimensional, with FSDP2's padding. rows: the same, one row per rank.
     views: what compute sees, by parameter index, of those that are sharded on dim 0.
-    storages: empty if the memory is that of the shards (`own_room`). addresses, owners: torch's of
-    the storages, and how many tensors hold these while nobody else looks at them.
+    storages: empty if the memory is that of the shards (`own_buffer`). addresses, owners: torch's
+    of the storages, and how many tensors hold these while nobody else looks at them.
     """
 
     layout: GatherLayout
@@ -71,38 +71,38 @@ def layout_of(
     return known
 
 
-def room_for(live: LiveGroup, layout: GatherLayout) -> GatherBuffer:
-    """A room with memory, what is in it undefined."""
+def buffer_for(live: LiveGroup, layout: GatherLayout) -> GatherBuffer:
+    """A buffer with memory, what is in it undefined."""
     buffer = live.buffers.pop(layout, None)
     if buffer is None:
-        return _new_room(live, layout)
+        return _new_buffer(live, layout)
     if not any(map(UntypedStorage.nbytes, buffer.storages)):  # else FSDP2 keeps storage
         deque(map(UntypedStorage.resize_, buffer.storages, buffer.sizes_bytes), maxlen=0)
     return buffer  # type: ignore[no-any-return]
 
 
-def own_room(
+def own_buffer(
     live: LiveGroup, layout: GatherLayout, shards: Sequence[Tensor]
 ) -> GatherBuffer | None:
-    """`shards` where they are, as a room that is never freed; None if they are not the whole
+    """`shards` where they are, as a buffer that is never freed; None if they are not the whole
     parameters, in the dtypes of `layout`.
 
     Made once: FSDP2 keeps a shard's tensor until the parameter is replaced.
     """
     if live.fsdp.world_size > 1 or tuple([s.dtype for s in shards]) != layout.dtypes:
         return None
-    known: GatherBuffer | None = live.own_rooms.get(layout)
+    known: GatherBuffer | None = live.own_buffers.get(layout)
     if known is None or not all(map(is_, known.flats, shards)):
         with torch.inference_mode(False), torch.no_grad():
             views = _views(live, layout, shards)
-        known = live.own_rooms[layout] = GatherBuffer(
+        known = live.own_buffers[layout] = GatherBuffer(
             layout, tuple(shards), (), views, (), (), (), 0
         )
     return known
 
 
 def give_back(live: LiveGroup, buffer: GatherBuffer) -> None:
-    """What is in `room` is not needed any more."""
+    """What is in `buffer` is not needed any more."""
     if not buffer.storages:
         return
     if _owners(buffer.addresses) != buffer.owners:
@@ -118,7 +118,7 @@ def free(buffer: GatherBuffer) -> None:
 
 
 def parameters(live: LiveGroup, buffer: GatherBuffer) -> Mapping[int, Tensor]:
-    """Each parameter of a filled room, of its unsharded size, by index."""
+    """Each parameter of a filled buffer, of its unsharded size, by index."""
     if len(buffer.views) == len(buffer.flats):
         return buffer.views
     found = dict(buffer.views)
@@ -130,7 +130,7 @@ def parameters(live: LiveGroup, buffer: GatherBuffer) -> Mapping[int, Tensor]:
     return found
 
 
-def _new_room(live: LiveGroup, layout: GatherLayout) -> GatherBuffer:
+def _new_buffer(live: LiveGroup, layout: GatherLayout) -> GatherBuffer:
     # Its tensors outlive an inference mode that may be on now.
     with torch.inference_mode(False), torch.no_grad():
         flats = tuple(

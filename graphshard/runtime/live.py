@@ -29,7 +29,7 @@ Versions: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 class KeptParams:
     """Gathered parameters that outlive their direction.
 
-    rooms: where they stand (`graphshard.runtime.gather_buffers.GatherBuffer`), if they are whole.
+    buffers: where they stand (`graphshard.runtime.gather_buffers.GatherBuffer`), if they are whole.
     versions: of the shards that they were gathered from. parts, part_of: this rank's part of each,
     and the smaller group over which they are spread (an int `reshard_after_forward`). by_plan:
     FSDP2 would have resharded them, so a forward that finds them asks whether they still hold
@@ -83,9 +83,9 @@ class LiveGroup:
     places: of all its parameters. held: gathered parameters that outlive forward or backward.
     arrived: gradients of the engine run `arrived_in`, while another call of the group is still
     ahead of it; what a run left that failed is no other run's.
-    layouts, rooms, packings: what gathers and reductions of this group make once (`runtime.rooms`,
-    `runtime.reduce`); sharding fixes it. A room is here while nobody uses it. own_rooms: of
-    shards that compute reads where they are.
+    layouts, buffers, packings: what gathers and reductions of this group make once
+    (`runtime.gather_buffers`, `runtime.reduce`); sharding fixes it. A buffer is here while nobody
+    uses it. own_buffers: of shards that compute reads where they are.
     dtypes: what was gathered last. prefetched: a gather (`graphshard.runtime.gather.Gather`) that
     `set_modules_to_*_prefetch` asked for and nobody has used yet. reduced_in: the last
     engine run (autograd graph task) in which this group's gradients came.
@@ -108,7 +108,7 @@ class LiveGroup:
     counters: Counters = field(default_factory=Counters)
     layouts: dict[Any, Any] = field(default_factory=dict)
     buffers: dict[Any, Any] = field(default_factory=dict)
-    own_rooms: dict[Any, Any] = field(default_factory=dict)
+    own_buffers: dict[Any, Any] = field(default_factory=dict)
     packings: dict[Any, Any] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = ()
     prefetched: Any = None

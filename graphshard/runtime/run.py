@@ -13,8 +13,8 @@ from torch import Tensor
 from graphshard.errors import CollectiveFailed, DivergedRanks, cleaning_up
 from graphshard.fsdp2 import gradients, is_root, reset_iteration, siblings
 from graphshard.fsdp2.layouts import as_dtensor
-from graphshard.runtime.ahead import Lot, SentGroup, remember
-from graphshard.runtime.buckets import Carrier
+from graphshard.runtime.ahead import SentBucket, SentGroup, remember
+from graphshard.runtime.buckets import AllGather
 from graphshard.runtime.calls import (
     ALL_DEFINED,
     Calls,
@@ -52,7 +52,7 @@ class Run:
     _gathered: set[LiveGroup] = field(default_factory=set)
     _last: LiveGroup | None = None
     _in_flight: list[Gather | Reduction] = field(default_factory=list)
-    _opening: list[Lot] = field(default_factory=list)
+    _opening: list[SentBucket] = field(default_factory=list)
 
     def open(self, anchor: Tensor, *dtypes: torch.dtype) -> OpenGroup:
         """The group that `anchor` names, for this run.
@@ -72,10 +72,10 @@ class Run:
         group travels alone.
         """
         ready = [g for g in groups if self.may_issue(g.live)]
-        for lot in [[g] for g in ready] if self._is_listed(groups) else [ready]:
-            if self._last is None and self._follows_optimizer(lot):
-                self._opening.append(tuple(g.entry(params) for g in lot))
-            self.watch(issue([(g.gather(), g.places(params)) for g in lot]))
+        for bucket in [[g] for g in ready] if self._is_listed(groups) else [ready]:
+            if self._last is None and self._follows_optimizer(bucket):
+                self._opening.append(tuple(g.entry(params) for g in bucket))
+            self.watch(issue([(g.gather(), g.places(params)) for g in bucket]))
         return GatherStep(self, params)
 
     def _is_listed(self, groups: tuple[OpenGroup, ...]) -> bool:
@@ -127,7 +127,7 @@ class Run:
         if self.stopwatch is not None:
             self.stopwatch.mark(index)
 
-    def watch(self, issued: Sequence[Carrier | Reduction]) -> None:
+    def watch(self, issued: Sequence[AllGather | Reduction]) -> None:
         """Time the collectives that the segment of now has issued."""
         if self.stopwatch is None:
             return

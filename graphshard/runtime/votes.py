@@ -15,7 +15,13 @@ from graphshard.errors import DivergedRanks
 from graphshard.runtime.ballot import Ballot, Terms, asking, stay_until_read
 from graphshard.schedule import group_signature
 from graphshard.schedule.group_signature import Groups, values_by_rank
-from graphshard.schedule.signature import Skeleton, difference, from_text, same_order, same_way
+from graphshard.schedule.signature import (
+    CollectiveSignature,
+    difference,
+    from_text,
+    same_order,
+    same_way,
+)
 
 # The ranks may go on together after these, in eager FSDP2.
 FSDP2_RUNS = ("GS701", "GS703", "GS707")
@@ -47,15 +53,15 @@ class Vote:
 
 
 def compare(
-    ballot: Ballot, number: int, votes: Mapping[int, Vote], *, skeletons: bool = True
+    ballot: Ballot, number: int, votes: Mapping[int, Vote], *, signatures: bool = True
 ) -> None:
     """Raises the same DivergedRanks on every rank unless all are about to run the same."""
     said = {rank: vote.terms for rank, vote in votes.items() if not vote.refusal}
     with asking(ballot, "what the other ranks said"):
         error = other_groups(ballot, number, votes) or other_terms(said)
         error = error or stopped(votes) or _refused(votes)
-        if error is None and skeletons:
-            error = _other_skeletons(ballot, number, votes)
+        if error is None and signatures:
+            error = _other_signatures(ballot, number, votes)
     if error is not None:
         leave_with(ballot, number, error)
 
@@ -139,14 +145,14 @@ def _refused(votes: Mapping[int, Vote]) -> DivergedRanks | None:
     return None
 
 
-def _other_skeletons(
+def _other_signatures(
     ballot: Ballot, number: int, votes: Mapping[int, Vote]
 ) -> DivergedRanks | None:
     """GS701 if FSDP2 can take over on all ranks, GS702 if it would hang as well."""
-    texts: dict[str, Skeleton] = {}
+    texts: dict[str, CollectiveSignature] = {}
     for rank, vote in votes.items():
         if vote.fingerprint not in texts:
-            (stored,) = ballot.store.multi_get([f"{number}/{rank}/skeleton"])
+            (stored,) = ballot.store.multi_get([f"{number}/{rank}/signature"])
             texts[vote.fingerprint] = from_text(stored.decode())
     by_rank = {rank: texts[vote.fingerprint] for rank, vote in votes.items()}
     where = difference(by_rank)

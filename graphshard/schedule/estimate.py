@@ -38,8 +38,8 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """`bytes` held for `category`; group: a GroupInfo.id, or None for the whole model."""
+class Allocation:
+    """`bytes` of memory held for `category`; group: a GroupInfo.id, or None for the whole model."""
 
     category: Category
     bytes: int
@@ -58,7 +58,7 @@ class Figures:
     exposed_us: Amount
     peak_bytes: Count
     peak_by_category: tuple[tuple[Category, int], ...] = ()
-    peak_owners: tuple[Owner, ...] = ()
+    peak_owners: tuple[Allocation, ...] = ()
     peak_at: Moment | None = None
 
 

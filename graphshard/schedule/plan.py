@@ -23,11 +23,11 @@ from graphshard.schedule.check import (
     step_faults,
 )
 from graphshard.schedule.comparison import Comparison, compare
+from graphshard.schedule.estimate import Allocation as Allocation
 from graphshard.schedule.estimate import Category as Category
 from graphshard.schedule.estimate import Estimate as Estimate
 from graphshard.schedule.estimate import Figures as Figures
 from graphshard.schedule.estimate import Moment as Moment
-from graphshard.schedule.estimate import Owner as Owner
 from graphshard.schedule.estimate import estimate_summary
 from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.groups import GroupInfo as GroupInfo
@@ -36,7 +36,7 @@ from graphshard.schedule.groups import Reshard as Reshard
 from graphshard.schedule.groups import size_bytes
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.reasons import NotEarlier, Reason, group_of
-from graphshard.schedule.signature import SignatureEntry, Skeleton
+from graphshard.schedule.signature import CollectiveSignature, SignatureEntry
 from graphshard.schedule.steps import ISSUES, to_json
 from graphshard.schedule.steps import Direction as Direction
 from graphshard.schedule.steps import Lane as Lane
@@ -97,7 +97,7 @@ class Plan:
         return (self.forward,) if self.backward is None else (self.forward, self.backward)
 
     @property
-    def skeleton(self) -> Skeleton:
+    def collective_signature(self) -> CollectiveSignature:
         """The collectives in the order of issue, forward first: what all ranks must share."""
         pairs = ((s.direction, step) for s in self.schedules for step in s.steps)
         return tuple(
@@ -113,8 +113,8 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the skeleton; equal on ranks that may run together."""
-        return signature.fingerprint(self.skeleton)
+        """SHA-256 of the collective signature; equal on ranks that may run together."""
+        return signature.fingerprint(self.collective_signature)
 
     def residency(self) -> tuple[Residency, ...]:
         """When each group is gathered, over the forward steps followed by the backward steps."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from graphshard.schedule.estimate import Owner
+from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.steps import Direction, Step
 
 
@@ -41,6 +41,6 @@ class Shortage:
     fsdp2_bytes: int
     direction: Direction
     step: Step
-    owners: tuple[Owner, ...]
+    owners: tuple[Allocation, ...]
     helps: tuple[Help, ...]
     names: tuple[tuple[int, str], ...]

@@ -1,8 +1,8 @@
-"""The collective skeleton of a plan: what every rank of a mesh has to issue alike.
+"""The collective signature of a plan: what every rank of a mesh has to issue alike.
 
-In: entries that `Plan.skeleton` lists. Out: their canonical form, a fingerprint, and the first
-place where the skeletons of several ranks part. Activation shapes are in none of it, so ranks with
-batches of different lengths have one skeleton.
+In: entries that `Plan.collective_signature` lists. Out: their canonical form, a fingerprint, and
+the first place where the signatures of several ranks part. Activation shapes are in none of it, so
+ranks with batches of different lengths have one signature.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ class SignatureEntry:
         return f"{what} ({self.dtype}, {self.size_bytes:,} bytes)"
 
 
-Skeleton = tuple[SignatureEntry, ...]
+CollectiveSignature = tuple[SignatureEntry, ...]
 
 
-def to_text(skeleton: Skeleton) -> str:
+def to_text(signature: CollectiveSignature) -> str:
     """Canonical JSON: one list per entry, no spaces."""
-    return json.dumps([astuple(entry) for entry in skeleton], separators=(",", ":"))
+    return json.dumps([astuple(entry) for entry in signature], separators=(",", ":"))
 
 
-def from_text(text: str) -> Skeleton:
+def from_text(text: str) -> CollectiveSignature:
     """Read what `to_text` wrote. Raises ValueError or TypeError for anything else."""
     return tuple(SignatureEntry(*row) for row in json.loads(text))
 
 
-def fingerprint(skeleton: Skeleton) -> str:
+def fingerprint(signature: CollectiveSignature) -> str:
     """SHA-256 of the canonical form, in hexadecimal."""
-    return hashlib.sha256(to_text(skeleton).encode()).hexdigest()
+    return hashlib.sha256(to_text(signature).encode()).hexdigest()
 
 
-def difference(by_rank: Mapping[int, Skeleton]) -> str | None:
-    """Where the ranks' skeletons first part, and which ranks have what there; None if nowhere."""
+def difference(by_rank: Mapping[int, CollectiveSignature]) -> str | None:
+    """Where the ranks' signatures first part, and which ranks have what there; None if nowhere."""
     ranks = sorted(by_rank)
     for place, row in enumerate(zip_longest(*(by_rank[rank] for rank in ranks))):
         if len(dict.fromkeys(row)) > 1:
@@ -68,7 +68,10 @@ def difference(by_rank: Mapping[int, Skeleton]) -> str | None:
 
 
 def same_way(
-    by_rank: Mapping[int, Skeleton], early: Collection[int] = (), *, reduces_unused: bool = False
+    by_rank: Mapping[int, CollectiveSignature],
+    early: Collection[int] = (),
+    *,
+    reduces_unused: bool = False,
 ) -> bool:
     """FSDP2's own hooks could run these together, if they would send the same for each group.
 
@@ -89,14 +92,16 @@ def same_order(orders: Mapping[int, tuple[str, ...]], early: Collection[int] = (
     return list(fits) == list(orders.values())
 
 
-def _forward_groups(skeleton: Skeleton) -> tuple[str, ...]:
-    found = [e.group for e in skeleton if (e.direction, e.kind) == ("forward", "all_gather")]
+def _forward_groups(signature: CollectiveSignature) -> tuple[str, ...]:
+    found = [e.group for e in signature if (e.direction, e.kind) == ("forward", "all_gather")]
     return tuple(dict.fromkeys(fqn for group in found for fqn in group.split(" + ")))
 
 
-def _reduced(skeleton: Skeleton) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+def _reduced(
+    signature: CollectiveSignature,
+) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
     """The groups that are reduced, and the bytes of each dtype, however they travel together."""
-    entries = [e for e in skeleton if e.kind == "reduce_scatter"]
+    entries = [e for e in signature if e.kind == "reduce_scatter"]
     bytes_of: dict[str, int] = {}
     for entry in entries:
         bytes_of[entry.dtype] = bytes_of.get(entry.dtype, 0) + entry.size_bytes

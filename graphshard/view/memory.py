@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from graphshard.schedule.plan import Category, Direction, Figures, Owner
+from graphshard.schedule.plan import Allocation, Category, Direction, Figures
 from graphshard.view.axis import axis_of
 from graphshard.view.marks import AxisMark
 from graphshard.view.sheet import Sheet
@@ -154,18 +154,18 @@ def _peak_mark(sheet: Sheet, at: int) -> AxisMark:
     return AxisMark("peak", place, place, title, tuple(card), label=f"peak {size}")
 
 
-def _gathered(sheet: Sheet, at: int) -> Iterator[Owner]:
+def _gathered(sheet: Sheet, at: int) -> Iterator[Allocation]:
     """Without forecasts: the groups that are gathered then, largest first, and the bucket."""
     sizes = {g.id: g.room_bytes() for g in sheet.plan.groups}
     inside = [r.group for r in sheet.plan.residency() if r.start <= at <= r.stop]
     owned = sorted(dict.fromkeys(inside), key=lambda group: (-sizes[group], group))
-    yield from (Owner(Category.UNSHARDED_PARAM, sizes[group], group) for group in owned)
+    yield from (Allocation(Category.UNSHARDED_PARAM, sizes[group], group) for group in owned)
     bucket = sheet.alive_bytes[at] - sum(sizes[group] for group in owned)
     if bucket > 0:
-        yield Owner(Category.ALL_GATHER, bucket)
+        yield Allocation(Category.ALL_GATHER, bucket)
 
 
-def _owner_name(sheet: Sheet, owner: Owner) -> str:
+def _owner_name(sheet: Sheet, owner: Allocation) -> str:
     return str(owner.category) + ("" if owner.group is None else f", {sheet.names[owner.group]}")
 
 

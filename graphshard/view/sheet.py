@@ -100,11 +100,11 @@ def _measured_us(plan: Plan, measured: Measured | None) -> dict[tuple[Direction,
 
 
 def _collectives(plan: Plan, rows: Timeline, axis: Axis) -> Iterator[CollectiveBar]:
-    """In the order of issue, forward first, which is that of `plan.skeleton`."""
+    """In the order of issue, forward first, which is that of `plan.collective_signature`."""
     found = [s for lane in rows.lanes for s in lane.segments if s.group is not None and not s.kept]
     found.sort(key=lambda s: s.first)
     timed = dict(_timed(plan))
-    for segment, entry in zip(found, plan.skeleton, strict=True):
+    for segment, entry in zip(found, plan.collective_signature, strict=True):
         wait = segment.last if segment.awaited else None
         step = rows.steps[segment.first]
         time = timed.get(segment.first)

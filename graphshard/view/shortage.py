@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphshard.schedule.estimate import Owner
+from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.shortage import Help, Remedy, Shortage
 from graphshard.view.text import bytes_text
 
@@ -44,7 +44,7 @@ def _moment(shortage: Shortage) -> str:
     return f"at the {step.kind.replace('_', ' ')} of {_name(shortage, step.group)}"
 
 
-def _owner(shortage: Shortage, owner: Owner) -> str:
+def _owner(shortage: Shortage, owner: Allocation) -> str:
     """ "1.0 KiB of Activation" or "64 B of All Gather (layers.0)"."""
     whose = "" if owner.group is None else f" ({_name(shortage, owner.group)})"
     return f"{bytes_text(owner.bytes)} of {owner.category}{whose}"

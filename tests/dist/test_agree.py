@@ -247,7 +247,7 @@ def test_a_module_skipped_later_on_one_rank(pool: Pool, mode: str) -> None:
     assert ranks[0][0].startswith("GS702")
 
 
-def same_skeleton(ctx: Ctx, what: str) -> list[str]:
+def same_signature(ctx: Ctx, what: str) -> list[str]:
     mesh = own_mesh(ctx)
     oracle, model = blocks(ctx, mesh), blocks(ctx, mesh)
     oracle.scale = model.scale = 0.5 if what == "op" and ctx.rank == 1 else None
@@ -263,9 +263,9 @@ def same_skeleton(ctx: Ctx, what: str) -> list[str]:
 
 
 @pytest.mark.parametrize("what", ["op", "length"])
-def test_ranks_with_one_skeleton_carry_on(pool: Pool, what: str) -> None:
+def test_ranks_with_one_signature_carry_on(pool: Pool, what: str) -> None:
     """An op more on rank 1; other lengths on rank 1, which compiles anew while rank 0 does not."""
-    first, second = pool.run(2, same_skeleton, what)
+    first, second = pool.run(2, same_signature, what)
     assert len(first) == 1
     assert len(second) == (1 if what == "op" else 2)
     assert len(set(first + second)) == 1

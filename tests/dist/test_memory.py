@@ -64,8 +64,8 @@ def watch_gathered() -> Iterator[Storages]:
 
     with (
         patched(buckets, "_bucket", watching),
-        patched(buckets, "room_for", watching),
-        patched(gather, "room_for", watching),
+        patched(buckets, "buffer_for", watching),
+        patched(gather, "buffer_for", watching),
     ):
         yield seen
 

@@ -76,7 +76,7 @@ def recorded(ctx: Ctx, name: str, folder: str, options: dict[str, Any]) -> None:
     exposed_us = math.fsum(e["dur"] for e in own if e.get("cat") == "exposed")
     assert math.isclose(exposed_us, plan.estimate.exposed_us, abs_tol=1e-6)
     carried = sum(e["args"]["bytes"] for e in own if e.get("cat") == "collective")
-    assert carried == sum(entry.size_bytes for entry in plan.skeleton) > 0
+    assert carried == sum(entry.size_bytes for entry in plan.collective_signature) > 0
 
 
 def theirs(plan: Plan) -> Counter[str]:

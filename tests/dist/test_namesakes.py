@@ -103,7 +103,7 @@ def test_a_root_under_another_name(pool: Pool) -> None:
     for plan in pool.run(2, under_another_name):
         assert {g.fqn for g in plan.groups} == {"inner.blocks.0", "inner.blocks.1", "inner"}
         assert all(p.fqn.startswith("inner.") for g in plan.groups for p in g.params)
-        collectives = " ".join(entry.group for entry in plan.skeleton)
+        collectives = " ".join(entry.group for entry in plan.collective_signature)
         assert "inner.blocks.0" in collectives
 
 

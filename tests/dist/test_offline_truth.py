@@ -83,7 +83,7 @@ def test_an_offline_plan_is_the_plan_that_runs(
     ahead = offline(path, world_size, asked)
     for text, gathered in pool.run(2, trained, path, asked):
         ran = Plan.from_json(text)
-        assert ran.skeleton == ahead.skeleton
+        assert ran.collective_signature == ahead.collective_signature
         assert ran.groups == ahead.groups
         assert ran.schedules == ahead.schedules
         assert (ran.fsdp2, ran.forecasts) == (ahead.fsdp2, ahead.forecasts)

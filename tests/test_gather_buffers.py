@@ -10,11 +10,11 @@ from graphshard.offline.world import pretended
 from graphshard.runtime.gather_buffers import (
     GatherBuffer,
     GatherLayout,
+    buffer_for,
     give_back,
     layout_of,
-    own_room,
+    own_buffer,
     parameters,
-    room_for,
 )
 from graphshard.runtime.live import LiveGroup
 
@@ -44,34 +44,34 @@ def held_bytes(buffer: GatherBuffer) -> int:
     return sum(storage.nbytes() for storage in buffer.storages)
 
 
-def test_a_step_leaves_a_room_without_memory(model):
+def test_a_step_leaves_a_buffer_without_memory(model):
     (buffer,) = live_of(model).buffers.values()
     assert held_bytes(buffer) == 0
 
 
-def test_the_next_step_uses_the_same_room(model):
+def test_the_next_step_uses_the_same_buffer(model):
     (before,) = live_of(model).buffers.values()
     model(torch.ones(2, 4)).sum().backward()
     assert list(live_of(model).buffers.values()) == [before]
 
 
-def test_a_room_has_each_parameter_in_its_size(model):
+def test_a_buffer_has_each_parameter_in_its_size(model):
     live = live_of(model)
-    buffer = room_for(live, layout(live))
+    buffer = buffer_for(live, layout(live))
     assert held_bytes(buffer) == 2 * (12 + 3)
     views = parameters(live, buffer)
     assert [tuple(views[i].shape) for i in live.places] == [(3, 4), (3,)]
 
 
-def test_two_gathers_at_once_have_two_rooms(model):
+def test_two_gathers_at_once_have_two_buffers(model):
     live = live_of(model)
-    first, second = (room_for(live, layout(live)) for _ in range(2))
+    first, second = (buffer_for(live, layout(live)) for _ in range(2))
     assert first.flats[0].data_ptr() != second.flats[0].data_ptr()
 
 
 def test_memory_that_somebody_looks_at_stays(model):
     live = live_of(model)
-    buffer = room_for(live, layout(live))
+    buffer = buffer_for(live, layout(live))
     buffer.flats[0].fill_(7.0)
     view = parameters(live, buffer)[0].t()
     give_back(live, buffer)
@@ -83,30 +83,30 @@ def test_one_rank_reads_its_shards_where_they_are(model):
     live = live_of(model)
     own = layout_of(live, live.places, (torch.float32, torch.float32), 1)
     shards = live.shards()
-    buffer = own_room(live, own, shards)
+    buffer = own_buffer(live, own, shards)
     assert [view.data_ptr() for view in parameters(live, buffer).values()] == [
         shard.data_ptr() for shard in shards
     ]
     give_back(live, buffer)
-    assert own_room(live, own, live.shards()) is buffer
-    assert own_room(live, layout(live), shards) is None, "these are cast"
+    assert own_buffer(live, own, live.shards()) is buffer
+    assert own_buffer(live, layout(live), shards) is None, "these are cast"
 
 
 def test_replaced_shards_are_read_where_they_are_now(model):
     live = live_of(model)
     own = layout_of(live, live.places, (torch.float32, torch.float32), 1)
-    before = own_room(live, own, live.shards())
+    before = own_buffer(live, own, live.shards())
     moved = [shard.clone() for shard in live.shards()]
-    after = own_room(live, own, moved)
+    after = own_buffer(live, own, moved)
     assert after is not before
     assert [f.data_ptr() for f in after.flats] == [shard.data_ptr() for shard in moved]
 
 
-def test_a_room_of_an_inference_serves_a_training_step(model):
+def test_a_buffer_of_an_inference_serves_a_training_step(model):
     live = live_of(model)
     live.buffers.clear()
     with torch.inference_mode():
-        give_back(live, room_for(live, layout(live)))
+        give_back(live, buffer_for(live, layout(live)))
     (buffer,) = live.buffers.values()
     model(torch.ones(2, 4)).sum().backward()
     assert list(live.buffers.values()) == [buffer]

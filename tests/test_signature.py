@@ -1,4 +1,4 @@
-"""Skeletons: what is in them, their fingerprint, and where two of them part."""
+"""Signatures: what is in them, their fingerprint, and where two of them part."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from graphshard.schedule.signature import SignatureEntry
 
 
 def test_a_kept_gather_is_no_collective():
-    rows = [(e.direction, e.kind, e.group) for e in two_layers().skeleton]
+    rows = [(e.direction, e.kind, e.group) for e in two_layers().collective_signature]
     assert rows == [
         ("forward", "all_gather", "layers.0"),
         ("forward", "all_gather", "layers.1"),
@@ -23,13 +23,15 @@ def test_a_kept_gather_is_no_collective():
 def test_bytes_and_dtypes_on_the_wire():
     one = replace(group(0, "a", 100), reduce_dtype="float32", reduce_bytes=200)
     made = plan([one], "issue 0, wait 0, compute 1, release 0", "compute 2, reduce 0, reduced 0")
-    assert made.skeleton == (
+    assert made.collective_signature == (
         SignatureEntry("forward", "all_gather", "a", "float32", 100),
         SignatureEntry("backward", "reduce_scatter", "a", "float32", 200),
     )
     mixed = (*one.params, replace(one.params[0], dtype="bfloat16", gathered_bytes=50))
     made = replace(made, groups=(replace(one, params=mixed),))
-    assert made.skeleton[0] == SignatureEntry("forward", "all_gather", "a", "bytes", 150)
+    assert made.collective_signature[0] == SignatureEntry(
+        "forward", "all_gather", "a", "bytes", 150
+    )
 
 
 def test_merged_groups_are_one_collective():
@@ -37,7 +39,7 @@ def test_merged_groups_are_one_collective():
     issue, *rest = made.forward.steps
     steps = (replace(issue, with_groups=(1,)), *rest)
     made = replace(made, forward=replace(made.forward, steps=steps))
-    assert [(e.group, e.size_bytes) for e in made.skeleton] == [("a + b", 200)]
+    assert [(e.group, e.size_bytes) for e in made.collective_signature] == [("a + b", 200)]
 
 
 def test_a_fingerprint_knows_collectives_and_nothing_else():
@@ -62,7 +64,7 @@ def test_the_fingerprint_stays():
 
 
 def test_text_round_trip():
-    made = two_layers().skeleton
+    made = two_layers().collective_signature
     assert signature.from_text(signature.to_text(made)) == made
     with pytest.raises((ValueError, TypeError)):
         signature.from_text("[[1]]")
