@@ -1,7 +1,8 @@
 """The end of a backward: groups that took no part in it, as FSDP2's own final callback treats them.
 
-A group that this step did not use may hold gradients of an earlier micro-step without sync, or may
-have to reduce zeros because other ranks used it (`set_reduce_scatter_unused_params`).
+A group that this step did not use may stand gathered since the user's `unshard()`, hold gradients of
+an earlier micro-step without sync, or have to reduce zeros because other ranks used it
+(`set_reduce_scatter_unused_params`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ def finish_later(live: LiveGroup) -> None:
 
 def _finish(root: Root, task: int) -> None:
     for live in root.groups.values():
-        if live.reduced_in == task or not live.fsdp.reduces or not live.was_gathered:
+        if live.reduced_in == task:
+            continue
+        if not live.fsdp.is_sharded and live.fsdp.reshard_after_backward:
+            live.fsdp.reshard()
+        if not live.fsdp.reduces or not live.was_gathered:
             continue
         grads = merge_unreduced(live.fsdp, {}, live.places)
         if grads:

@@ -61,6 +61,12 @@ FOUND = {
         (Group(("body.0",)), Group(("",))),
         (Set("reshard_after_backward", False), Step(optimize=False), Step()),
     ),
+    # A backward reshards what the user unsharded and nobody used.
+    "unshard-of-what-is-not-used": FuzzCase(
+        Tree(Part("sequence", (Part("choice", (Part("dropout"), Part("linear"))), Part("linear")))),
+        (Group(("body.0.ways.b",)), Group(("",))),
+        (Unshard(), Step(), Unshard(), Step()),
+    ),
 }
 
 
