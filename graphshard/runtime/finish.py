@@ -1,7 +1,7 @@
 """The end of a backward: groups that took no part in it, as FSDP2's own final callback treats them.
 
-A group that this step did not use may stand gathered since the user's `unshard()`, hold gradients of
-an earlier micro-step without sync, or have to reduce zeros because other ranks used it
+A group that this step did not use may stand gathered since the user's `unshard()`, hold gradients
+of an earlier micro-step without sync, or have to reduce zeros because other ranks used it
 (`set_reduce_scatter_unused_params`).
 """
 
