@@ -142,9 +142,9 @@ class _Search:
         return new
 
     def step(self, label, move):
-        return tuple(self.turn_step(part, move, micro) for micro, part in enumerate(label))
+        return tuple(self.play_step(part, move, micro) for micro, part in enumerate(label))
 
-    def turn_step(self, part, move, micro):
+    def play_step(self, part, move, micro):
         event, kind = self.event(move, micro), move[0]
         clock, values = part[0], list(part)
         slot = 1 + self.lanes + (move[1] if kind == "gather" else self.num_g + move[1])

@@ -48,7 +48,7 @@ def drop_stale(lives: Sequence[LiveGroup]) -> None:
 def is_doubtful(live: LiveGroup) -> bool:
     """It has something that was gathered before, and that FSDP2 would gather now."""
     is_ahead = live.prefetched is not None and bool(live.prefetched.sent_bytes)
-    return is_ahead or (live.held is not None and live.held.by_plan)
+    return is_ahead or (live.kept is not None and live.kept.by_plan)
 
 
 def _flags(group: dist.ProcessGroup, lives: Sequence[LiveGroup]) -> list[int]:
@@ -63,17 +63,17 @@ def _flags(group: dist.ProcessGroup, lives: Sequence[LiveGroup]) -> list[int]:
 
 
 def _has_changed(live: LiveGroup) -> bool:
-    ahead, held, shards = live.prefetched, live.held, live.shards()
+    ahead, kept, shards = live.prefetched, live.kept, live.shards()
     if ahead is not None:
         pairs: Iterable[tuple[Tensor, Tensor]] = (
             (before, shards[i]) for i, before in ahead.sent_bytes.items()
         )
         return not ahead.fits(live.dtypes) or not all(_are_same_bytes(a, b) for a, b in pairs)
-    assert held is not None
+    assert kept is not None
     rank = dist.get_rank(live.fsdp.gather_process_group)
-    return held.versions != live.fsdp.versions() or not all(
+    return kept.versions != live.fsdp.versions() or not all(
         _are_same_bytes(row, shards[i].to(row.dtype))
-        for buffer in held.buffers
+        for buffer in kept.buffers
         for i, row in _own_rows(buffer, rank)
     )
 
@@ -99,5 +99,5 @@ def _settle(live: LiveGroup) -> None:
     """What is left is certain: this forward does not ask again."""
     if live.prefetched is not None:
         live.prefetched.sent_bytes = {}
-    if live.held is not None:
-        live.held = live.held.certain()
+    if live.kept is not None:
+        live.kept = live.kept.certain()

@@ -32,7 +32,7 @@ class Gather:
     """One gathered use of a group, from its first issue to its release.
 
     Parameters that are here stand in `_gathered` (None after the release). What is in `_under_way`
-    is waited for. missing: how many parameters are neither. was_held: it began with what was kept.
+    is waited for. missing: how many parameters are neither. was_kept: it began with what was kept.
     sent_bytes: of a gather that an optimizer step issued, copies of what it sent, by parameter; the
     forward that finds it compares them (`graphshard.runtime.doubt`).
     """
@@ -46,7 +46,7 @@ class Gather:
         "_versions",
         "missing",
         "sent_bytes",
-        "was_held",
+        "was_kept",
     )
 
     def __init__(self, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -59,20 +59,20 @@ class Gather:
         self._spread: KeptParams | None = None
         self.missing = len(dtypes)
         self.sent_bytes: dict[int, Tensor] = {}
-        held, live.held = live.fresh(dtypes), None
-        self.was_held = held is not None
+        kept, live.kept = live.fresh(dtypes), None
+        self.was_kept = kept is not None
         if not fsdp.is_sharded:
             taken = fsdp.unsharded()
             if taken is not None:
-                held = None
+                kept = None
                 self._copy_in(layout_of(live, live.places, dtypes, fsdp.world_size), taken)
             if not fsdp.is_in_forward:
                 fsdp.reshard()
-        if held is not None and held.buffers:
-            self._gathered += held.buffers
+        if kept is not None and kept.buffers:
+            self._gathered += kept.buffers
             self.missing = 0
-        elif held is not None:
-            self._spread = held
+        elif kept is not None:
+            self._spread = kept
 
     @property
     def route(self) -> tuple[dist.ProcessGroup | None, object]:
@@ -145,9 +145,9 @@ class Gather:
         """
         buffers, live = self._taken(), self._live
         if keep:
-            live.held = KeptParams(self._dtypes, self._versions, tuple(buffers), by_plan=by_plan)
+            live.kept = KeptParams(self._dtypes, self._versions, tuple(buffers), by_plan=by_plan)
             return
-        live.held = None
+        live.kept = None
         for buffer in buffers:
             give_back(live, buffer)
 
@@ -157,7 +157,7 @@ class Gather:
         size, rank = group.size(), group.rank()
         flats = {i: f for r in buffers for i, f in zip(r.layout.indices, r.flats, strict=True)}
         parts = tuple(flats[i].chunk(size)[rank].clone() for i in live.places)
-        live.held = KeptParams(self._dtypes, self._versions, parts=parts, part_of=group)
+        live.kept = KeptParams(self._dtypes, self._versions, parts=parts, part_of=group)
         for buffer in buffers:
             give_back(live, buffer)
 

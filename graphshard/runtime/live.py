@@ -80,7 +80,7 @@ class Root:
 class LiveGroup:
     """One group at run time. Everything a user can change is read from `fsdp` when it is used.
 
-    places: of all its parameters. held: gathered parameters that outlive forward or backward.
+    places: of all its parameters. kept: gathered parameters that outlive forward or backward.
     arrived: gradients of the engine run `arrived_in`, while another call of the group is still
     ahead of it; what a run left that failed is no other run's.
     layouts, buffers, packings: what gathers and reductions of this group make once
@@ -101,7 +101,7 @@ class LiveGroup:
     accumulate_node: object
     orig_dtypes: tuple[torch.dtype, ...]
     places: tuple[int, ...]
-    held: KeptParams | None = None
+    kept: KeptParams | None = None
     arrived: dict[int, Tensor] = field(default_factory=dict)
     arrived_in: int = -1
     calls: list[Any] = field(default_factory=list)
@@ -140,14 +140,14 @@ class LiveGroup:
 
     def fresh(self, dtypes: tuple[torch.dtype, ...]) -> KeptParams | None:
         """What is still gathered, unless a shard was changed or replaced since."""
-        held = self.held
-        if held is None or held.dtypes != dtypes:
+        kept = self.kept
+        if kept is None or kept.dtypes != dtypes:
             return None
-        return held if held.versions == self.fsdp.versions() else None
+        return kept if kept.versions == self.fsdp.versions() else None
 
     def let_go(self) -> None:
         """Give back what is kept for a later forward or backward."""
-        self.held = None
+        self.kept = None
 
     def drop(self, *, limit_s: float | None = None) -> None:
         """Forget what an interrupted step left. Waits `limit_s` for a prefetch, 0: not at all.
@@ -155,7 +155,7 @@ class LiveGroup:
         Raises what the prefetch raises, when everything is forgotten.
         """
         prefetched, self.prefetched = self.prefetched, None
-        self.held = None
+        self.kept = None
         self.buffers.clear()
         self.arrived = {}
         if prefetched is not None and limit_s != 0:

@@ -280,6 +280,8 @@ def keep_unreduced(live: LiveGroup, grads: Mapping[int, Tensor]) -> None:
     for index, grad in grads.items():
         param = live.fsdp.params[index]
         before = gradients.take_unreduced(param.raw)
-        held = param.as_accumulated(grad if before is None else before + grad)
+        accumulated = param.as_accumulated(grad if before is None else before + grad)
         # A gradient may share memory with another tensor of the graph (an expanded sum).
-        gradients.leave_unreduced(live.fsdp, param, copy_of(held) if held is grad else held)
+        gradients.leave_unreduced(
+            live.fsdp, param, copy_of(accumulated) if accumulated is grad else accumulated
+        )

@@ -209,7 +209,7 @@ class OpenGroup:
             gather.release(keep=False)
             return
         stays = not fsdp.reshard_after_backward
-        goes_on = gather.was_held and is_root(fsdp.state) and more_calls_ahead(self.live)
+        goes_on = gather.was_kept and is_root(fsdp.state) and more_calls_ahead(self.live)
         planned = between_micro_steps and not fsdp.reduces
         gather.release(keep=stays or goes_on or planned, by_plan=planned and not stays)
 

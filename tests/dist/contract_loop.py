@@ -102,5 +102,5 @@ def assert_nothing_gathered(model: nn.Module) -> None:
     for record in root_states_under(model):
         for live in record.groups:
             assert live.fsdp.is_sharded, live.fqn
-            assert live.held is None, live.fqn
+            assert live.kept is None, live.fqn
             assert live.prefetched is None, live.fqn

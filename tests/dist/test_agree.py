@@ -81,7 +81,7 @@ def losses(model: nn.Module, ctx: Ctx, seeds: range, rows: int = 3) -> list[Tens
 def assert_clean(model: nn.Module) -> None:
     assert_sharded(model)
     for record in root_states_under(model):
-        assert all(live.held is None and live.fsdp.is_sharded for live in record.groups)
+        assert all(live.kept is None and live.fsdp.is_sharded for live in record.groups)
 
 
 def caught(run: Any) -> tuple[str, float]:

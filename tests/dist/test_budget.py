@@ -147,7 +147,7 @@ def accumulated(ctx: Ctx, budget: str) -> tuple[list[bool], int, int]:
     assert_equal(expected, train(model, case, ctx, 2, micro_steps=micro))
     (plan,) = graphshard.plans(model)
     (record,) = root_states_under(model)
-    assert all(live.held is None for live in record.groups)
+    assert all(live.kept is None for live in record.groups)
     issued = sum(live.counters.all_gathers for live in record.groups)
     return (
         [g.between_micro_steps for g in plan.groups],

@@ -111,7 +111,7 @@ def assert_same_states(oracle: nn.Module, model: nn.Module) -> None:
             assert one.is_sharded, name
             assert handle is not None, name
             assert handle.live is not None, name
-            assert handle.live.held is not None, name
+            assert handle.live.kept is not None, name
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -46,7 +46,7 @@ def assert_clean(model: nn.Module) -> None:
     assert_sharded(model)
     for record in root_states_under(model):
         for live in record.groups:
-            assert live.held is None
+            assert live.kept is None
             assert live.fsdp.is_sharded
 
 

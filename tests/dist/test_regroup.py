@@ -284,7 +284,7 @@ def failing(ctx: Ctx, plan_name: str, function: str, calls: int) -> None:
     for module in (model, *model.blocks):
         live = handle_of(module).live
         assert live.fsdp.is_sharded
-        assert live.held is None
+        assert live.kept is None
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert_equal(expected, train(model, case, ctx, 2))
 

@@ -242,5 +242,5 @@ def left_gathered(model: nn.Module) -> tuple[str, ...]:
     """Parameters that are not DTensors, and groups that are not SHARDED."""
     found = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     for record in root_states_under(model):
-        found += [g.fqn for g in record.groups if g.held is not None or not g.fsdp.is_sharded]
+        found += [g.fqn for g in record.groups if g.kept is not None or not g.fsdp.is_sharded]
     return tuple(found)
