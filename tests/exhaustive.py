@@ -26,7 +26,7 @@ def subsets(items):
 
 
 def best_direction(stages, starts, weights, budget, limit_us):
-    """Least time of one direction over its turns, or None if none is below `limit_us`.
+    """Least time of one direction over its micro-steps, or None if none is below `limit_us`.
 
     stages: of every turn, alike but for costs. One order serves all turns.
     """
@@ -48,7 +48,7 @@ def best_direction(stages, starts, weights, budget, limit_us):
 class _Search:
     """State: (fixed events done, gathers issued, reductions issued, reductions awaited).
 
-    Label: for each turn (clock, lanes' free times, finish of each job), as flat tuples.
+    Label: for each micro-step (clock, lanes' free times, finish of each job), as flat tuples.
     """
 
     def __init__(self, stages, starts, weights, budget):

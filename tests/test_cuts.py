@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphshard.graph.program import compute_nodes
-from graphshard.pricing.region_cuts import crossing_bytes, late_params, snapped
+from graphshard.pricing.region_cuts import aligned, crossing_bytes, late_params
 from graphshard.pricing.usage import GradReady, GroupUse, ParamUse, Usage
 from graphshard.schedule.plan import Direction
 
@@ -26,7 +26,7 @@ def forward(*blocks, num_ops, direction=Direction.FORWARD):
 def test_a_wait_and_the_release_before_it_share_the_cheapest_cut():
     # Group 0 is read until op 3, group 1 from op 6 on; between them place 5 is the narrowest.
     crossing = [0, 9, 9, 9, 8, 2, 4, 9, 9, 9, 0]
-    found = snapped(forward((0, 3), (6, 9), num_ops=10), crossing, CHEAP_BETWEEN)
+    found = aligned(forward((0, 3), (6, 9), num_ops=10), crossing, CHEAP_BETWEEN)
     assert found.regions == (0, 5, 10) == found.cuts
     assert [(u.first, u.last) for u in found.uses] == [(0, 4), (5, 9)]
     assert found.params[1].first == 5
@@ -34,7 +34,7 @@ def test_a_wait_and_the_release_before_it_share_the_cheapest_cut():
 
 def test_among_equals_the_end_of_the_stay_before_wins():
     crossing = [0, 9, 9, 9, 2, 2, 2, 9, 9, 9, 0]
-    found = snapped(forward((0, 3), (6, 9), num_ops=10), crossing, CHEAP_BETWEEN)
+    found = aligned(forward((0, 3), (6, 9), num_ops=10), crossing, CHEAP_BETWEEN)
     assert found.regions == (0, 4, 10)
 
 
@@ -42,7 +42,7 @@ def test_a_wait_is_not_moved_over_long_compute():
     # Ops 4 and 5 take as long as all the others: the release stands before them, the wait behind.
     crossing = [0, 9, 9, 9, 2, 2, 3, 9, 9, 9, 0]
     us = [1.0] * 4 + [10.0] * 2 + [1.0] * 4
-    found = snapped(forward((0, 3), (6, 9), num_ops=10), crossing, us)
+    found = aligned(forward((0, 3), (6, 9), num_ops=10), crossing, us)
     assert found.regions == (0, 4, 6, 10)
 
 
@@ -51,14 +51,14 @@ def test_a_reduction_waits_for_the_next_cut_if_that_is_near():
     near, far = GradReady(0, 4, ((0, 2),)), GradReady(1, 9, ((0, 9),))
     usage = Usage(Direction.BACKWARD, 12, usage.uses, (near, far), params=usage.params)
     us = [10.0] * 5 + [1.0] + [10.0] * 4 + [0.1] * 2
-    found = snapped(usage, [0] + [5] * 4 + [1] * 2 + [5] * 4 + [3, 0], us)
+    found = aligned(usage, [0] + [5] * 4 + [1] * 2 + [5] * 4 + [3, 0], us)
     assert found.regions == (0, 5, 12)
     assert [r.after for r in found.reductions] == [4, 11]
     assert found.reductions[0].comes == ((0, 4),)
 
 
 def test_a_direction_that_gathers_nothing_is_one_region():
-    found = snapped(forward(num_ops=4), [0, 1, 1, 1, 0], [1.0] * 4)
+    found = aligned(forward(num_ops=4), [0, 1, 1, 1, 0], [1.0] * 4)
     assert found.regions == (0, 4)
 
 
@@ -77,7 +77,7 @@ def blocks_of(count, *reads, size=10):
 
 def inside(usage, crossing, us):
     """The cuts that are made only where parts of a group may travel alone."""
-    whole, parted = (snapped(usage, crossing, us, inside=parts) for parts in (False, True))
+    whole, parted = (aligned(usage, crossing, us, inside=parts) for parts in (False, True))
     assert late_params(whole) == {}
     return sorted(set(parted.regions) - set(whole.regions)), late_params(parted)
 
@@ -103,7 +103,7 @@ def test_a_stay_that_reads_all_its_parameters_at_once_is_not_cut_inside():
 
 
 def test_nothing_is_cut_inside_where_nothing_is_gathered():
-    found = snapped(forward(num_ops=4), [0, 1, 1, 1, 0], [1.0] * 4, inside=True)
+    found = aligned(forward(num_ops=4), [0, 1, 1, 1, 0], [1.0] * 4, inside=True)
     assert found.regions == (0, 4)
 
 
@@ -113,8 +113,8 @@ def test_the_gradients_of_what_is_read_late_are_reduced_first():
     ready = (GradReady(1, 4, ((0, 4),)), GradReady(0, 9, ((0, 9), (1, 6), (2, 5))))
     usage = Usage(Direction.BACKWARD, 10, uses, ready, frozenset(), params)
     crossing, us = [0, *[9] * 4, 1, *[9] * 4, 0], [1.0] * 10
-    assert snapped(usage, crossing, us).regions == (0, 5, 10)
-    found = snapped(usage, crossing, us, late={(0, 1): 1, (0, 2): 2})
+    assert aligned(usage, crossing, us).regions == (0, 5, 10)
+    found = aligned(usage, crossing, us, late={(0, 1): 1, (0, 2): 2})
     assert found.regions == (0, 5, 6, 7, 10)
     assert dict(found.reductions[1].comes) == {0: 9, 1: 6, 2: 5}
 
@@ -125,7 +125,7 @@ def test_alike_blocks_are_cut_alike(count):
     blocks = [(6 * block + 1, 6 * block + 4) for block in range(count)]
     crossing = [0, *([5, 9, 9, 9, 3, 1] * count)]
     us = [0.5, 8.0, 8.0, 8.0, 8.0, 0.5] * count
-    found = snapped(forward(*blocks, num_ops=6 * count), crossing, us)
+    found = aligned(forward(*blocks, num_ops=6 * count), crossing, us)
     assert found.regions == tuple(range(0, 6 * count + 1, 6))
 
 

@@ -42,7 +42,7 @@ def together(*calls):
 
 
 def vote(ranks, plans):
-    return together(*(lambda b=b, p=p: agree.settle([b], p) for b, p in zip(ranks, plans)))  # noqa: B905
+    return together(*(lambda b=b, p=p: agree.agree_on_plan([b], p) for b, p in zip(ranks, plans)))  # noqa: B905
 
 
 def planned(made, step_time_us):
@@ -61,7 +61,7 @@ def test_what_was_agreed_on_is_not_asked_again():
     ranks = ballots(2)
     vote(ranks, [PLAN, PLAN])
     again = replace(PLAN, name="graph 0/1")
-    assert agree.settle([ranks[0]], again) == again
+    assert agree.agree_on_plan([ranks[0]], again) == again
     assert ranks[0].slot == 1
 
 
@@ -77,8 +77,8 @@ def test_every_rank_raises_the_same():
 def test_a_graph_that_ends_early_is_fsdp2s():
     first, second = ballots(2)
     errors = together(
-        lambda: agree.settle([first], PLAN),
-        lambda: agree.settle([second], SHORT, ends_early=True),
+        lambda: agree.agree_on_plan([first], PLAN),
+        lambda: agree.agree_on_plan([second], SHORT, ends_early=True),
     )
     assert [error.code for error in errors] == ["GS701", "GS701"]
 
@@ -100,7 +100,7 @@ def test_the_lowest_ranks_plan_is_everybodys():
     assert own[0].fingerprint != own[1].fingerprint
     assert vote(ranks, own) == [own[0], replace(own[0], name="mine")]
     # A recompile on one rank only keeps to it.
-    assert agree.settle([ranks[1]], own[1]) == replace(own[0], name="mine")
+    assert agree.agree_on_plan([ranks[1]], own[1]) == replace(own[0], name="mine")
 
 
 def test_a_plan_that_does_not_fit_is_not_taken():
@@ -112,7 +112,7 @@ def test_a_plan_that_does_not_fit_is_not_taken():
 def test_a_rank_that_cannot_compile():
     first, second = ballots(2)
     found = together(
-        lambda: agree.settle([first], PLAN),
+        lambda: agree.agree_on_plan([first], PLAN),
         lambda: agree.refuse([second], "graph 0/0", "GS601: no schedule fits", waits=True),
     )
     assert found[1] is False
@@ -135,7 +135,7 @@ def test_a_rank_that_runs_something_answers():
         while True:
             agree.answer([first])
 
-    found = together(late, lambda: agree.settle([second], SHORT))
+    found = together(late, lambda: agree.agree_on_plan([second], SHORT))
     assert str(found[0]) == str(found[1])
     assert found[0].code == "GS702"  # too late for FSDP2
 
@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_come():
     text = "rank 2 did not come to a new graph of layers.0, layers.1 in 0 s"
     assert text in str(found[0])
     with pytest.raises(DivergedRanks, match=f"GS703: .*{text}"):  # it comes after all
-        agree.settle([ranks[2]], PLAN)
+        agree.agree_on_plan([ranks[2]], PLAN)
     assert [ballot.slot for ballot in ranks] == [1] * 3
 
 
@@ -192,4 +192,4 @@ def test_reductions_move_only_with_one_plan_for_all():
 def test_reductions_do_not_move_without_a_question():
     ranks = ballots(2)
     vote(ranks, [PLAN, PLAN])
-    assert not agree.settle([ranks[0]], replace(PLAN, reduces_apart=True)).reduces_apart
+    assert not agree.agree_on_plan([ranks[0]], replace(PLAN, reduces_apart=True)).reduces_apart

@@ -87,14 +87,12 @@ class Registration:
 
 
 # Weak: a spec lives as long as a group that has it or a graph that is guarded by it.
-_ENTRANCES: weakref.WeakKeyDictionary[GroupSpec, weakref.ref[GroupSpec]] = (
-    weakref.WeakKeyDictionary()
-)
+_SPECS: weakref.WeakKeyDictionary[GroupSpec, weakref.ref[GroupSpec]] = weakref.WeakKeyDictionary()
 
 
 def interned(spec: GroupSpec) -> GroupSpec:
     """The one object that stands for all specs equal to this one, so that `is` compares."""
-    known = _ENTRANCES.setdefault(spec, weakref.ref(spec))()
+    known = _SPECS.setdefault(spec, weakref.ref(spec))()
     return spec if known is None else known
 
 

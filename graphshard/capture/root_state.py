@@ -1,6 +1,6 @@
 """What Dynamo may look at: one `CaptureHandle` per `fully_shard` call, plain Python on the module.
 
-`prepare` attaches ports to every module of a root at once, so that a graph captured for one
+`prepare` attaches handles to every module of a root at once, so that a graph captured for one
 block fits its identical siblings without a recompile.
 """
 
@@ -181,7 +181,7 @@ class CaptureHandle:
 
 
 def prepare(state: State) -> bool:
-    """Attach ports to all modules of `state`'s root. False if FSDP2 itself refuses the model.
+    """Attach handles to all modules of `state`'s root. False if FSDP2 itself refuses the model.
 
     Runs FSDP2's lazy initialisation first: it decides the root, names the parameters and
     validates. What it raises is left for FSDP2's own hook to raise, in eager mode.
@@ -253,9 +253,9 @@ def root_states_under(model: nn.Module) -> list[RootState]:
 
 def unfinished_records() -> list[RootState]:
     """Records of roots that an exception left in the middle of a forward, captured or eager."""
-    return [r for r in all_records() if r.is_unfinished()]
+    return [r for r in all_root_states() if r.is_unfinished()]
 
 
-def all_records() -> list[RootState]:
+def all_root_states() -> list[RootState]:
     """Records of all FSDP roots that are alive in this process."""
     return list(_ROOT_STATES)

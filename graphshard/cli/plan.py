@@ -107,7 +107,7 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
 
     machines = [machine_of(name) for name in args.hw]
     given: dict[str, object] = {"reshard": args.reshard, "micro_steps": args.micro_steps}
-    freedoms = [
+    policies = [
         policy_of(parse_options(given if size is None else {**given, "memory_budget": size}))
         for size in args.budget
     ]
@@ -117,7 +117,7 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     points = tuple(
         Point(world, per_node, machine, policy, target.sizes(batch | seq), fused)
         for world, machine, policy, batch, seq in product(
-            args.world, machines, freedoms, batches, lengths
+            args.world, machines, policies, batches, lengths
         )
     )
     if len(points) == 1:

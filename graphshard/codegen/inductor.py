@@ -64,10 +64,10 @@ def compile_regions(
     with the next one.
     """
     grad = torch.is_grad_enabled()
-    turns = _Turns()
+    lock = _InductorLock()
 
     def work(body: fx.GraphModule) -> Call:
-        with turns.mine(), torch.set_grad_enabled(grad):
+        with lock.taken(), torch.set_grad_enabled(grad):
             return _compiled(body, trains=trains)
 
     with config.patch(settings):
@@ -76,11 +76,11 @@ def compile_regions(
         at_once = min(MOST_AT_ONCE, os.cpu_count() or 1)
         # Inductor's settings belong to a context, which a new thread does not have.
         contexts = [copy_context() for _ in bodies]
-        with turns.given_up_while_waiting(), ThreadPoolExecutor(at_once) as threads:
+        with lock.released_while_waiting(), ThreadPoolExecutor(at_once) as threads:
             return list(threads.map(lambda own, body: own.run(work, body), contexts, bodies))
 
 
-class _Turns:
+class _InductorLock:
     """Who of several threads may use Inductor, which knows of one only."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class _Turns:
         self._owner: int | None = None
 
     @contextmanager
-    def mine(self) -> Iterator[None]:
+    def taken(self) -> Iterator[None]:
         with self._lock:
             self._owner = threading.get_ident()
             try:
@@ -97,8 +97,8 @@ class _Turns:
                 self._owner = None
 
     @contextmanager
-    def given_up_while_waiting(self) -> Iterator[None]:
-        """Inside, who has the turn gives it up for as long as it waits for compiled kernels."""
+    def released_while_waiting(self) -> Iterator[None]:
+        """Inside, who has the lock releases it for as long as it waits for compiled kernels."""
         original = AsyncCompile.wait
 
         def wait(compiler: AsyncCompile, scope: dict[str, Any]) -> None:

@@ -40,12 +40,12 @@ def lowering_of(options: Options, *, trains: bool) -> Lowering:
 
     settings = dict(options.inductor)
     compile_regions = partial(inductor.compile_regions, settings=settings, trains=trains)
-    turn = int(os.environ.get("LOCAL_RANK", 0)) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    offset = int(os.environ.get("LOCAL_RANK", 0)) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return Lowering(
         inductor.decompositions(settings),
         nullcontext,
         partial(inductor.joint_passes, settings=settings),
-        Artifacts(compile_regions, turn),
+        Artifacts(compile_regions, offset),
         partial(inductor.compile_whole, settings=settings),
     )
 

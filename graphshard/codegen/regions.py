@@ -32,12 +32,12 @@ class Artifacts:
 
     num_regions: in both directions, of which `by_key` has the distinct ones that ever ran.
 
-    turn: between 0 and 1. Processes that share a cache on disk begin with different regions, so
+    offset: between 0 and 1. Processes that share a cache on disk begin with different regions, so
     that each finds there what the others have made.
     """
 
     compile: Callable[[Sequence[fx.GraphModule]], Sequence[Call]]
-    turn: float = 0.0
+    offset: float = 0.0
     by_key: dict[str, Call] = field(default_factory=dict)
     num_regions: int = 0
 
@@ -80,7 +80,7 @@ def compile_missing(slices: Sequence[Sliced], artifacts: Artifacts) -> None:
             if region.key not in artifacts.by_key:
                 missing.setdefault(region.key, (part.module, region))
     names = list(missing)
-    first = int(artifacts.turn * len(names))
+    first = int(artifacts.offset * len(names))
     order = [*names[first:], *names[:first]]
     logger.debug("compiling %d regions", len(order))
     made = dict(zip(order, artifacts.compile([_body(*missing[k]) for k in order]), strict=True))

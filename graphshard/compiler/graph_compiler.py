@@ -47,7 +47,7 @@ from graphshard.errors import CaptureError
 from graphshard.graph.program import Program, anchor_places, copied, output_node
 from graphshard.options import Options
 from graphshard.planner.separate_group import reductions_apart
-from graphshard.runtime.agree import settle
+from graphshard.runtime.agree import agree_on_plan
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.live import LiveGroup, ballots_of, roots_of
@@ -163,7 +163,7 @@ class GraphCompiler:
         placed, problem, plan = planned.parts.placed, planned.problem, planned.plan
         if self.ballots:
             terms, early = self._options.terms_of_calls(), self.ends_early
-            plan = settle(self.ballots, plan, terms, uses=self.uses, ends_early=early)
+            plan = agree_on_plan(self.ballots, plan, terms, uses=self.uses, ends_early=early)
         if plan.reduces_apart:
             problem = reductions_apart(problem)
         feeds_back = self._options.replan_after is not None and placed.backward is not None

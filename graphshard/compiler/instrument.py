@@ -100,12 +100,12 @@ def unwatch(running: Executable) -> None:
         body.watches.clear()
 
 
-def num_laps(running: Executable) -> int:
+def num_samples(running: Executable) -> int:
     """Complete runs since `watch`: of the direction that has fewest."""
     return min((len(running.bodies[d].watches) for d in running.segments), default=0)
 
 
-def laps_of(running: Executable) -> Runs:
+def samples_of(running: Executable) -> Runs:
     """The runs of this rank; blocks until the device is done with them."""
     return {d: [w.taken() for w in running.bodies[d].watches] for d in running.segments}
 

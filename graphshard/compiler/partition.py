@@ -170,7 +170,7 @@ def parts_of(
 ) -> Partition:
     """`joint` cut in two, with the ops of `repeated` in both; it is used up.
 
-    kept: names of nodes that are saved in any case. fused: see Draft.
+    kept: names of nodes that are saved in any case. fused: see JointGraph.
     """
     tag(joint.graph, repeated, kept)
     forward, backward = joint_graph.split(joint, fused)

@@ -64,7 +64,7 @@ def run_captured(program: Program) -> Program:
 class PlanningInputs:
     """What a plan with the cost model needs to know.
 
-    fused: compute is priced as a compiler fuses it (see `graphshard.pricing.op_costs.basis_of`).
+    fused: compute is priced as a compiler fuses it (see `graphshard.pricing.op_costs.graph_costs`).
     """
 
     settings: tuple[GroupSettings, ...]

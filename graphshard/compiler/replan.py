@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from graphshard.compiler.instrument import Executable, combined, laps_of, unwatch, watch
+from graphshard.compiler.instrument import Executable, combined, samples_of, unwatch, watch
 from graphshard.compiler.planning import apply, plan_with_costs
 from graphshard.files.information import printable
 from graphshard.graph.program import Program, copied
@@ -77,7 +77,7 @@ class Replan:
         name = running.plan.name
         plan = hashlib.sha256(running.plan.to_json().encode()).hexdigest()
         key = f"measured after {forwards} forwards of {printable(groups[0].fqn)}"
-        said = told(ballots_of(groups), key, f"{plan}\n{times.to_json(laps_of(running))}")
+        said = told(ballots_of(groups), key, f"{plan}\n{times.to_json(samples_of(running))}")
         plans, texts = zip(*(text.split("\n", 1) for text in said), strict=True)
         if len(set(plans)) > 1:
             logger.warning("%s: not planned again: ranks run different plans", name)

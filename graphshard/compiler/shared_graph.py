@@ -54,7 +54,7 @@ class Tenant:
     infos: tuple[GroupInfo, ...]
     first: int
     compiled: CompiledPlan
-    feedback: Replan | None = None
+    replan: Replan | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -92,10 +92,10 @@ class Shared:
         """A call with these inputs is about to run."""
         lives = self._callers(args)
         tenant = self._tenants[_root(lives[0])]
-        feedback, observer = tenant.feedback, OBSERVER.get()
-        if feedback is not None and not feedback.done:
+        replan, observer = tenant.replan, OBSERVER.get()
+        if replan is not None and not replan.done:
             if lives[0].number == tenant.first:
-                feedback.before_forward(self.groups(args))
+                replan.before_forward(self.groups(args))
         elif observer is not None:
             observer.before_forward(tenant.running)
         if self.options.verify != "off":
@@ -130,7 +130,7 @@ class Shared:
             join(ballots_of(groups), tenant.compiled.plan, terms, self.costs)
         if self.placed is not None and self.options.replan_after is not None:
             adopt = partial(self._adopt, tenant, [weakref.ref(root) for root in roots])
-            tenant.feedback = Replan(
+            tenant.replan = Replan(
                 running=tenant.running,
                 placed=self.placed,
                 reshard=self.reshard,

@@ -36,7 +36,7 @@ SLACK, WORTH = 0.001, 0.05
 LONGER = 0.25
 
 
-def settled(
+def just_in_time(
     context: SearchContext, choices: Choices, direction: Direction, scored: Scored
 ) -> Scored:
     """`scored`, just in time: not slower, and not above the budget unless it was before."""
@@ -81,7 +81,7 @@ def lean(context: SearchContext, choices: Choices, direction: Direction, scored:
 def _earlier_waits(problem: Problem, stage: Stage, placement: Placement) -> Placement:
     """Each wait for a reduction at the first region that starts after it is done.
 
-    stage: of the last turn, which has every reduction. Waits stay in the order of issues.
+    stage: of the last micro-step, which has every reduction. Waits stay in the order of issues.
     """
     entries = placed(stage, placement)
     run = play((event for _, event in entries), 0, problem.lanes)
@@ -115,7 +115,7 @@ def _if_good(
 def _later_gathers(problem: Problem, stages: Sequence[Stage], scored: Scored) -> Placement:
     """Each gather at the last position from which it still comes in time.
 
-    Lanes keep their order. The turn that has every collective is looked at: forward's first,
+    Lanes keep their order. The micro-step that has every collective is looked at: forward's first,
     backward's last.
     """
     stage = stages[0 if stages[0].direction is Direction.FORWARD else -1]

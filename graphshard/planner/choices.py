@@ -2,7 +2,7 @@
 
 `Choices` says which groups stay gathered, what is recomputed, and how the three streams of
 collectives (gathers of forward, gathers of backward, reductions) are cut into buckets. Where each
-collective is issued and waited for is a `Placement` (graphshard.planner.place).
+collective is issued and waited for is a `Placement` (graphshard.planner.placement).
 """
 
 from __future__ import annotations

@@ -63,19 +63,19 @@ class Link:
     reached_us: float = 0.0
     queues: dict[int, deque[Head]] = field(default_factory=lambda: defaultdict(deque))
 
-    def advance(self, to_us: float, wires: LaneQueues) -> None:
-        while self.reached_us < to_us and self.next_event(to_us, wires):
+    def advance(self, to_us: float, lanes: LaneQueues) -> None:
+        while self.reached_us < to_us and self.next_event(to_us, lanes):
             pass
         self.reached_us = max(self.reached_us, to_us)
 
-    def next_event(self, limit_us: float, wires: LaneQueues) -> bool:
+    def next_event(self, limit_us: float, lanes: LaneQueues) -> bool:
         """Until the first head ends its launch or itself, or until `limit_us`; False if nothing is
         under way."""
         heads = [queue[0] for queue in self.queues.values() if queue]
         if not heads:
             return False
         for head in heads:
-            wires.started_us.setdefault(head.job, exact_us(self.reached_us))
+            lanes.started_us.setdefault(head.job, exact_us(self.reached_us))
         sharing = max(1, sum(not head.launch_us for head in heads))
         left_us = [head.launch_us or head.link_us * sharing for head in heads]
         step_us = min(*left_us, limit_us - self.reached_us)
@@ -88,5 +88,5 @@ class Link:
         self.reached_us += step_us
         for queue in self.queues.values():
             if queue and not queue[0].launch_us and not queue[0].link_us:
-                wires.finished_us[queue.popleft().job] = exact_us(self.reached_us)
+                lanes.finished_us[queue.popleft().job] = exact_us(self.reached_us)
         return True

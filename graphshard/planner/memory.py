@@ -1,9 +1,9 @@
 """The memory that a stage needs with nothing in flight but what has to be.
 
-In come the stages of all turns, which are alike but for their costs; out come a `Profile` (what
-each event adds) and, for a budget, a `View` (what is needed at each event, the worst of all
-turns). On the way each reduction finds its slot: the first after its gradients are ready where
-packing them fits.
+In come the stages of all micro-steps, which are alike but for their costs; out come a
+`MemoryProfile` (what each event adds) and, for a budget, a `View` (what is needed at each event,
+the worst of all micro-steps). On the way each reduction finds its slot: the first after its
+gradients are ready where packing them fits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graphshard.planner.stage import Job, Stage
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an event does to memory in each turn: `rises` while it runs, `grows` after it.
+    """What an event does to memory in each micro-step: `rises` while it runs, `grows` after it.
 
     waits: it is the wait for a gather.
     """
@@ -160,7 +160,7 @@ def view_of(profile: MemoryProfile, budget_bytes: int, room: int = 0) -> View:
 
 
 def _most(held: tuple[int, ...], rises: tuple[int, ...]) -> int:
-    if len(held) == 1:  # one turn: by far the most frequent case
+    if len(held) == 1:  # one micro-step: by far the most frequent case
         return held[0] + rises[0]
     return max([h + r for h, r in zip(held, rises, strict=True)])
 

@@ -13,7 +13,7 @@ from statistics import median
 from graphshard.planner.problem import Group, Part, Problem, Region, Transfer, checked, gather_of
 from graphshard.schedule.measured import Measured, Segment
 from graphshard.schedule.plan import Direction, Step, StepKind
-from graphshard.schedule.steps import WAIT_OF
+from graphshard.schedule.steps import ISSUE_OF, WAIT_OF
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,12 @@ def _seen(
     problem: Problem, direction: Direction, segments: Sequence[Segment]
 ) -> Iterator[tuple[Key, tuple[Transfer, Transfer]]]:
     """Each part that travelled in a measured collective: predicted and measured transfer."""
-    waits = {(s.step.kind, s.step.groups, s.step.params): s.us for s in segments}
+    waits = {s.step.identity: s.us for s in segments if s.step.kind in ISSUE_OF}
     for segment in segments:
         step, comm_us = segment.step, segment.comm_us
         if step.kind not in WAIT_OF or comm_us is None:
             continue
-        unpack_us = waits[WAIT_OF[step.kind], step.groups, step.params]
+        unpack_us = waits[step.identity]
         rows = list(travelling(problem, direction, segment.step))
         lane = problem.groups[rows[0][0].group].lane_of(step.kind, direction)
         comm_us += problem.lanes[lane].launch_us * (len(rows) - 1)

@@ -5,7 +5,7 @@ event it knows the largest number of gathers that may be in flight there and at 
 and it issues each gather as soon as that number allows. No placement in that order has an earlier
 issue, so none is faster. Reductions are issued where `graphshard.planner.memory` found them a
 place and waited for as late as memory allows. What gathers and reductions may take from each
-other is the `Policy`.
+other is the `FillPolicy`.
 """
 
 from __future__ import annotations

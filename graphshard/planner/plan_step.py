@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphshard.errors import InfeasibleBudget
-from graphshard.planner.alap import lean, settled
+from graphshard.planner.alap import just_in_time, lean
 from graphshard.planner.bounds import lower_bound_us
 from graphshard.planner.compare import Place, forecasts, placed_as, schedules, simulated
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
@@ -105,7 +105,7 @@ def _chosen(context: SearchContext, own: Candidate) -> Candidate | None:
     if best is None:
         return None
     pairs = zip(context.problem.directions, best.directions, strict=True)
-    late = [settled(context, best.choices, direction, scored) for direction, scored in pairs]
+    late = [just_in_time(context, best.choices, direction, scored) for direction, scored in pairs]
     chosen = Candidate(best.choices, tuple(late))
     both = zip(context.problem.directions, late, strict=True)
     leaner = Candidate(best.choices, tuple(lean(context, best.choices, d, s) for d, s in both))

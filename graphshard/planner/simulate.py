@@ -117,14 +117,14 @@ def play(events: Iterable[Event], start_bytes: int, lanes: Sequence[CollectiveLa
     """Run `events` in order. Raises PlanError (GS603) for a wait without its issue."""
     clock = exposed = 0.0
     held, peak, peak_at = start_bytes, start_bytes, 0
-    wires = LaneQueues(lanes)
+    queues = LaneQueues(lanes)
     reached: list[float] = []
     issued: dict[int, float] = {}
     for index, event in enumerate(events):
         reached.append(clock)
         job = event.job
         if job >= 0 and event.lane < 0:  # a wait
-            done_us = wires.end_us(job)
+            done_us = queues.end_us(job)
             if done_us is None:
                 raise PlanError("GS603", f"{event.step} comes before its issue")
             if done_us > clock:
@@ -133,12 +133,12 @@ def play(events: Iterable[Event], start_bytes: int, lanes: Sequence[CollectiveLa
         clock += event.us
         if event.lane >= 0:
             issued[job] = clock
-            wires.issue(job, event.lane, event.comm_us, clock)
+            queues.issue(job, event.lane, event.comm_us, clock)
         held += event.alloc_bytes
         if held + event.brief_bytes > peak:
             peak, peak_at = held + event.brief_bytes, index
         held -= event.free_bytes
-    started, finished = wires.started_us, wires.finished_us
+    started, finished = queues.started_us, queues.finished_us
     return Played(clock, exposed, peak, peak_at, held, reached, issued, started, finished)
 
 
@@ -168,7 +168,7 @@ def _kept_releases(schedule: Schedule) -> list[Step]:
 def report(
     problem: Problem, choices: Choices, programs: dict[MicroStep, list[list[Event]]]
 ) -> Simulation:
-    """The simulation of the events of each turn, one list per direction."""
+    """The simulation of the events of each micro-step, one list per direction."""
     step_us = exposed_us = 0.0
     peaks: list[Peak] = []
     runs: list[Played] = []
@@ -247,7 +247,7 @@ def _collectives(direction: Direction, events: list[Event], run: Played) -> list
 def events_of(
     problem: Problem, schedule: Schedule, choices: Choices, micro: MicroStep
 ) -> list[Event]:
-    """The steps of `schedule` with their costs in micro-step `turn`."""
+    """The steps of `schedule` with their costs in micro-step `micro`."""
     regions = deque(region_events(problem, choices, schedule.direction))
     events: list[Event] = []
     for step in schedule.steps:

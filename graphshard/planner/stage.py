@@ -93,7 +93,7 @@ class Reduced:
 
 
 def stage_of(memo: Memo, choices: Choices, direction: Direction, micro: MicroStep) -> Stage:
-    """The stage of one direction in micro-step `turn`. Positions are the same in every turn."""
+    """The stage of one direction in one micro-step. Positions are the same in all of them."""
     forward = direction is Direction.FORWARD
     across = choices.across
     key = (

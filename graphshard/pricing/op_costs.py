@@ -21,7 +21,7 @@ from graphshard.graph.program import Program, aliases, compute_nodes, positions,
 from graphshard.pricing.flops import graph_work, never_stored
 from graphshard.pricing.liveness import Live, live_bytes, saved_memory
 from graphshard.pricing.recompute import RecomputeUnit, units
-from graphshard.pricing.region_cuts import crossing_bytes, late_params, snapped
+from graphshard.pricing.region_cuts import aligned, crossing_bytes, late_params
 from graphshard.pricing.usage import GradReady, GroupUse, ParamUse, Usage
 from graphshard.schedule.plan import Direction, GroupInfo, StepKind
 
@@ -86,7 +86,7 @@ def _op_costs(
     found = usage_of(program, graph, direction)
     if fused:
         us = _us(machine, graph_work(graph, fused_regions=(0,)))
-        found = snapped(found, crossing_bytes(graph), us, inside=inside, late=late)
+        found = aligned(found, crossing_bytes(graph), us, inside=inside, late=late)
     works = graph_work(graph, fused_regions=found.cuts if fused else None)
     us = _us(machine, works)
     unstored = never_stored(compute_nodes(graph), found.cuts) if fused else {}

@@ -45,7 +45,7 @@ AT_START, AT_TURN = 1, 3
 INSIDE = ((0.2, 0.6), (0.6, 0.9))
 
 
-def snapped(
+def aligned(
     usage: Usage,
     crossing: Sequence[int],
     us: Sequence[float],
@@ -62,7 +62,7 @@ def snapped(
     times = [0.0, *accumulate(us)]
     done = _done(usage)
     cuts = {0, usage.num_ops}
-    for first, last in _stays(usage):
+    for first, last in _live_spans(usage):
         slack = SLACK * (times[last + 1] - times[first])
         before = max((p for p in done if p <= first), default=0)
         low = bisect_left(times, times[first] - slack, hi=first)
@@ -77,8 +77,8 @@ def snapped(
             high = max(bisect_right(times, times[place] + slack) - 1, place)
             cuts.add(_cheapest(crossing, place, high, late=False))
     if inside:
-        for stay in _long_stays(usage, times):
-            cuts.update(_inside(stay, crossing, times))
+        for span in _long_live_spans(usage, times):
+            cuts.update(_inside(span, crossing, times))
     cuts.update(_behind_late(usage, crossing, times, late))
     return _moved(usage, tuple(sorted(cuts)))
 
@@ -106,34 +106,34 @@ class _LiveSpan:
     reads: tuple[int, ...]
 
 
-def _long_stays(usage: Usage, times: Sequence[float]) -> set[_LiveSpan]:
+def _long_live_spans(usage: Usage, times: Sequence[float]) -> set[_LiveSpan]:
     """The first and the last few of those that read parameters for half of their time (a last norm
     and a head do not), and are not much shorter than the others (an embedding is)."""
     reads = sorted(use.first for use in usage.params)
     found = [
         _LiveSpan(first, last, tuple(reads[bisect_left(reads, first) : bisect_right(reads, last)]))
-        for first, last in _stays(usage)
+        for first, last in _live_spans(usage)
     ]
-    lengths = [times[stay.last + 1] - times[stay.first] for stay in found]
+    lengths = [times[span.last + 1] - times[span.first] for span in found]
     typical = median(lengths or [0.0])
     long = [
-        stay
-        for stay, length in zip(found, lengths, strict=True)
-        if length >= typical / 2 and times[stay.reads[-1]] - times[stay.first] >= length / 2
+        span
+        for span, length in zip(found, lengths, strict=True)
+        if length >= typical / 2 and times[span.reads[-1]] - times[span.first] >= length / 2
     ]
     return {*long[:AT_START], *long[-AT_TURN:]}
 
 
-def _inside(stay: _LiveSpan, crossing: Sequence[int], times: Sequence[float]) -> Iterator[int]:
+def _inside(span: _LiveSpan, crossing: Sequence[int], times: Sequence[float]) -> Iterator[int]:
     """Cheap cuts inside the stay; a parameter is read first before, between and behind them."""
-    length = times[stay.last + 1] - times[stay.first]
-    read = stay.first
+    length = times[span.last + 1] - times[span.first]
+    read = span.first
     for shares in INSIDE:
-        low, high = (bisect_left(times, times[stay.first] + share * length) for share in shares)
-        low, high = max(low, read + 1), min(high, stay.reads[-1])
+        low, high = (bisect_left(times, times[span.first] + share * length) for share in shares)
+        low, high = max(low, read + 1), min(high, span.reads[-1])
         if low <= high:
             cut = _cheapest(crossing, low, high, late=True)
-            read = stay.reads[bisect_left(stay.reads, cut)]
+            read = span.reads[bisect_left(span.reads, cut)]
             yield cut
 
 
@@ -178,14 +178,14 @@ def _done(usage: Usage) -> list[int]:
     return sorted(ready | released)
 
 
-def _stays(usage: Usage) -> list[tuple[int, int]]:
+def _live_spans(usage: Usage) -> list[tuple[int, int]]:
     """First and last op of each stay at one group, before another group's parameters are read."""
     order = sorted(usage.params, key=attrgetter("first", "group", "param"))
     stays: list[list[ParamUse]] = [list(u) for _, u in groupby(order, key=attrgetter("group"))]
-    ends = [*(stay[0].first - 1 for stay in stays[1:]), usage.num_ops - 1][: len(stays)]
+    ends = [*(span[0].first - 1 for span in stays[1:]), usage.num_ops - 1][: len(stays)]
     return [
-        (stay[0].first, max(stay[0].first, min(end, max(u.last or u.first for u in stay))))
-        for stay, end in zip(stays, ends, strict=True)
+        (span[0].first, max(span[0].first, min(end, max(u.last or u.first for u in span))))
+        for span, end in zip(stays, ends, strict=True)
     ]
 
 

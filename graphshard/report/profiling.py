@@ -22,8 +22,8 @@ from graphshard.compiler.instrument import (
     Runs,
     Segments,
     combined,
-    laps_of,
-    num_laps,
+    num_samples,
+    samples_of,
     unwatch,
     watch,
 )
@@ -99,7 +99,7 @@ class _Session:
         if running in self.others:
             return
         if running in self.watched:
-            if num_laps(running) >= self.steps:
+            if num_samples(running) >= self.steps:
                 self._take(running)
         elif running.is_complete:
             mine = _plan_of(root_states_under(self.model), running) is not None
@@ -113,7 +113,7 @@ class _Session:
             self._take(running)
 
     def _take(self, running: Executable) -> None:
-        runs = {d: own[: self.steps] for d, own in laps_of(running).items()}
+        runs = {d: own[: self.steps] for d, own in samples_of(running).items()}
         # Roots that share a graph share its name; all ranks take them in the same order.
         name = running.plan.name
         same = sum(one.running.plan.name == name for one in self.taken.values())

@@ -56,7 +56,7 @@ STEP_LIMIT_S = 60.0  # for `verify="every"`: then they are an error
 # -- the question --------------------------------------------------------------------------------
 
 
-def settle(
+def agree_on_plan(
     ballots: Iterable[Ballot],
     plan: Plan,
     terms: Terms | None = None,

@@ -47,7 +47,7 @@ class Opening:
 
 
 def remember(buckets: Sequence[SentBucket]) -> None:
-    """A forward has issued `lots` and waits now.
+    """A forward has issued `buckets` and waits now.
 
     Where a model runs as several graphs, the first after an optimizer step counts.
     """

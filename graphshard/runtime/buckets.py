@@ -3,10 +3,10 @@
 In: what each group puts into one collective. Out, after the wait: a filled `GatherBuffer` for each
 group.
 
-There are two ways with the same bytes on the wire. `InPlace` sends each shard from where it is, and
-it arrives where compute reads it: nothing is copied. `Bucket` is FSDP2's way: shards are copied
-into one buffer, and out of it. It serves whoever changed FSDP2's collective, and backends that
-would copy all the same.
+There are two ways with the same bytes on the wire. `InPlaceGather` sends each shard from where it
+is, and it arrives where compute reads it: nothing is copied. `PackedGather` is FSDP2's way: shards
+are copied into one buffer, and out of it. It serves whoever changed FSDP2's collective, and
+backends that would copy all the same.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """All-gathers: what travels in one collective, and what a group has of it until its release.
 
-A `Carrier` is one collective: whole groups, or some parameters of one. A `Gather` is one gathered
-use of a group, from its first issue to its release. `issue` sends what gathers still miss. Bytes
-on the wire and their order are FSDP2's: each rank's padded shards, cast to the gather dtypes, in
-registration order, group after group.
+An `AllGather` is one collective: whole groups, or some parameters of one. A `Gather` is one
+gathered use of a group, from its first issue to its release. `issue` sends what gathers still miss.
+Bytes on the wire and their order are FSDP2's: each rank's padded shards, cast to the gather dtypes,
+in registration order, group after group.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Gather:
         return Payload(live, layout, [source[i] for i in indices])
 
     def sent(self, load: Payload, collective: AllGather | None) -> None:
-        """`load` travels in `carrier`; None: this rank has all of it."""
+        """`load` travels in `collective`; None: this rank has all of it."""
         if collective is None:
             self._find_here(load)
         else:

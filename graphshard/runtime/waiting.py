@@ -71,7 +71,7 @@ def finish(work: Work, timing: NamedCollective, *, limit_s: float | None = None)
 
 @contextmanager
 def naming(timing: NamedCollective) -> Iterator[None]:
-    """What the backend raises inside becomes CollectiveFailed (GS405), which names `trip`."""
+    """What the backend raises inside becomes CollectiveFailed (GS405) with the collective."""
     began = time.monotonic()
     try:
         yield

@@ -37,11 +37,12 @@ def step_faults(groups: Groups, steps: Sequence[Step], place: str) -> Iterator[s
         if step.kind is StepKind.COMPUTE:
             done = step.stop
         elif step.kind in ISSUES:
-            issued[step.kind, step.groups, step.params] = index
+            issued[step.identity] = index
         elif step.kind in ISSUE_OF:
-            awaited.add((ISSUE_OF[step.kind], step.groups, step.params))
-    for key in issued.keys() - awaited:
-        yield f"{place}[{issued[key]}]: nothing waits for it"
+            awaited.add(step.identity)
+    for identity, index in issued.items():
+        if identity not in awaited:
+            yield f"{place}[{index}]: nothing waits for it"
 
 
 def _step_faults(groups: Groups, step: Step, done: int, issued: Container[object]) -> Iterator[str]:
@@ -64,10 +65,9 @@ def _step_faults(groups: Groups, step: Step, done: int, issued: Container[object
     for number in step.params:
         if number >= count or step.params.count(number) > 1:
             yield f".params: parameter {number} of {count} (the first is 0), or named twice"
-    key = (ISSUE_OF.get(step.kind, step.kind), step.groups, step.params)
-    if step.kind in ISSUE_OF and key not in issued:
+    if step.kind in ISSUE_OF and step.identity not in issued:
         yield f": {step.kind} of group {step.group} comes before its issue"
-    if step.kind in ISSUES and key in issued:
+    if step.kind in ISSUES and step.identity in issued:
         yield f": {step.kind} of group {step.group} comes a second time"
 
 
@@ -109,13 +109,12 @@ def _forecast_faults(schedule: Schedule, forecast: Forecast) -> Iterator[str]:
         if found.end_us < found.start_us:
             yield f"collectives[{index}].end_us: it ends before it starts"
         issue = steps[found.issue]
-        key = (issue.kind, issue.groups, issue.params)
-        if key in seen:
+        if issue.identity in seen:
             yield f"collectives[{index}].issue: step {found.issue} is named twice"
-        seen.add(key)
+        seen.add(issue.identity)
     for index, (step, time) in enumerate(zip(steps, forecast.steps, strict=True)):
-        awaited = (ISSUE_OF.get(step.kind), step.groups, step.params)
-        if time.exposed_us > 0 and awaited not in seen:
+        awaits = step.kind in ISSUE_OF and step.identity in seen
+        if time.exposed_us > 0 and not awaits:
             yield f"steps[{index}].exposed_us: it waits for no collective"
     for index, (_, sizes) in enumerate(forecast.memory):
         if len(sizes) != len(steps):

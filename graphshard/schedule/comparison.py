@@ -13,7 +13,7 @@ from statistics import median
 
 from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.measured import Measured, Segment
-from graphshard.schedule.steps import ISSUES, Direction, Schedule, Step, StepKind
+from graphshard.schedule.steps import ISSUES, Direction, Schedule, Step, StepIdentity, StepKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +118,14 @@ def _regions(
 def _collectives(
     schedule: Schedule, forecast: Forecast, own: Sequence[Segment]
 ) -> Iterator[ComparisonRow]:
-    seen: Mapping[tuple[object, ...], float] = {
-        _identity(s.step): s.comm_us for s in own if s.step.kind in ISSUES and s.comm_us is not None
+    seen: Mapping[StepIdentity, float] = {
+        s.step.identity: s.comm_us for s in own if s.step.kind in ISSUES and s.comm_us is not None
     }
     for found in forecast.collectives:
         step = schedule.steps[found.issue]
-        comm_us = seen.get(_identity(step))
+        comm_us = seen.get(step.identity)
         if comm_us is not None:
             yield ComparisonRow(schedule.direction, step, Pair(found.us, comm_us))
-
-
-def _identity(step: Step) -> tuple[object, ...]:
-    return step.kind, step.groups, step.params
 
 
 def _median_error(rows: Sequence[ComparisonRow]) -> float | None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from graphshard.files.decode import Amount, Positive, decode, parse
-from graphshard.schedule.steps import WAITS, Direction, Step, StepKind
+from graphshard.schedule.steps import ISSUES, WAITS, Direction, Step
 
 # A collective is noticed to be issued when it may be over already.
 LEAST_US = 1.0
@@ -139,24 +139,17 @@ def _shortest(index: int, comm: list[list[dict[int, float]]]) -> float | None:
 
 def _split(steps: Sequence[Step], run: DirectionRun) -> list[tuple[float, float]]:
     """(work, waiting) of each segment: a wait lasts until its collective is done."""
-    issued = {_identity(s): i for i, s in enumerate(steps) if s.kind not in WAITS}
+    issued = {s.identity: i for i, s in enumerate(steps) if s.kind in ISSUES}
     found = []
     for index, step in enumerate(steps):
         start, stop = run.marks[index], run.marks[index + 1]
         done = None
         if step.kind in WAITS:
-            timing = run.timings.get(issued.get(_identity(step), -1))
+            timing = run.timings.get(issued.get(step.identity, -1))
             done = None if timing is None else timing.done
         waiting = 0.0 if done is None else min(max(0.0, done - start), stop - start)
         found.append((stop - start - waiting, waiting))
     return found
-
-
-def _identity(step: Step) -> tuple[object, ...]:
-    """What an issue and its wait have in common."""
-    gathers = step.kind in (StepKind.GATHER_ISSUE, StepKind.GATHER_WAIT)
-    reduces = step.kind in (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT)
-    return gathers, reduces, step.start, step.groups, step.params, step.kind is StepKind.RELEASE
 
 
 def lane_times(run: DirectionRun, issued: Mapping[int, Issued]) -> dict[int, float]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from graphshard.schedule.forecast import CollectiveTime, Forecast
-from graphshard.schedule.steps import ISSUE_OF, Schedule, Step, StepKind
+from graphshard.schedule.steps import ISSUE_OF, Schedule, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,6 @@ def _chain(forecast: Forecast, last: CollectiveTime) -> Iterator[CollectiveTime]
 def _awaited(schedule: Schedule, forecast: Forecast) -> Mapping[int, CollectiveTime]:
     """Index of a waiting step -> the collective that it waits for."""
     steps = schedule.steps
-    open_ = {_identity(steps[c.issue], steps[c.issue].kind): c for c in forecast.collectives}
-    keys = ((i, _identity(s, ISSUE_OF[s.kind])) for i, s in enumerate(steps) if s.kind in ISSUE_OF)
+    open_ = {steps[c.issue].identity: c for c in forecast.collectives}
+    keys = ((i, s.identity) for i, s in enumerate(steps) if s.kind in ISSUE_OF)
     return {index: open_[key] for index, key in keys if key in open_}
-
-
-def _identity(step: Step, kind: StepKind) -> tuple[object, ...]:
-    return kind, step.groups, step.params

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphshard.files.decode import Count
 
@@ -35,6 +35,14 @@ class Lane(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
 
 
+class StepIdentity(NamedTuple):
+    """kind: that of the issue, where it is a collective's."""
+
+    kind: StepKind
+    groups: tuple[int, ...]
+    params: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One entry of a schedule.
@@ -57,6 +65,12 @@ class Step:
     @property
     def groups(self) -> tuple[int, ...]:
         return () if self.group is None else (self.group, *self.with_groups)
+
+    @property
+    def identity(self) -> StepIdentity:
+        """What the issue of a collective and its wait have in common, and no other step of a
+        direction."""
+        return StepIdentity(ISSUE_OF.get(self.kind, self.kind), self.groups, self.params)
 
     @property
     def lane(self) -> Lane:

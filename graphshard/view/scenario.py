@@ -14,7 +14,7 @@ from graphshard.schedule.forecast import CollectiveTime, Forecast, StepTime
 from graphshard.schedule.measured import Measured, Segment
 from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
 from graphshard.schedule.signature import SignatureEntry
-from graphshard.schedule.steps import ISSUE_OF, ISSUES, range_name
+from graphshard.schedule.steps import ISSUE_OF, ISSUES, StepIdentity, range_name
 from graphshard.view.timeline import computing_groups
 
 OURS, FSDP2, MEASURED = "graphshard, predicted", "FSDP2, predicted", "graphshard, measured"
@@ -114,7 +114,9 @@ def measured(plan: Plan, found: Measured) -> Scenario:
 
 
 def _laid_out(
-    direction: Direction, segments: Sequence[Segment], lanes: dict[tuple[object, ...], int]
+    direction: Direction,
+    segments: Sequence[Segment],
+    lanes: dict[tuple[Direction, StepIdentity], int],
 ) -> Forecast:
     steps: list[StepTime] = []
     for segment in segments:
@@ -127,7 +129,7 @@ def _laid_out(
         step = segment.step
         if step.kind not in ISSUES or step.kept:
             continue
-        lane = lanes.get(_identity(direction, step), 0)
+        lane = lanes.get((direction, step.identity), 0)
         start_us = max(steps[index].end_us, free_at.get(lane, 0.0))
         if segment.comm_us is not None:
             end_us = start_us + segment.comm_us
@@ -141,23 +143,17 @@ def _laid_out(
 
 def waits_of(steps: Sequence[Step]) -> dict[int, int]:
     """Place of an issue -> place of its wait."""
-    waits = {
-        (ISSUE_OF[s.kind], s.groups, s.params): i for i, s in enumerate(steps) if s.kind in ISSUE_OF
-    }
-    keys = ((i, (s.kind, s.groups, s.params)) for i, s in enumerate(steps) if s.kind in ISSUES)
+    waits = {s.identity: i for i, s in enumerate(steps) if s.kind in ISSUE_OF}
+    keys = ((i, s.identity) for i, s in enumerate(steps) if s.kind in ISSUES)
     return {index: waits[key] for index, key in keys if key in waits}
 
 
-def _lanes(plan: Plan) -> dict[tuple[object, ...], int]:
+def _lanes(plan: Plan) -> dict[tuple[Direction, StepIdentity], int]:
     return {
-        _identity(schedule.direction, schedule.steps[c.issue]): c.lane
+        (schedule.direction, schedule.steps[c.issue].identity): c.lane
         for schedule, forecast in zip(plan.schedules, plan.forecasts, strict=False)
         for c in forecast.collectives
     }
-
-
-def _identity(direction: Direction, step: Step) -> tuple[object, ...]:
-    return direction, step.kind, step.groups, step.params
 
 
 def _scenario(plan: Plan, title: str, pairs: Sequence[tuple[Schedule, Forecast]]) -> Scenario:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard.capture.root_state import all_records
+from graphshard.capture.root_state import all_root_states
 from graphshard.runtime.live import _LIVE
 
 pytestmark = pytest.mark.dist
@@ -114,7 +114,7 @@ def dropped(ctx: Ctx, name: str) -> list[tuple[bool, int, int]]:
         freed = weakref.ref(model)
         del model
         gc.collect()
-        left.append((freed() is None, len(all_records()), len(_LIVE)))
+        left.append((freed() is None, len(all_root_states()), len(_LIVE)))
     return left
 
 

@@ -19,7 +19,7 @@ from test_freed import WIDTH, in_place, sharded, steps_of, wrapped
 import graphshard
 from graphshard.capture import group_spec
 from graphshard.capture.dynamo import entry
-from graphshard.capture.root_state import all_records
+from graphshard.capture.root_state import all_root_states
 from graphshard.fsdp2 import layouts
 from graphshard.runtime import leftovers, live
 
@@ -62,9 +62,9 @@ def held() -> Held:
         threading.active_count(),
         dist.distributed_c10d._get_default_store().num_keys(),
         sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()),
-        len(all_records()),
+        len(all_root_states()),
         len(live._LIVE),
-        len(group_spec._ENTRANCES),
+        len(group_spec._SPECS),
         len(entry._FRAMES),
         len(layouts._LAYOUTS),
         len(leftovers._LEFT),

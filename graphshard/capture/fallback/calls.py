@@ -17,7 +17,7 @@ from graphshard.capture.fallback.watch import CallWatch
 from graphshard.capture.root_state import (
     CaptureHandle,
     RootState,
-    all_records,
+    all_root_states,
     handle_of,
     prepare,
     root_states_under,
@@ -153,7 +153,7 @@ class Keeper:
 
 def _mark_idle(module: nn.Module | None) -> None:
     """The call is over: a rank that waits for this one goes on waiting."""
-    for root_state in all_records() if module is None else root_states_under(module):
+    for root_state in all_root_states() if module is None else root_states_under(module):
         mark(root_state.ballots, IDLE)
 
 

@@ -9,7 +9,7 @@ from graphshard.capture.fallback.causes import named_groups, warn_once
 from graphshard.capture.root_state import (
     CaptureHandle,
     RootState,
-    all_records,
+    all_root_states,
     handle_of,
     root_states_under,
 )
@@ -38,7 +38,7 @@ class CallWatch:
         self._plain = plain
         self.compiles = compiles
         self.recomputes = current_task() >= 0
-        self._known = all_records() if module is None else root_states_under(module)
+        self._known = all_root_states() if module is None else root_states_under(module)
         handles = [handle for root_state in self._known for handle in root_state.handles]
         self._entered = {handle: top for handle in handles if (top := handle.entered["top"])}
         self._traces: dict[RootState, int] = {}
@@ -88,7 +88,7 @@ class CallWatch:
         """The roots that this call was about: those of the module, or those that it traced."""
         if self._module is not None:
             return root_states_under(self._module)
-        return [r for r in all_records() if r.traces > self._traces.get(r, 0)]
+        return [r for r in all_root_states() if r.traces > self._traces.get(r, 0)]
 
     def _ports(self, root_state: RootState) -> list[CaptureHandle]:
         """Ports with a group that could be captured and that this call was about."""

@@ -53,7 +53,7 @@ def alike_ranges(graph: fx.Graph) -> Iterator[tuple[BlockRange, ...]]:
         starts = range(begin, stop - period + 1, period)
         ends = ((around[i], around[i + period]) for i in starts)
         parts = zip((nodes[i : i + period] for i in starts), ends, strict=True)
-        alike = _longest_alike([_stretch(part, its_modes) for part, its_modes in parts])
+        alike = _longest_alike([_block_range_of(part, its_modes) for part, its_modes in parts])
         if len(alike) >= FEWEST:
             taken.update(range(start, stop))
             yield alike
@@ -94,7 +94,7 @@ def _crossing(nodes: Sequence[fx.Node]) -> list[int]:
     return list(accumulate(changes))
 
 
-def _stretch(
+def _block_range_of(
     part: Sequence[fx.Node], its_modes: tuple[tuple[str, ...], tuple[str, ...]]
 ) -> BlockRange:
     own = dict.fromkeys(part)
