@@ -88,11 +88,13 @@ def send_ahead(opening: Opening) -> None:
         return
     opening.buckets = opening.buckets[len(due) :]
     for bucket in due:
+        gathers = []
         for entry in bucket:
-            if entry.live.prefetched is None:
-                entry.live.prefetched = Gather(entry.live, entry.dtypes)
-            entry.live.prefetched.sent_bytes |= _copies(entry)
-        issue([(entry.live.prefetched, entry.places) for entry in bucket])
+            gather = entry.live.prefetched or Gather(entry.live, entry.dtypes)
+            gather.sent_bytes |= _copies(entry)
+            entry.live.prefetched = gather
+            gathers.append((gather, entry.places))
+        issue(gathers)
 
 
 def _copies(entry: SentGroup) -> dict[int, Tensor]:

@@ -222,6 +222,6 @@ def take_prefetched(live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> Gather:
     if ahead is None:
         return Gather(live, dtypes)
     if ahead.fits(dtypes):
-        return ahead  # type: ignore[no-any-return]
+        return ahead
     ahead.drain()
     return Gather(live, dtypes)

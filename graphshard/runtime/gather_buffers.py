@@ -78,7 +78,7 @@ def buffer_for(live: LiveGroup, layout: GatherLayout) -> GatherBuffer:
         return _new_buffer(live, layout)
     if not any(map(UntypedStorage.nbytes, buffer.storages)):  # else FSDP2 keeps storage
         deque(map(UntypedStorage.resize_, buffer.storages, buffer.sizes_bytes), maxlen=0)
-    return buffer  # type: ignore[no-any-return]
+    return buffer
 
 
 def own_buffer(

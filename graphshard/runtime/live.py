@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,18 @@ from graphshard.fsdp2 import FsdpGroup, State
 from graphshard.fsdp2.separate_group import reduce_apart
 from graphshard.runtime.ballot import Ballot
 
+if TYPE_CHECKING:  # what other modules of the runtime keep with a group
+    from torch.autograd.graph import Node
+
+    from graphshard.runtime.ahead import Opening
+    from graphshard.runtime.calls import PendingCall
+    from graphshard.runtime.gather import Gather
+    from graphshard.runtime.gather_buffers import GatherBuffer, GatherLayout
+    from graphshard.runtime.issued import Trail
+    from graphshard.runtime.reduce import Packing
+
+# Places of parameters, the dtypes of all of the group, over how many ranks.
+LayoutKey: TypeAlias = tuple[tuple[int, ...], tuple[torch.dtype, ...], int]
 Versions: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -29,7 +41,7 @@ Versions: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 class KeptParams:
     """Gathered parameters that outlive their direction.
 
-    buffers: where they stand (`graphshard.runtime.gather_buffers.GatherBuffer`), if they are whole.
+    buffers: where they stand, if they are whole.
     versions: of the shards that they were gathered from. parts, part_of: this rank's part of each,
     and the smaller group over which they are spread (an int `reshard_after_forward`). by_plan:
     FSDP2 would have resharded them, so a forward that finds them asks whether they still hold
@@ -38,7 +50,7 @@ class KeptParams:
 
     dtypes: tuple[torch.dtype, ...]
     versions: Versions
-    buffers: tuple[Any, ...] = ()
+    buffers: tuple[GatherBuffer, ...] = ()
     parts: tuple[Tensor, ...] = ()
     part_of: dist.ProcessGroup | None = None
     by_plan: bool = False
@@ -64,15 +76,15 @@ class Counters:
 class Root:
     """The groups of one FSDP root. finishing: the engine run after which they are finished.
 
-    ballots: what its ranks agree on, one per mesh. opening: what optimizers issue ahead
-    (`graphshard.runtime.ahead.Opening`), if the user asked for it. reduce_groups: process groups
+    ballots: what its ranks agree on, one per mesh. opening: what optimizers issue ahead,
+    if the user asked for it. reduce_groups: process groups
     that plans gave to reductions, by rank.
     """
 
     groups: dict[State, LiveGroup]
     ballots: list[Ballot] = field(default_factory=list)
     finishing: int = -1
-    opening: Any = None
+    opening: Opening | None = None
     reduce_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
 
@@ -98,22 +110,22 @@ class LiveGroup:
     fqn: str
     anchor: Tensor
     frozen_anchor: Tensor
-    accumulate_node: object
+    accumulate_node: Node
     orig_dtypes: tuple[torch.dtype, ...]
     places: tuple[int, ...]
     kept: KeptParams | None = None
     arrived: dict[int, Tensor] = field(default_factory=dict)
     arrived_in: int = -1
-    calls: list[Any] = field(default_factory=list)
+    calls: list[PendingCall] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
-    layouts: dict[Any, Any] = field(default_factory=dict)
-    buffers: dict[Any, Any] = field(default_factory=dict)
-    own_buffers: dict[Any, Any] = field(default_factory=dict)
-    packings: dict[Any, Any] = field(default_factory=dict)
+    layouts: dict[LayoutKey, GatherLayout] = field(default_factory=dict)
+    buffers: dict[GatherLayout, GatherBuffer] = field(default_factory=dict)
+    own_buffers: dict[GatherLayout, GatherBuffer] = field(default_factory=dict)
+    packings: dict[tuple[int, ...], Packing] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = ()
-    prefetched: Any = None
+    prefetched: Gather | None = None
     root: Root | None = None
-    trail: Any = None
+    trail: Trail | None = None
     reduced_in: int = -1
 
     @property
@@ -176,6 +188,7 @@ def register(fsdp: FsdpGroup) -> LiveGroup:
         gradient_edge = anchor.expand_as(anchor).grad_fn
         assert gradient_edge is not None
         node = gradient_edge.next_functions[0][0]
+        assert node is not None
         frozen = anchor.detach().clone()
     live = LiveGroup(
         number=number,
