@@ -95,6 +95,11 @@ def is_mid_iteration(state: FSDPState) -> bool:
     )
 
 
+def finishes_itself(state: FSDPState) -> bool:
+    """FSDP2's own hooks have seen this backward: its final callback reshards when that ends."""
+    return bool(state._state_ctx.post_backward_final_callback_queued)
+
+
 def is_idle(state: FSDPState) -> bool:
     """No forward or backward of these modules runs now that FSDP2's hooks have seen."""
     return bool(state._training_state is TrainingState.IDLE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from graphshard.fsdp2.state import finishes_itself
 from graphshard.runtime.calls import current_task, when_done
 from graphshard.runtime.live import LiveGroup, Root
 from graphshard.runtime.reduce import Reduction, merge_unreduced
@@ -27,10 +28,18 @@ def _finish(root: Root, task: int) -> None:
     for live in root.groups.values():
         if live.reduced_in == task:
             continue
-        if not live.fsdp.is_sharded and live.fsdp.reshard_after_backward:
-            live.fsdp.reshard()
+        _reshard_unused(live)
         if not live.fsdp.reduces or not live.was_gathered:
             continue
         grads = merge_unreduced(live.fsdp, {}, live.places)
         if grads:
             Reduction(live, grads).wait()
+
+
+def _reshard_unused(live: LiveGroup) -> None:
+    """Unless FSDP2 itself will: a reentrant checkpoint's engine run ends inside the one that still
+    needs what FSDP2's hooks have gathered."""
+    fsdp = live.fsdp
+    if fsdp.is_sharded or not fsdp.reshard_after_backward or finishes_itself(fsdp.state):
+        return
+    fsdp.reshard()

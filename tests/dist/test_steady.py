@@ -79,10 +79,10 @@ def steady(ctx: Ctx, options: dict[str, Any]) -> int:
     for _ in range(WARM_UP):
         step()
     before = segments()
-    with patched(gather_buffers, "_new_room", noted):
+    with patched(gather_buffers, "_new_buffer", noted):
         seen = [allocations(step) for _ in range(STEADY)]
     assert segments() == before
-    assert made == [], "rooms for gathered parameters are made once"
+    assert made == [], "gather buffers are made once"
     assert all(sizes == seen[0][0] for sizes, _ in seen)
     return min((abs(left) for _, left in seen))
 
