@@ -210,6 +210,15 @@ def test_forecasts_without_memory_leave_the_gathered_parameters():
     assert "gathered then" in dict(lane_rows(sheet)[1].marks[0].card)
 
 
+def test_a_direction_that_holds_nothing_stands_beside_one_that_does():
+    plan = PLANS["merged"]
+    forward, backward = plan.forecasts
+    sheet = sheet_of(replace(plan, forecasts=(forward, replace(backward, memory=()))))
+    assert sheet.alive_bytes == (*forward.alive_bytes, *(0 for _ in backward.steps))
+    assert lane_rows(sheet)
+    assert memory_of(sheet).rival == memory_of(sheet_of(plan)).rival
+
+
 def test_an_empty_plan_has_empty_views():
     sheet = sheet_of(PLANS["empty"])
     assert [row.marks for row in lane_rows(sheet)] == [()]

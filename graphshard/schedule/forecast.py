@@ -6,6 +6,7 @@ step i of the schedule. All times count in microseconds from the start of the di
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphshard.files.decode import Amount, Count
@@ -68,4 +69,9 @@ class Forecast:
     def alive_bytes(self) -> tuple[int, ...]:
         """All categories together, during each step."""
         columns = [sizes for _, sizes in self.memory]
-        return tuple(map(sum, zip(*columns, strict=True)))
+        return tuple(map(sum, zip(*columns, strict=True))) if columns else (0,) * len(self.steps)
+
+
+def knows_memory(forecasts: Iterable[Forecast]) -> bool:
+    """False for plans without sizes: there `alive_bytes` is 0 throughout."""
+    return any(forecast.memory for forecast in forecasts)

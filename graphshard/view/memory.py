@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from graphshard.schedule.forecast import knows_memory
 from graphshard.schedule.plan import Allocation, Category, Direction, Figures
 from graphshard.view.axis import axis_of
 from graphshard.view.marks import AxisMark
@@ -112,7 +113,7 @@ def _changes(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
 def _rival(sheet: Sheet) -> Iterator[tuple[float, int]]:
     """The bytes alive in FSDP2's own schedule, on its own times."""
     course = sheet.plan.fsdp2
-    if course is None or not sheet.by_category:
+    if course is None or not sheet.by_category or not knows_memory(course.forecasts):
         return
     axis = axis_of(course.schedules, course.forecasts)
     alive = [size for forecast in course.forecasts for size in forecast.alive_bytes]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from graphshard.schedule.forecast import CollectiveTime
+from graphshard.schedule.forecast import CollectiveTime, knows_memory
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Direction, Lane, Plan, Step
 from graphshard.schedule.signature import SignatureEntry
@@ -63,7 +63,7 @@ class Sheet:
     @property
     def by_category(self) -> bool:
         """All memory is known, by category; else only that of gathered parameters."""
-        return any(forecast.memory for forecast in self.plan.forecasts)
+        return knows_memory(self.plan.forecasts)
 
     @property
     def alive_word(self) -> str:
@@ -85,7 +85,7 @@ def sheet_of(plan: Plan, measured: Measured | None = None) -> Sheet:
         axis=axis,
         names={g.id: group_name(g) for g in plan.groups},
         collectives=tuple(_collectives(plan, rows, axis)),
-        alive_bytes=tuple(alive) or rows.gathered_bytes,
+        alive_bytes=tuple(alive) if knows_memory(plan.forecasts) else rows.gathered_bytes,
         measured=measured,
         measured_us=_measured_us(plan, measured),
     )
