@@ -36,6 +36,14 @@ class TimedEvents:
     alive_bytes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Memory is missing right before an issue; held: the most that others hold there."""
+
+    missing_bytes: int
+    held: tuple[Held, ...]
+
+
 def why_not_earlier(
     context: SearchContext, best: Candidate, ours: Simulation
 ) -> Iterator[NotEarlier]:
@@ -44,10 +52,10 @@ def why_not_earlier(
     for direction, line in lines.items():
         own = [c for c in ours.collectives if c.direction is direction]
         places = [i for i, event in enumerate(line.events) if event.lane >= 0]
-        held = _blockers(line, places, context.budget_bytes)
+        blocked = _blocked(line, places, context.budget_bytes)
         lanes: dict[int, LaneCollective] = {}
         for place, found in zip(places, own, strict=True):
-            yield _reason(context.problem, line, place, found, lanes.get(found.lane), held)
+            yield _reason(context.problem, line, place, found, lanes.get(found.lane), blocked)
             lanes[found.lane] = found
 
 
@@ -74,7 +82,7 @@ def _reason(
     place: int,
     found: LaneCollective,
     before: LaneCollective | None,
-    held: dict[int, tuple[int, tuple[Held, ...]]],
+    blocked: dict[int, Blocked],
 ) -> NotEarlier:
     step, exposed_us = found.step, found.exposed_us
     assert step.group is not None
@@ -91,9 +99,9 @@ def _reason(
             busy=before.step.groups,
             until_us=before.finished_us,
         )
-    if place in held:
-        missing_bytes, most = held[place]
-        return because(Bound.MEMORY, missing_bytes=missing_bytes, held=most)
+    if place in blocked:
+        why = blocked[place]
+        return because(Bound.MEMORY, missing_bytes=why.missing_bytes, held=why.held)
     if not gather:
         return because(Bound.GRADIENTS)
     if not any(e.step.kind is StepKind.COMPUTE for e in line.events[:place]):
@@ -103,28 +111,35 @@ def _reason(
     return because(Bound.NOT_SHORTER)
 
 
-def _blockers(
-    line: TimedEvents, places: Sequence[int], budget_bytes: int
-) -> dict[int, tuple[int, tuple[Held, ...]]]:
-    """Issue -> bytes missing right before it, and who holds what is there.
+def _blocked(line: TimedEvents, places: Sequence[int], budget_bytes: int) -> dict[int, Blocked]:
+    """By the place of the issue; places: of all issues."""
+    fullest = {place: _no_room_at(line, place, budget_bytes) for place in places}
+    moments = {place: moment for place, moment in fullest.items() if moment is not None}
+    tops = _tops(line, sorted(set(moments.values())))
+    return {
+        place: Blocked(_missing_bytes(line, place, moment, budget_bytes), tops[moment])
+        for place, moment in moments.items()
+    }
 
-    Looked at are the events back to the last wait or region, which is where the issue
-    could have been; a reduction cannot be issued before its gradients are complete.
+
+def _no_room_at(line: TimedEvents, place: int, budget_bytes: int) -> int | None:
+    """The event that keeps a gather from being issued before it, if memory does.
+
+    Looked at are the events back to the last region, which is where the issue could have been. A
+    reduction cannot be issued before its gradients are complete.
     """
-    wanted: dict[int, tuple[int, int]] = {}
-    for place in places:
-        event = line.events[place]
-        if event.step.kind is not StepKind.GATHER_ISSUE:
-            continue
-        for earlier in range(place - 1, -1, -1):
-            missing = line.alive_bytes[earlier] + event.alloc_bytes - budget_bytes
-            if missing > 0:
-                wanted[place] = (missing, earlier)
-                break
-            if line.events[earlier].step.kind is StepKind.COMPUTE:
-                break
-    tops = _tops(line, sorted({earlier for _, earlier in wanted.values()}))
-    return {place: (missing, tops[at]) for place, (missing, at) in wanted.items()}
+    if line.events[place].step.kind is not StepKind.GATHER_ISSUE:
+        return None
+    for earlier in range(place - 1, -1, -1):
+        if _missing_bytes(line, place, earlier, budget_bytes) > 0:
+            return earlier
+        if line.events[earlier].step.kind is StepKind.COMPUTE:
+            return None
+    return None
+
+
+def _missing_bytes(line: TimedEvents, place: int, earlier: int, budget_bytes: int) -> int:
+    return line.alive_bytes[earlier] + line.events[place].alloc_bytes - budget_bytes
 
 
 def _tops(line: TimedEvents, moments: Sequence[int]) -> dict[int, tuple[Held, ...]]:

@@ -138,20 +138,26 @@ def _gathers(
     kept = set(choices.kept) if backward else set()
     across = set(choices.across) if not (backward or micro.first) else set()
     buckets = [*_quiet(memo, choices, direction), *gather_buckets(memo, choices, direction)]
-    due = [(first_use(memo, b, direction), b.groups, b.parts, b) for b in buckets]
-    most = max(Counter(row[0] for row in due).values(), default=1)
+    first_uses = [(first_use(memo, bucket, direction), bucket) for bucket in buckets]
+    most = max(Counter(region for region, _ in first_uses).values(), default=1)
     stride = GATHER_WAIT + 2 * most + 2
     fixed: list[tuple[int, Event]] = []
     jobs: list[Job] = []
     taken: Counter[int] = Counter()
-    for first, groups, _, bucket in sorted(due, key=itemgetter(0, 1, 2)):
-        at = first * stride + GATHER_WAIT + 2 * taken[first]
-        taken[first] += 1
-        issue, wait = _gather(memo, bucket, direction, groups[0] in kept or groups[0] in across)
-        fixed.extend([(at, issue), (at, wait)] if groups[0] in kept else [(at, wait)])
-        if groups[0] not in kept:
+    for region, bucket in sorted(first_uses, key=_by_first_use):
+        at = region * stride + GATHER_WAIT + 2 * taken[region]
+        taken[region] += 1
+        first = bucket.groups[0]
+        issue, wait = _gather(memo, bucket, direction, first in kept or first in across)
+        fixed.extend([(at, issue), (at, wait)] if first in kept else [(at, wait)])
+        if first not in kept:
             jobs.append(Job(bucket, issue, wait, at, issue.alloc_bytes))
     return stride, fixed, tuple(jobs)
+
+
+def _by_first_use(use: tuple[int, Bucket]) -> tuple[object, ...]:
+    region, bucket = use
+    return region, bucket.groups, bucket.parts
 
 
 def _quiet(memo: Memo, choices: Choices, direction: Direction) -> list[Bucket]:

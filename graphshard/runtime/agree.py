@@ -155,7 +155,7 @@ def told(ballots: Iterable[Ballot], key: str, text: str) -> list[str]:
         ballot.store.set(f"{key}/{ballot.rank}", text)
         keys = {rank: f"{key}/{rank}" for rank in ballot.ranks}
         found |= collect(ballot, keys, key, ballot.limit_s, partial(answer, [ballot]))
-        ballot.store.turn("told", [keys[ballot.rank]])
+        ballot.store.replace_last("told", [keys[ballot.rank]])
     return [found[rank] for rank in sorted(found)] or [text]
 
 
@@ -244,7 +244,9 @@ def _ask(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool = False) -> 
         )
         _cast(ballot, said)
     votes = _votes(ballot)
-    ballot.store.turn("vote", [f"{own}/{what}" for what in ("vote", "signature", "plan", "groups")])
+    ballot.store.replace_last(
+        "vote", [f"{own}/{what}" for what in ("vote", "signature", "plan", "groups")]
+    )
     return votes
 
 

@@ -62,8 +62,8 @@ class _Collective:
     def drain(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective, if it is not done."""
         if self.work is not None:
-            timing = NamedCollective("all-gather", self._places[0][0], self._names, self._group)
-            finish(self.work, timing, limit_s=limit_s)
+            collective = NamedCollective("all-gather", self._places[0][0], self._names, self._group)
+            finish(self.work, collective, limit_s=limit_s)
             self.work = None
 
 

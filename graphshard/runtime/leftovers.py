@@ -52,7 +52,7 @@ class OwnStore:
         self._keys.pop(key, None)
         return self._store.delete_key(key)
 
-    def turn(self, kind: str, keys: Sequence[str]) -> None:
+    def replace_last(self, kind: str, keys: Sequence[str]) -> None:
         """All ranks have left their part of an exchange of this kind; `keys` is this rank's.
 
         Each rank reads all of one exchange before it leaves anything for the next one of its kind,

@@ -189,8 +189,8 @@ class Reduction:
         """Wait for the collective, if any, and free its input; the result may be thrown away."""
         if self.work is not None:
             group = self._live.fsdp.reduce_process_group
-            timing = NamedCollective("reduce-scatter", self._live, self._names, group)
-            finish(self.work, timing, limit_s=limit_s)
+            collective = NamedCollective("reduce-scatter", self._live, self._names, group)
+            finish(self.work, collective, limit_s=limit_s)
             self.work = None
         self._input = ()
 

@@ -57,7 +57,7 @@ class NamedCollective:
         return None if self.group is None else time_limit(self.group, self.live.fsdp.device)
 
 
-def finish(work: Work, timing: NamedCollective, *, limit_s: float | None = None) -> None:
+def finish(work: Work, collective: NamedCollective, *, limit_s: float | None = None) -> None:
     """Wait for `work`. Raises CollectiveFailed (GS405) if it fails, or is not done in time.
 
     limit_s: an earlier end than the process group's, where the result is not needed. On CPU the
@@ -65,12 +65,12 @@ def finish(work: Work, timing: NamedCollective, *, limit_s: float | None = None)
     taking part: then raises DivergedRanks, as that rank does. On a GPU only the stream waits, and
     this returns at once.
     """
-    with naming(timing):
-        _wait(work, timing, limit_s)
+    with naming(collective):
+        _wait(work, collective, limit_s)
 
 
 @contextmanager
-def naming(timing: NamedCollective) -> Iterator[None]:
+def naming(collective: NamedCollective) -> Iterator[None]:
     """What the backend raises inside becomes CollectiveFailed (GS405) with the collective."""
     began = time.monotonic()
     try:
@@ -78,20 +78,20 @@ def naming(timing: NamedCollective) -> Iterator[None]:
     except CollectiveFailed:
         raise
     except RuntimeError as error:
-        raise _failure(timing, error, time.monotonic() - began) from error
+        raise _failure(collective, error, time.monotonic() - began) from error
 
 
-def _wait(work: Work, timing: NamedCollective, limit_s: float | None) -> None:
-    root = timing.live.root
-    ballots = [] if root is None or timing.live.fsdp.device.type != "cpu" else root.ballots
+def _wait(work: Work, collective: NamedCollective, limit_s: float | None) -> None:
+    root = collective.live.root
+    ballots = [] if root is None or collective.live.fsdp.device.type != "cpu" else root.ballots
     # What a user's own collective returns may know nothing of time limits.
     if root is None or not ballots or type(work) not in (dist.Work, TimedWork):
         work.wait()
         return
-    began, own_s = time.monotonic(), timing.limit_s
+    began, own_s = time.monotonic(), collective.limit_s
     # The backend ends a wait at its limit by itself, counted from when it began to send.
     ends_s = min(s for s in (limit_s, own_s and own_s + LATE_S, float("inf")) if s is not None)
-    wait = _limited_wait(work, timing)
+    wait = _limited_wait(work, collective)
     while not wait(min(LATE_S, max(ends_s - (time.monotonic() - began), 0.0))):
         if time.monotonic() - began >= ends_s:
             raise RuntimeError(f"it was not done after {ends_s:.0f} s")
@@ -110,10 +110,10 @@ def _answer(ballots: Sequence[Ballot]) -> None:
             logger.warning("%s", error.message)
 
 
-def _limited_wait(work: Work, timing: NamedCollective) -> Callable[[float], bool]:
+def _limited_wait(work: Work, collective: NamedCollective) -> Callable[[float], bool]:
     """Waits for `work` so many seconds; says whether it is done, raises if it failed."""
     inner: Any = work.inner if isinstance(work, TimedWork) else work
-    is_gloo = backend_name(timing.group, timing.live.fsdp.device) == "gloo"
+    is_gloo = backend_name(collective.group, collective.live.fsdp.device) == "gloo"
     if not is_gloo or inner._get_op_type() != UNKNOWN:
         return lambda seconds: _is_done_within(work, seconds)
     # gloo's reduce-scatter: its wait takes no limit, and it never says that it is completed.
@@ -134,14 +134,14 @@ def _is_done_within(work: Work, seconds: float) -> bool:
     return bool(is_completed)
 
 
-def _failure(timing: NamedCollective, error: RuntimeError, waited_s: float) -> CollectiveFailed:
-    ranks, limit = "", timing.limit_s
-    if timing.group is not None:
-        ranks = f" with ranks {dist.get_process_group_ranks(timing.group)}"
+def _failure(collective: NamedCollective, error: RuntimeError, waited_s: float) -> CollectiveFailed:
+    ranks, limit = "", collective.limit_s
+    if collective.group is not None:
+        ranks = f" with ranks {dist.get_process_group_ranks(collective.group)}"
     within = "" if limit is None else f" (time limit of its process group: {limit:.0f} s)"
     text = (
-        f"rank {dist.get_rank()}: {timing}{ranks} failed after waiting {waited_s:.1f} s{within}: "
-        f"{_reason(error)}; the log of the rank that failed first says why"
+        f"rank {dist.get_rank()}: {collective}{ranks} failed after waiting {waited_s:.1f} s"
+        f"{within}: {_reason(error)}; the log of the rank that failed first says why"
     )
     return CollectiveFailed("GS405", text)
 

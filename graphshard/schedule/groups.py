@@ -90,12 +90,12 @@ def _reduced_bytes(group: GroupInfo, params: tuple[int, ...]) -> int:
 
 def received_bytes(groups: Sequence[GroupInfo], schedules: Sequence[Schedule]) -> int:
     """What a rank receives in `schedules`: (N-1)/N of each collective's bucket, as in a ring."""
-    infos = {g.id: g for g in groups}
+    by_id = {g.id: g for g in groups}
     steps = (step for schedule in schedules for step in schedule.steps)
     issues = (s for s in steps if s.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE))
     total = 0
     for step in issues:
-        own = [infos[number] for number in step.groups]
+        own = [by_id[number] for number in step.groups]
         ranks = own[0].world_size
         total += 0 if step.kept else size_bytes(step, own) * (ranks - 1) // ranks
     return total

@@ -108,8 +108,8 @@ class Plan:
 
     def entry(self, direction: Direction, issue: Step) -> SignatureEntry:
         """What the collective that step `issue` starts is on the wire."""
-        infos = {g.id: g for g in self.groups}
-        return _entry(direction, issue, [infos[group] for group in issue.groups])
+        by_id = {g.id: g for g in self.groups}
+        return _entry(direction, issue, [by_id[group] for group in issue.groups])
 
     @property
     def fingerprint(self) -> str:
@@ -265,12 +265,12 @@ def gathered_bytes_by_step(plan: Plan) -> list[int]:
 
 def _alive_bytes(plan: Plan, stays: dict[int, int]) -> list[int]:
     """stays: bytes of groups that are gathered from the start to the end."""
-    infos = {g.id: g for g in plan.groups}
+    by_id = {g.id: g for g in plan.groups}
     held: dict[int, int] = dict(stays)
     alive = []
     for step in (step for schedule in plan.schedules for step in schedule.steps):
         bucket = 0
-        for group in (infos[number] for number in step.groups if number not in stays):
+        for group in (by_id[number] for number in step.groups if number not in stays):
             carried = group.room_bytes(step.params)
             if step.kind is StepKind.GATHER_ISSUE:
                 held[group.id] = carried + (0 if step.kept else held.get(group.id, 0))

@@ -19,10 +19,10 @@ from graphshard.view.units import rate_text, time_text
 KEPT, RESHARDED = "kept until backward", "resharded"
 
 
-def collective_card(sheet: Sheet, found: CollectiveBar, infos: Mapping[int, GroupInfo]) -> Card:
+def collective_card(sheet: Sheet, found: CollectiveBar, by_id: Mapping[int, GroupInfo]) -> Card:
     """Bytes, times, slack or exposed time, rate, memory, and why it runs when it does."""
     entry = found.entry
-    ranks = infos[found.step.groups[0]].world_size
+    ranks = by_id[found.step.groups[0]].world_size
     card = [("bytes", bytes_text(entry.size_bytes)), ("dtype", entry.dtype or "as the gradients")]
     card.append(("ranks", f"{ranks:,}"))
     if sheet.axis.timed:

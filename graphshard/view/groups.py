@@ -93,20 +93,20 @@ def _because(sheet: Sheet, group: GroupInfo) -> str:
 
 
 def _shares(sheet: Sheet) -> dict[int, _Share]:
-    infos = {g.id: g for g in sheet.plan.groups}
+    by_id = {g.id: g for g in sheet.plan.groups}
     found: dict[int, _Share] = {}
     for collective in sheet.collectives:
-        for group, part in _parts(collective, infos):
+        for group, part in _parts(collective, by_id):
             found[group] = _plus(found.get(group, _Share()), collective, part)
     return found
 
 
-def _parts(found: CollectiveBar, infos: Mapping[int, GroupInfo]) -> list[tuple[int, float]]:
+def _parts(found: CollectiveBar, by_id: Mapping[int, GroupInfo]) -> list[tuple[int, float]]:
     groups = found.step.groups
     if len(groups) == 1:
         return [(groups[0], 1.0)]
-    whole = sum(infos[group].gathered_bytes for group in groups)
-    return [(group, infos[group].gathered_bytes / whole) for group in groups]
+    whole = sum(by_id[group].gathered_bytes for group in groups)
+    return [(group, by_id[group].gathered_bytes / whole) for group in groups]
 
 
 def _plus(before: _Share, found: CollectiveBar, part: float) -> _Share:

@@ -136,22 +136,22 @@ def _copies(sheet: Sheet) -> Iterator[AxisMark]:
 
 
 def _queues(sheet: Sheet) -> Iterator[MarkRow]:
-    infos = {g.id: g for g in sheet.plan.groups}
+    by_id = {g.id: g for g in sheet.plan.groups}
     names = lane_names((found.lane, found.step.lane) for found in sheet.collectives)
     for lane, name in names.items():
         own = [found for found in sheet.collectives if found.lane == lane]
-        marks = [_collective_mark(sheet, found, infos) for found in own]
+        marks = [_collective_mark(sheet, found, by_id) for found in own]
         if not sheet.axis.timed:
             marks += _kept(sheet, own)
         marks.sort(key=lambda mark: (mark.start, mark.row))
         yield MarkRow(name, tuple(marks), 1 + max(mark.row for mark in marks))
 
 
-def _collective_mark(sheet: Sheet, found: CollectiveBar, infos: dict[int, GroupInfo]) -> AxisMark:
+def _collective_mark(sheet: Sheet, found: CollectiveBar, by_id: dict[int, GroupInfo]) -> AxisMark:
     lane = found.step.lane
     name = " + ".join(sheet.names[group] for group in found.step.groups)
     title = f"{found.direction} {LANE_WORDS[lane]}, {name}"
-    card = collective_card(sheet, found, infos)
+    card = collective_card(sheet, found, by_id)
     kind = MARK_KINDS[lane]
     return AxisMark(kind, found.start, found.end, title, card, found.step.groups, name, found.row)
 
