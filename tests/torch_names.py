@@ -315,6 +315,7 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_is_root": None,
         "_lazy_init": "self",
         "_modules": None,
+        "_modules_to_run_forward": None,
         "_mp_policy": None,
         "_post_forward": "self module input output",
         "_pre_forward": "self module args kwargs",

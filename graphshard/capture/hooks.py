@@ -19,17 +19,23 @@ from graphshard.capture.dtensors import unshard_dtensor
 from graphshard.capture.group_spec import CALLED, GroupSpec
 from graphshard.capture.root_state import CaptureHandle
 from graphshard.fsdp2.layouts import PLAIN
+from graphshard.fsdp2.versions import LISTS_CAST_EACH
 from graphshard.graph.marks import UNSHARD
 
 
-def enter_group(module: nn.Module, spec: GroupSpec, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """FSDP2's pre-forward: inputs to device, cast, accumulation boundary, parameters in."""
+def enter_group(
+    module: nn.Module, spec: GroupSpec, begins: bool, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """FSDP2's pre-forward: inputs to device, cast, accumulation boundary, parameters in.
+
+    begins: a forward of the group begins, which may have several modules.
+    """
     handle: CaptureHandle = module._graphshard_handle  # type: ignore[assignment]
     if spec.moves_inputs:
         args, kwargs = _mapped(_mover(spec.device), args, kwargs)
-    if spec.input_dtype is not None:
+    if spec.input_dtype is not None and (begins or LISTS_CAST_EACH):
         args, kwargs = _mapped(_caster(spec.input_dtype), args, kwargs)
-    if torch.is_grad_enabled():
+    if begins and spec.params and torch.is_grad_enabled():
         args, kwargs = _mapped(_boundary, args, kwargs)
     replaced: list[Any] = []
     if not handle.entered["top"]:
@@ -64,13 +70,16 @@ def _gathered(handle: CaptureHandle, spec: GroupSpec) -> list[Tensor]:
     return full
 
 
-def leave_group(module: nn.Module, output: Any) -> Any:
-    """FSDP2's post-forward: sharded parameters back in, output cast."""
+def leave_group(module: nn.Module, ends: bool, output: Any) -> Any:
+    """FSDP2's post-forward: sharded parameters back in, output cast.
+
+    ends: a forward of the group ends.
+    """
     handle: CaptureHandle = module._graphshard_handle  # type: ignore[assignment]
     spec, replaced, handle.entered["top"] = handle.entered["top"]
     for registered, name, param in replaced:
         registered[name] = param
-    if spec.output_dtype is not None:
+    if spec.output_dtype is not None and (ends or LISTS_CAST_EACH):
         output = _apply_to_tensors(_caster(spec.output_dtype), output)
     return output
 
@@ -95,8 +104,9 @@ def _inside(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _boundary(tensor: Tensor) -> Tensor:
-    # FSDP2 passes a group's grad-requiring inputs through one autograd node, which decides how
-    # gradients add up at fan-outs, and with it the last bit. A view has the same effect.
+    # FSDP2 passes a group's grad-requiring inputs through one autograd node where its forward
+    # begins, which decides how gradients add up at fan-outs, and with it the last bit. A view has
+    # the same effect. A state without parameters, and a list's later modules, have no such node.
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 

@@ -100,6 +100,21 @@ def finishes_itself(state: FSDPState) -> bool:
     return bool(state._state_ctx.post_backward_final_callback_queued)
 
 
+def end_backward(state: FSDPState) -> None:
+    """What FSDP2's final callback ends, after a backward that its hooks have not seen.
+
+    An eager forward may have left a list of modules in FORWARD: one of them was not called, or
+    lies in another forward root.
+    """
+    state._state_ctx.iter_forward_root = None
+    for sibling in state._state_ctx.all_states:
+        if sibling._training_state is not TrainingState.IDLE:
+            sibling._modules_to_run_forward.clear()
+            sibling._training_state = TrainingState.IDLE
+            for group in fsdp_groups(sibling):
+                group.raw._training_state = TrainingState.IDLE
+
+
 def is_idle(state: FSDPState) -> bool:
     """No forward or backward of these modules runs now that FSDP2's hooks have seen."""
     return bool(state._training_state is TrainingState.IDLE)

@@ -45,6 +45,8 @@ def _since(version: tuple[int, int], owner: type, *names: str) -> bool:
 PARAM_GROUPS_ARE_A_LIST = _since((2, 12), FSDPState, "_fsdp_param_groups")
 UNSHARDED_SPEC_IS_KEPT = _since((2, 12), FSDPParam, "_unsharded_dtensor_spec")
 STATE_RESETS_ITSELF = _since((2, 13), FSDPState, "_reset_iter_state")
+# `fully_shard([a, b])` casts inputs and outputs of each module, not of the first and the last.
+LISTS_CAST_EACH = _since((2, 13), FSDPState, "_force_complete_incomplete_states")
 MAY_REDUCE_UNUSED = _since((2, 13), FSDPParamGroup, "reduce_scatter_unused_params")
 MAY_REDUCE_APART = _since((2, 13), FSDPModule, "set_separate_reduce_scatter_group")
 MAY_CAP_REDUCE_INPUTS = _since((2, 13), FSDPCommContext, "reduce_scatter_max_input_buffers")

@@ -1,7 +1,8 @@
-"""The end of a backward: groups that took no part in it, as FSDP2's own final callback treats them.
+"""The end of a backward, as FSDP2's own final callback treats it.
 
-A group that this step did not use may stand gathered since the user's `unshard()`, hold gradients
-of an earlier micro-step without sync, or have to reduce zeros because other ranks used it
+A group may stand gathered since the user's `unshard()` or since an eager forward that FSDP2 could
+not complete. One that took no part in this backward may hold gradients of an earlier micro-step
+without sync, or have to reduce zeros because other ranks used it
 (`set_reduce_scatter_unused_params`).
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from graphshard.fsdp2.state import finishes_itself
+from graphshard.fsdp2.state import end_backward, finishes_itself
 from graphshard.runtime.calls import current_task, when_done
 from graphshard.runtime.live import LiveGroup, Root
 from graphshard.runtime.reduce import Reduction, merge_unreduced
@@ -25,21 +26,18 @@ def finish_later(live: LiveGroup) -> None:
 
 
 def _finish(root: Root, task: int) -> None:
+    """Where FSDP2's own final callback is queued, that reshards: the engine run of a reentrant
+    checkpoint ends inside the one that still needs what FSDP2's hooks have gathered."""
+    state = next(iter(root.groups))
+    ends_here = not finishes_itself(state)
+    if ends_here:
+        end_backward(state)
     for live in root.groups.values():
-        if live.reduced_in == task:
+        fsdp = live.fsdp
+        if ends_here and not fsdp.is_sharded and fsdp.reshard_after_backward:
+            fsdp.reshard()
+        if live.reduced_in == task or not fsdp.reduces or not live.was_gathered:
             continue
-        _reshard_unused(live)
-        if not live.fsdp.reduces or not live.was_gathered:
-            continue
-        grads = merge_unreduced(live.fsdp, {}, live.places)
+        grads = merge_unreduced(fsdp, {}, live.places)
         if grads:
             Reduction(live, grads).wait()
-
-
-def _reshard_unused(live: LiveGroup) -> None:
-    """Unless FSDP2 itself will: a reentrant checkpoint's engine run ends inside the one that still
-    needs what FSDP2's hooks have gathered."""
-    fsdp = live.fsdp
-    if fsdp.is_sharded or not fsdp.reshard_after_backward or finishes_itself(fsdp.state):
-        return
-    fsdp.reshard()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contract_models import mesh_of
+from fuzz_build import compiled, module_of, sharded
 from fuzz_cases import (
     NOT_RECURSIVE,
     Call,
@@ -24,35 +24,30 @@ from fuzz_cases import (
     Forward,
     Freeze,
     FuzzCase,
-    Group,
     Reload,
     Reshard,
     Set,
     Step,
     Unshard,
 )
-from fuzz_models import Net
-from parity import difference, local
+from fuzz_compare import (
+    Seen,
+    fsdp_modules,
+    gathered_modules,
+    groups_of,
+    is_gathered,
+    is_only_forward,
+    problem_of,
+)
+from parity import local
 from pool import Ctx
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-import graphshard
 from graphshard.capture import fallback
-from graphshard.capture.root_state import handle_of, root_states_under
-from graphshard.schedule.plan import StepKind
+from graphshard.capture.root_state import root_states_under
 
 EQUAL, DIFFERS, REFUSED = "equal", "differs", "refused"
-
-Seen = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -130,10 +125,10 @@ def _in_step(sides: tuple[Side, Side], ctx: Ctx) -> tuple[str, str]:
         if _somewhere(ctx, error is not None):
             return REFUSED, where + (error or "on another rank").strip().splitlines()[-1]
         actual, error = _attempt(model, call, number)
-        problem = error or _problem(expected, actual, oracle.model, model.model, call)
+        problem = error or problem_of(expected, actual, oracle.model, model.model, call)
         if _somewhere(ctx, problem is not None):
             return DIFFERS, where + (problem or "on another rank")
-        if _only_forward(call, expected):  # then what stays gathered is a declared difference
+        if is_only_forward(call, expected):  # then what stays gathered is a declared difference
             for side in sides:
                 _shut(side)
     return EQUAL, ""
@@ -153,88 +148,6 @@ def _somewhere(ctx: Ctx, here: bool) -> bool:
     store.set(f"fuzz/{number}/{ctx.rank}", str(here))
     answers = [store.get(f"fuzz/{number}/{rank}").decode() for rank in range(ctx.world_size)]
     return "True" in answers
-
-
-# -- the two models --------------------------------------------------------------------------------
-
-HALF, FULL = torch.bfloat16, torch.float32
-POLICIES = {
-    "": {},
-    "bf16": {"param_dtype": HALF},
-    "bf16-reduce-fp32": {"param_dtype": HALF, "reduce_dtype": FULL},
-    "reduce-bf16": {"reduce_dtype": HALF},
-    "bf16-out-fp32": {"param_dtype": HALF, "output_dtype": FULL},
-    "bf16-as-given": {"param_dtype": HALF, "cast_forward_inputs": False},
-}
-
-
-def sharded(case: FuzzCase, ctx: Ctx) -> nn.Module:
-    torch.manual_seed(0)
-    model = Net(case.tree).to(ctx.device)
-    for path in case.frozen:
-        model.get_submodule(path).requires_grad_(False)
-    ignored = {p for path in case.ignored for p in model.get_submodule(path).parameters()}
-    mesh = _mesh(case.mesh, ctx)
-    for group in case.groups:
-        modules = [model.get_submodule(path) for path in group.modules]
-        kwargs = _arguments(group, ctx) | ({"ignored_params": ignored} if ignored else {})
-        fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, **kwargs)
-    if case.divide is not None:
-        for module in _fsdp_modules(model).values():
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(case.divide)
-    for numbers, name in (
-        (case.forward_prefetch, "set_modules_to_forward_prefetch"),
-        (case.backward_prefetch, "set_modules_to_backward_prefetch"),
-    ):
-        for number, targets in numbers:
-            getattr(_group(case, model, number), name)([_group(case, model, t) for t in targets])
-    return model
-
-
-def _arguments(group: Group, ctx: Ctx) -> dict[str, Any]:
-    def placement(param: nn.Parameter) -> Shard | None:
-        return Shard(1) if param.ndim >= 2 and param.shape[1] % ctx.world_size == 0 else None
-
-    return {
-        "reshard_after_forward": group.reshard,
-        "mp_policy": MixedPrecisionPolicy(**POLICIES[group.precision]),
-        "shard_placement_fn": placement if group.columns else None,
-        "offload_policy": CPUOffloadPolicy(pin_memory=False) if group.offload else OffloadPolicy(),
-    }
-
-
-def _mesh(name: str, ctx: Ctx) -> DeviceMesh:
-    if name == "flat":
-        return ctx.mesh
-    shape = tuple(int(size) for size in name.split("x"))
-    return mesh_of(ctx, shape, "replicate", "shard")
-
-
-def _group(case: FuzzCase, model: nn.Module, number: int) -> Any:
-    return model.get_submodule(case.groups[number].modules[0])
-
-
-def _fsdp_modules(model: nn.Module) -> dict[str, FSDPModule]:
-    return {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
-
-
-def _groups_of(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return groups if groups is not None else [g for g in [state._fsdp_param_group] if g]
-
-
-def compiled(case: FuzzCase, model: nn.Module) -> Callable[..., Any]:
-    how: dict[str, Any] = {"backend": "graphshard", "options": dict(case.options)}
-    if case.compile == "wrap":
-        return torch.compile(model, **how)
-    if case.compile == "step":
-        return torch.compile(lambda *args, **kwargs: model(*args, **kwargs), **how)
-    names = [name for group in case.groups for name in group.modules]
-    for name in names if case.compile == "each" else [""]:
-        model.get_submodule(name).compile(**how)
-    return model
 
 
 def make_optimizer(side: Side) -> None:
@@ -273,16 +186,16 @@ def perform(side: Side, call: Call, number: int) -> Seen:
         case Forward():
             return _forward_only(side, call, number)
         case Set():
-            method = getattr(_group(side.case, side.model, call.group), f"set_{call.what}")
+            method = getattr(module_of(side.case, side.model, call.group), f"set_{call.what}")
             method(call.value, **({} if call.what in NOT_RECURSIVE else {"recurse": call.recurse}))
         case Unshard():
-            group = _group(side.case, side.model, call.group)
+            group = module_of(side.case, side.model, call.group)
             handle = group.unshard(call.wait is not None)
             if call.wait:
                 handle.wait()
-            return {"gathered": _is_gathered(group)}
+            return {"gathered": is_gathered(group)}
         case Reshard():
-            _group(side.case, side.model, call.group).reshard()
+            module_of(side.case, side.model, call.group).reshard()
         case Freeze():
             _shut(side)  # set on a gathered parameter, it counts until the next reshard only
             side.model.get_submodule(call.module).requires_grad_(call.value)
@@ -321,7 +234,7 @@ def _train(side: Side, step: Step, number: int) -> Seen:
 
 
 def _sync(model: nn.Module, value: bool) -> None:
-    for module in _fsdp_modules(model).values():
+    for module in fsdp_modules(model).values():
         module.set_requires_gradient_sync(value, recurse=False)
 
 
@@ -343,6 +256,8 @@ def _micro_step(side: Side, step: Step, number: int, micro: int) -> Seen:
     if total.requires_grad:
         for left in reversed(range(step.backwards)):
             total.backward(retain_graph=left > 0)
+    if side.case.optimizer == "in-backward":  # it has written
+        _shut(side)
     for name, value in list(seen.items()):
         if name.endswith("input"):
             seen[name] = local(value.grad)
@@ -391,8 +306,8 @@ def _used_groups(model: nn.Module) -> int:
     """Groups of which some module runs: those that are not in a part that was not chosen."""
     idle = [m for n in model.modules() for m in getattr(n, "idle", list)()]
     skipped = {id(inner) for module in idle for inner in module.modules()}
-    used = [m for m in _fsdp_modules(model).values() if id(m) not in skipped]
-    return len({id(group) for module in used for group in _groups_of(module)})
+    used = [m for m in fsdp_modules(model).values() if id(m) not in skipped]
+    return len({id(group) for module in used for group in groups_of(module)})
 
 
 @contextlib.contextmanager
@@ -419,26 +334,11 @@ def _outputs(result: Any) -> list[Tensor]:
 def _shut(side: Side) -> None:
     """Reshard what the oracle has gathered: a change of parameters would not reach it."""
     if side.is_oracle:
-        side.shut.append(_open(side.model))
-    for name in side.shut[0] if side.is_oracle else side.shut.pop(0):
+        side.shut.append(gathered_modules(side.model))
+    for name in side.shut[-1] if side.is_oracle else side.shut.pop(0):
         module: Any = side.model.get_submodule(name)
         module.unshard()  # waits for what is in flight
         module.reshard()
-
-
-def _open(model: nn.Module) -> list[str]:
-    found = []
-    for name, module in _fsdp_modules(model).items():
-        groups = _groups_of(module)
-        if any(not g.is_sharded or g._all_gather_result is not None for g in groups):
-            found.append(name)
-    return found
-
-
-def _only_forward(call: Call, seen: Seen) -> bool:
-    """Whether no backward followed, because of the call or because nothing requires grad."""
-    trained = any(value is True for name, value in seen.items() if name.endswith("requires grad"))
-    return isinstance(call, Forward | Step) and not trained
 
 
 def _state(side: Side) -> Seen:
@@ -448,7 +348,7 @@ def _state(side: Side) -> Seen:
 
 
 def _managed(model: nn.Module) -> dict[str, Any]:
-    groups = [group for module in _fsdp_modules(model).values() for group in _groups_of(module)]
+    groups = [group for module in fsdp_modules(model).values() for group in groups_of(module)]
     by_shard = {id(param.sharded_param): param for group in groups for param in group.fsdp_params}
     named = model.named_parameters()
     return {name: by_shard[id(p)] for name, p in named if id(p) in by_shard}
@@ -463,65 +363,3 @@ def _parameters(side: Side) -> dict[str, nn.Parameter]:
     shards = {name: param.sharded_param for name, param in side.managed.items()}
     others = (n for n in side.names if n not in shards)
     return shards | {name: side.model.get_parameter(name) for name in others}
-
-
-def _problem(
-    expected: Seen, actual: Seen, oracle: nn.Module, model: nn.Module, call: Call
-) -> str | None:
-    if expected.keys() != actual.keys():
-        return f"seen in one of the two only: {sorted(expected.keys() ^ actual.keys())[:8]}"
-    for name, value in expected.items():
-        other = actual[name]
-        if isinstance(value, bool):
-            problem = None if value is other else f"expected {value}, got {other}"
-        else:
-            problem = difference(value, other)
-        if problem is not None:
-            return f"{name}: {problem}"
-    may_give_back = _only_forward(call, expected) or _leaves_outputs(call)
-    return _other_state(oracle, model, may_give_back)
-
-
-def _leaves_outputs(call: Call) -> bool:
-    """FSDP2 never comes to the backward of a group that only an unused output needs."""
-    return isinstance(call, Step) and len(call.uses) < 2
-
-
-def _other_state(oracle: nn.Module, model: nn.Module, may_give_back: bool) -> str | None:
-    """Each group is where FSDP2 leaves it; what FSDP2 keeps gathered, the runtime keeps."""
-    theirs, needed = _fsdp_modules(oracle), _gathered_in_backward(model)
-    for name, module in _fsdp_modules(model).items():
-        for ours, other in zip(_groups_of(module), _groups_of(theirs[name]), strict=True):
-            where = f"group {name or '(root)'}"
-            if ours._training_state != other._training_state:
-                return f"{where}: {ours._training_state}, not {other._training_state}"
-            if ours.is_sharded == other.is_sharded:
-                continue
-            handle = handle_of(module)
-            live = None if handle is None else handle.live
-            if not ours.is_sharded:
-                return f"{where} stays gathered"
-            if live is not None and live.fqn not in needed:
-                continue
-            if not _is_held(module) and not may_give_back:
-                return f"{where} is not kept"
-    return None
-
-
-def _is_held(module: nn.Module) -> bool:
-    handle = handle_of(module)
-    return handle is not None and handle.live is not None and handle.live.kept is not None
-
-
-def _is_gathered(module: nn.Module) -> bool:
-    return _is_held(module) or any(not group.is_sharded for group in _groups_of(module))
-
-
-def _gathered_in_backward(model: nn.Module) -> set[str]:
-    """What backward does not need is not gathered in it, and so not kept (see README.md)."""
-    found: set[str] = set()
-    for plan in graphshard.plans(model):
-        names = {info.id: info.fqn for info in plan.groups}
-        waits = () if plan.backward is None else plan.backward.of_kind(StepKind.GATHER_WAIT)
-        found.update(names[step.group] for step in waits)
-    return found

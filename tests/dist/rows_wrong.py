@@ -13,6 +13,7 @@ from models import DIM, Case
 from parity import Trace, local
 from pool import Ctx
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -38,6 +39,23 @@ def as_it_is(model: nn.Module, ctx: Ctx) -> nn.Module:
     return model
 
 
+def only_the_head_trains(model: nn.Module, ctx: Ctx) -> nn.Module:
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model
+
+
+def list_across(model: nn.Module, ctx: Ctx) -> nn.Module:
+    """Eager FSDP2 takes the list for complete when the block is, and gathers it again for the head,
+    for a forward that never ends: the optimizer sees no gradient."""
+    only_the_head_trains(model, ctx)
+    block = model.blocks[-1]
+    fully_shard([block.down, model.head], mesh=ctx.mesh)
+    for module in (model.embed, *model.blocks):
+        fully_shard(module, mesh=ctx.mesh)
+    return model
+
+
 def train_whole(model: nn.Module, case: Case, ctx: Ctx, steps: int, **kwargs: Any) -> Trace:
     """Whole gradients and parameters. A model without FSDP2 averages its gradients by hand, which
     on two ranks gives the same bits."""
@@ -48,7 +66,7 @@ def train_whole(model: nn.Module, case: Case, ctx: Ctx, steps: int, **kwargs: An
         loss = run(case.batch(step, ctx.rank, ctx.device))
         loss.backward()
         for param in model.parameters():
-            if not isinstance(param, DTensor):
+            if param.grad is not None and not isinstance(param, DTensor):
                 dist.all_reduce(param.grad)
                 param.grad /= ctx.world_size
         trace.losses.append(loss.detach().clone())
@@ -70,5 +88,13 @@ ROWS = (
         case=replace(CHAIN, build=partial(Chain, visit=add_in_place, wrap=lambda _: Flattening())),
         train=train_whole,
         whole=as_it_is,
+    ),
+    Row(
+        "What eager FSDP2 gets wrong",
+        "`fully_shard([a, b])` where no sharded module holds both, and only `b` trains",
+        case=CHAIN,
+        shard=list_across,
+        train=train_whole,
+        whole=only_the_head_trains,
     ),
 )

@@ -20,6 +20,7 @@ from contract_loop import assert_nothing_gathered
 from contract_models import GATED, plain
 from contract_rows import ROWS, Row
 from parity import assert_equal, count_collectives
+from patching import in_place
 from pool import Ctx, Pool, capped, device_type
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -75,6 +76,8 @@ def row_case(ctx: Ctx, name: str) -> dict[str, Any]:
         counts.append((counted.all_gather, counted.reduce_scatter, counted.all_reduce))
         if row.check is not None:
             row.check(net, net is model)
+    with in_place(model):
+        assert_equal(run(oracle, 6, 2), run(model, 6, 2))
     assert dynamo.frames_seen() == frames, "something was compiled a second time"
     report = graphshard.explain(model)
     if row.whole is None:

@@ -10,6 +10,12 @@ from pool import Pool, capped
 
 pytestmark = pytest.mark.dist
 
+FANS_OUT = Tree(Part("sequence", (Part("linear"), Part("residual", (Part("rms"),)))))
+TWO_HEADS = Tree(
+    Part("sequence", (Part("twice", (Part("sequence", (Part("linear"), Part("linear"))),)),)),
+    vocab=7,
+    heads=(4, 4),
+)
 LINEARS = Tree(Part("sequence", (Part("linear"), Part("linear"))))
 FOUND = {
     # matmul folds a transposed input only where the weight requires grad, under no_grad too.
@@ -51,6 +57,35 @@ FOUND = {
         (Group(("",), columns=True),),
         (Unshard(0, True), Forward("no_grad"), Unshard(0, False), Step(), Unshard(0), Step()),
     ),
+    # A list has an accumulation boundary where its first module begins; a state without
+    # parameters has none.
+    "a-list-whose-second-module-adds-up-gradients": FuzzCase(
+        FANS_OUT, (Group(("body.0", "body.1.inner")), Group(("",))), (Step(),)
+    ),
+    "a-list-in-half-precision": FuzzCase(
+        FANS_OUT,
+        (Group(("body.0", "body.1.inner"), precision="bf16-out-fp32"), Group(("",))),
+        (Step(),),
+    ),
+    "a-module-without-parameters-of-its-own": FuzzCase(
+        FANS_OUT,
+        (Group(("body.1.inner",)), Group(("body.0",)), Group(("",))),
+        (Step(),),
+        ignored=("body.1",),
+    ),
+    # Ranks run different graphs side by side, of which one reduced two heads in another order.
+    "ragged-rows-after-another-length": FuzzCase(
+        TWO_HEADS,
+        (Group(("heads.1",)), Group(("heads.0",), reshard=False), Group(("body",)), Group(("",))),
+        (Step(zero="keep"), Forward("train", rows=3), Step(rows=1, ragged=True)),
+    ),
+    # An optimizer in backward changes what FSDP2 keeps gathered for the next micro-step.
+    "optimizer-in-backward-and-kept-after-backward": FuzzCase(
+        LINEARS,
+        (Group(("",)),),
+        (Step(), Set("reshard_after_backward", False, 0), Step(), Step(micro_steps=2)),
+        optimizer="in-backward",
+    ),
     # FSDP2 keeps the root gathered although no backward will come (declared in README.md).
     "nothing-requires-grad": FuzzCase(
         LINEARS, (Group(("body.0",)), Group(("",))), (Freeze("", False), Step(), Step())
@@ -60,6 +95,12 @@ FOUND = {
         LINEARS,
         (Group(("body.0",)), Group(("",))),
         (Set("reshard_after_backward", False), Step(optimize=False), Step()),
+    ),
+    # Eager FSDP2 leaves such a list gathered and in forward; the next backward ends that.
+    "a-list-of-modules-that-no-module-holds": FuzzCase(
+        Tree(LINEARS.body, heads=(4,)),
+        (Group(("body.1", "heads.0")), Group(("body.0",)), Group(("body",))),
+        (Step(), Forward("no_grad", eager=True), Step()),
     ),
     # A backward reshards what the user unsharded and nobody used.
     "unshard-of-what-is-not-used": FuzzCase(

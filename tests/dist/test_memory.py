@@ -1,19 +1,21 @@
 """Gathered parameters: how much is alive, what backward gets, and use outside the life time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from models import CASES
-from parity import assert_equal, build, reseed, train, twin
+from parity import build, reseed, train
+from patching import patched
+from poison import poison
 from pool import Ctx, Pool
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
-from graphshard.runtime import buckets, gather, gather_buffers, reduce
+from graphshard.runtime import buckets, gather
 from graphshard.runtime.gather_buffers import GatherBuffer
 
 pytestmark = pytest.mark.dist
@@ -37,16 +39,6 @@ class Storages:
         self.refs = {k: ref for k, ref in self.refs.items() if not ref.expired()}
         storages = (torch.UntypedStorage._new_with_weak_ptr(r.cdata) for r in self.refs.values())
         return sum(storage.nbytes() for storage in storages if storage is not None)
-
-
-@contextmanager
-def patched(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, make(original))
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 @contextmanager
@@ -113,78 +105,8 @@ def test_only_groups_that_are_not_resharded_cross_to_backward(
         assert seen["after_backward"] == 0
 
 
-class PoisonedWork:
-    """A collective whose output is NaN until somebody waits for it."""
-
-    def __init__(self, work: Any, hidden: Tensor, output: Tensor) -> None:
-        self.work, self.hidden, self.output = work, hidden, output
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.output.copy_(self.hidden)
-
-
-def poison(output_at: int) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        def call(*args: Any) -> PoisonedWork:
-            output = args[output_at]
-            hidden = torch.empty_like(output)
-            swapped = list(args)
-            swapped[output_at] = hidden
-            if output_at == 0 and original.__name__ == "all_gather":
-                swapped[1] = args[1].clone()  # the input is a view of the output
-            work = original(*swapped)
-            output.fill_(float("nan"))
-            return PoisonedWork(work, hidden, output)
-
-        return call
-
-    return make
-
-
-def poison_released(original: Any) -> Any:
-    """The memory stays, so that who reads it finds NaN; the next gather finds its size right."""
-
-    def call(buffer: GatherBuffer) -> None:
-        for storage in buffer.storages:
-            ones = torch.full((storage.nbytes(),), 0xFF, dtype=torch.uint8)
-            storage.copy_(ones.untyped_storage())
-
-    return call
-
-
-def poisoned(ctx: Ctx, name: str) -> None:
-    case = CASES[name]
-    oracle, model = twin(case, ctx)
-    expected = train(oracle, case, ctx, 10)
-    model.compile(backend="graphshard", **STRICT)
-    released = []
-
-    def counting(original: Any) -> Any:
-        def call(buffer: GatherBuffer) -> None:
-            released.append(len(buffer.flats))
-            poison_released(original)(buffer)
-
-        return call
-
-    with (
-        patched(buckets, "all_gather", poison(0)),
-        patched(reduce, "reduce_scatter", poison(0)),
-        patched(gather_buffers, "free", counting),
-    ):
-        actual = train(model, case, ctx, 10)
-    assert sum(released) > 0
-    assert all(torch.isfinite(loss) for loss in actual.losses)
-    assert_equal(expected, actual)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_tied_ac", "encdec"])
-def test_missing_wait_or_use_after_release_would_show(pool: Pool, name: str) -> None:
-    pool.run(2, poisoned, name)
-
-
 def early_use(ctx: Ctx) -> bool:
-    """The poison bites: without the wait, the loss is NaN."""
+    """Without the wait, the loss is NaN."""
     if ctx.world_size == 1:
         return True
     case = CASES["llama"]
@@ -193,7 +115,7 @@ def early_use(ctx: Ctx) -> bool:
 
     def no_wait(original: Any) -> Any:
         def call(*args: Any) -> Any:
-            work = poison(0)(original)(*args)
+            work = poison(original)(*args)
             work.wait = work.work.wait
             return work
 

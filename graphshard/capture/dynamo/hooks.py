@@ -17,6 +17,7 @@ from torch._dynamo.utils import (
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard import fsdp2
+from graphshard.capture.dynamo.forward import forward_now
 from graphshard.capture.group_spec import GroupSpec
 from graphshard.capture.hooks import enter_group, leave_group
 from graphshard.capture.root_state import handle_of, is_entered_as, prepare
@@ -65,13 +66,14 @@ def _pre_forward(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
     spec = module._graphshard_spec()
     if spec is None:
         return _eager_pre_forward(self, module, args, kwargs)
-    return allow_side_effects(enter_group, module, spec, args, kwargs)
+    begins = module._graphshard_begins()
+    return allow_side_effects(enter_group, module, spec, begins, args, kwargs)
 
 
 def _post_forward(self: Any, module: Any, args: Any, output: Any) -> Any:
     if not _compiling_for_graphshard() or not module._graphshard_handle.entered["top"]:
         return _eager_post_forward(self, module, args, output)
-    return allow_side_effects(leave_group, module, output)
+    return allow_side_effects(leave_group, module, module._graphshard_ends(), output)
 
 
 def _graphshard_spec(self: nn.Module) -> GroupSpec | None:
@@ -93,6 +95,23 @@ def _graphshard_spec(self: nn.Module) -> GroupSpec | None:
     source = transaction.output.side_effects[self].source
     _guard(source, functools.partial(is_entered_as, spec), f"group {handle.fqn} as it was traced")
     return spec
+
+
+def _graphshard_begins(self: nn.Module) -> bool:
+    """FSDP2 begins a forward of the module's state when it enters the module here."""
+    state = fsdp2.state_of(self)
+    return forward_now().enter(state, fsdp2.modules_of(state))
+
+
+def _graphshard_ends(self: nn.Module) -> bool:
+    """FSDP2 ends a forward of the module's state when the module has run here."""
+    return forward_now().leave(fsdp2.state_of(self), [self])
+
+
+def _graphshard_ends_all(self: nn.Module) -> bool:
+    """The same after a method, with which FSDP2 does not wait for the list's other modules."""
+    state = fsdp2.state_of(self)
+    return forward_now().leave(state, fsdp2.modules_of(state))
 
 
 def _guard(source: Any, holds: Callable[[Any], bool], text: str) -> None:
@@ -129,8 +148,10 @@ def _registered(method: Callable[..., Any]) -> Callable[..., Any]:
         spec = module._graphshard_spec()
         if spec is None:
             return eager(module, *args, **kwargs)
-        args, kwargs = allow_side_effects(enter_group, module, spec, args, kwargs)
-        return allow_side_effects(leave_group, module, inner(*args, **kwargs))
+        begins = module._graphshard_begins()
+        args, kwargs = allow_side_effects(enter_group, module, spec, begins, args, kwargs)
+        output = inner(*args, **kwargs)
+        return allow_side_effects(leave_group, module, module._graphshard_ends_all(), output)
 
     return call
 
@@ -139,13 +160,14 @@ def _grouped_pre(module: Any, args: Any, kwargs: Any) -> Any:
     spec = module._graphshard_spec()
     if spec is None:
         return _eager_grouped_pre(module, args, kwargs)
-    return allow_side_effects(enter_group, module, spec, args, kwargs)
+    begins = module._graphshard_begins()
+    return allow_side_effects(enter_group, module, spec, begins, args, kwargs)
 
 
 def _grouped_post(module: Any, args: Any, output: Any) -> Any:
     if not _compiling_for_graphshard() or not module._graphshard_handle.entered["top"]:
         return _eager_grouped_post(module, args, output)
-    return allow_side_effects(leave_group, module, output)
+    return allow_side_effects(leave_group, module, module._graphshard_ends(), output)
 
 
 @functools.partial(torch._dynamo.disable, recursive=True, reason="skipping FSDP hooks")
@@ -160,7 +182,8 @@ def _eager_grouped_post(module: Any, args: Any, output: Any) -> Any:
 
 def substitute_hooks() -> None:
     """Register the substitutes, once per process."""
-    constant = torch.compiler.assume_constant_result(_graphshard_spec)
-    setattr(fsdp2.ShardedModule, _graphshard_spec.__name__, constant)
+    for ask in (_graphshard_spec, _graphshard_begins, _graphshard_ends, _graphshard_ends_all):
+        constant = torch.compiler.assume_constant_result(ask)
+        setattr(fsdp2.ShardedModule, ask.__name__, constant)
     torch.compiler.substitute_in_graph(_PRE_FORWARD, skip_signature_check=True)(_pre_forward)
     torch.compiler.substitute_in_graph(_POST_FORWARD, skip_signature_check=True)(_post_forward)

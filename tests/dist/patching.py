@@ -1,0 +1,44 @@
+"""What a test puts in the place of something else, for a while."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from graphshard.capture.root_state import handle_of
+from graphshard.fsdp2 import group
+
+
+@contextmanager
+def patched(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def compiled_in_place() -> Any:
+    """Collectives of what is compiled inside go from and to where tensors are, as NCCL's do.
+
+    gloo takes many tensors in one collective, too; only that it copies them inside, for which
+    graphshard does not use it so. Here it is told to.
+    """
+    return patched(group, "COPYING_BACKENDS", lambda names: ())
+
+
+@contextmanager
+def in_place(model: nn.Module, yes: bool = True) -> Iterator[None]:
+    """Collectives of a model that is compiled go from and to where tensors are, or do not."""
+    handles = [handle for net in model.modules() if (handle := handle_of(net)) is not None]
+    found = {handle.live.fsdp for handle in handles if handle.live is not None}
+    before = {each: each.sends_in_place for each in found}
+    for each in found:
+        each.sends_in_place = yes
+    try:
+        yield
+    finally:
+        for each in found:
+            each.sends_in_place = before[each]
