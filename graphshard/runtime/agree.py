@@ -114,6 +114,8 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
     else:
         plan = replace(plan, reduces_apart=False)
     ballot.agreed.append((plan, vote.terms))
+    if not is_running(votes):
+        ballot.voted = plan.name
     return plan
 
 

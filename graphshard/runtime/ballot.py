@@ -42,7 +42,8 @@ class Ballot:
     forward calls so far (`verify="every"`). profiles: blocks of `graphshard.profile` so far.
     agreed: plans, with the options of the ranks then. running, terms: plan and options of the last
     call. name: of the ballot in the job's store `shared`. signature: reads what FSDP2 would send
-    for the groups now. group_limit_s: time limit of the groups' collectives. is_open: the ranks
+    for the groups now. voted: name of the plan that all ranks have just voted on, until the forward
+    after the next one. group_limit_s: time limit of the groups' collectives. is_open: the ranks
     have begun to run this root together (`graphshard.runtime.roll`). is_aside: this one without
     asking. is_lost: the store did not answer. also:
     what else is answered while a collective is late (`graphshard.runtime.issued`).
@@ -59,6 +60,7 @@ class Ballot:
     agreed: list[tuple[Plan, Terms]] = field(default_factory=list)
     running: Plan | None = None
     terms: Terms = field(default_factory=dict)
+    voted: str = ""
     name: str = ""
     shared: JobStore | None = None
     signature: Callable[[], Groups] = tuple

@@ -84,7 +84,10 @@ class Trail:
         direction = "backward" if is_backward else "forward"
         self.note(direction, lambda: f"the end of a {direction}")
         if self._ballot.running is not None:
-            self._runs.add((self._ballot.running.name, is_backward))
+            run = (self._ballot.running.name, is_backward)
+            if not is_backward and (run in self._runs or run[0] != self._ballot.voted):
+                self._ballot.voted = ""
+            self._runs.add(run)
             self._history = (*self._history[1:], self._run)
             self._run = 0
             self._neighbour.look(self._passed)
@@ -114,13 +117,15 @@ class Trail:
     def _meet(self, code: int) -> None:
         """Something new comes next: hear what it is on the other ranks.
 
-        The first run of a plan asks nobody, since the ranks agreed on the plan; it leaves its word
-        for those that ask.
+        The first run of a plan asks nobody where the ranks have just voted on it, since all of them
+        run it now; it leaves its word for those that ask. Where this rank compiled a graph without
+        a vote, as its collectives had been agreed on before, others may run another graph.
         """
         ballot, number = self._ballot, self.count
         self._say(number, self._digest, code)
         assert ballot.running is not None
-        if (ballot.running.name, current_task() >= 0) not in self._runs:
+        run = (ballot.running.name, current_task() >= 0)
+        if run[0] == ballot.voted and run not in self._runs:
             return
         ballot.store.set(f"asks/{ballot.rank}", str(number))
         keys = {rank: _key(number, rank) for rank in ballot.ranks}

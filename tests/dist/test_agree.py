@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fuzz_build import sharded
+from fuzz_cases import FuzzCase, Group
 from models import CASES
 from parity import assert_equal, build, train
+from patching import patched
 from pool import Ctx, Pool, capped
+from test_fuzz_found import TWO_HEADS
 from test_semantics import assert_sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +29,10 @@ from graphshard.capture import fallback
 from graphshard.capture.fallback import calls
 from graphshard.capture.root_state import root_states_under
 from graphshard.compiler import planning, planning_inputs
+from graphshard.planner import plan_step
+from graphshard.planner.choices import reduce_buckets
+from graphshard.planner.score import candidate
+from graphshard.schedule.plan import StepKind
 
 pytestmark = [
     pytest.mark.dist,
@@ -121,6 +129,42 @@ def test_a_module_skipped_on_one_rank_is_an_error(pool: Pool, mode: str) -> None
     assert_alike(ranks, "collective 2 is rank 0: forward all_gather of blocks.2 (float32")
     assert "rank 1: forward all_gather of blocks.3" in ranks[0][0]
     assert ranks[0][0].startswith("GS702")
+
+
+def reordered(original: Any) -> Any:
+    """The planner lets the first reduction wait until the others have gone."""
+
+    def choose(context: Any, own: Any) -> Any:
+        first = reduce_buckets(context.memo, own.choices)[0].groups[0]
+        return candidate(context, replace(own.choices, delays=((first, 8),)))
+
+    return choose
+
+
+def side_by_side(ctx: Ctx) -> tuple[str, float]:
+    """Two graphs that the ranks voted on, each rank in another one of them; the backward of one,
+    which has not run yet, reduces two heads in another order."""
+    groups = (Group(("heads.1",)), Group(("heads.0",)), Group(("",)))
+    model = sharded(FuzzCase(TWO_HEADS, groups, ()), replace(ctx, mesh=own_mesh(ctx)))
+    model.compile(backend="graphshard", options={"fallback": "error"})
+
+    def loss(rows: int) -> Tensor:
+        first, second = model(torch.ones(rows, 3, dtype=torch.int64, device=ctx.device))
+        return first.square().mean() + second.square().mean()
+
+    loss(2).backward()
+    with patched(plan_step, "_chosen", reordered):
+        loss(3)
+    first, second = (
+        [p.groups[s.groups[0]].fqn for s in p.backward.of_kind(StepKind.REDUCE_ISSUE)]
+        for p in graphshard.plans(model)
+    )
+    assert first != second
+    return caught(lambda: loss(1 + ctx.rank).backward())
+
+
+def test_graphs_side_by_side_that_reduce_in_another_order_are_an_error(pool: Pool) -> None:
+    assert_alike(pool.run(2, side_by_side), "GS702: the ranks issue different collectives")
 
 
 def broken_on_one(ctx: Ctx, mode: str, how: str) -> tuple[str, float]:
