@@ -24,17 +24,20 @@ demo: $(DONE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone \
 		--nproc-per-node $(NPROC) examples/train.py
 
-# Each tester starts its own ranks. The viewer's tests drive a real browser.
+# Each tester starts its own ranks, and takes whole files, in the order of tests/conftest.py. Some
+# hundred processes read the sources: they are compiled once. The viewer's tests drive a real browser.
+test test-torch: export PYTHONDONTWRITEBYTECODE =
+test test-torch: TAKE := -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 test: $(DONE)
 	@command -v chromium >/dev/null || echo "no chromium: the tests of the viewer in a browser are" \
 		"skipped; to run them: apt-get install chromium fonts-dejavu-core" >&2
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TAKE) $(PYTEST_ARGS)
 
 # Another torch, with CUDA's libraries 5 GB, goes into a venv of its own.
 OTHER := .venv-torch-$(TORCH)
 OTHER_PIP := $(OTHER)/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest -n $(TESTERS) --dist loadfile tests/test_torch_names.py \
+	$(OTHER)/bin/python -m pytest $(TAKE) tests/test_torch_names.py \
 		tests/dist/test_parity.py tests/dist/test_contract.py $(PYTEST_ARGS)
 
 $(OTHER)/.installed: pyproject.toml constraints.txt

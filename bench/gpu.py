@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -111,12 +110,9 @@ def line_of(row: Row) -> str:
     )
 
 
-def launch(request: Request, cache: str) -> Measured:
+def launch(request: Request, cache: Mapping[str, str]) -> Measured:
     """One launch. Raises RuntimeError if it fails."""
-    environment = {"TORCHINDUCTOR_CACHE_DIR": cache}
-    stdout = rounds.python(
-        "-m", "bench.gpu_launch", json.dumps(asdict(request)), environment=environment
-    )
+    stdout = rounds.python("-m", "bench.gpu_launch", json.dumps(asdict(request)), environment=cache)
     data: Any = rounds.last_line(stdout)
     return Measured(**data)
 
@@ -132,7 +128,7 @@ def measure(args: argparse.Namespace, ways: Sequence[Way]) -> str:
     found: list[dict[str, Measured]] = []
     loads = [os.getloadavg()]
     table = ""
-    with tempfile.TemporaryDirectory() as cache:
+    with rounds.inductor_cache(own=not args.smoke) as cache:
         for index in range(args.launches):
             measured: dict[str, Measured] = {}
             for way in rounds.turns(ways, index):

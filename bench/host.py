@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -156,17 +155,18 @@ def notes(rows: Sequence[Row]) -> str:
 # -- launches ------------------------------------------------------------------------------------
 
 
-def launch(request: Request, cache: str) -> Measured:
+def launch(request: Request, cache: Mapping[str, str]) -> Measured:
     """One launch. Raises RuntimeError if it fails."""
-    environment = {"TORCHINDUCTOR_CACHE_DIR": cache}
     stdout = rounds.python(
-        "-m", "bench.host_launch", json.dumps(asdict(request)), environment=environment
+        "-m", "bench.host_launch", json.dumps(asdict(request)), environment=cache
     )
     data: Any = rounds.last_line(stdout)
     return Measured(**{**data, "steps": [StepTimes(**step) for step in data["steps"]]})
 
 
-def run_round(ways: Sequence[Way], request: Request, index: int, cache: str) -> dict[str, Measured]:
+def run_round(
+    ways: Sequence[Way], request: Request, index: int, cache: Mapping[str, str]
+) -> dict[str, Measured]:
     measured: dict[str, Measured] = {}
     for way in rounds.turns(ways, index):
         began = time.monotonic()
@@ -189,7 +189,7 @@ def measure(args: argparse.Namespace, ways: Sequence[Way], request: Request) -> 
     loads = [os.getloadavg()]
     rows: list[Row] = []
     compared: dict[int, list[Comparison]] = {}
-    with tempfile.TemporaryDirectory() as cache:
+    with rounds.inductor_cache(own=not args.smoke) as cache:
         for index in range(args.launches):
             for num_params in args.params:
                 sized = Request(**{**asdict(request), "num_params": num_params})

@@ -11,7 +11,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -48,6 +50,17 @@ def python(
     if process.returncode != 0:
         raise RuntimeError(f"{' '.join(args)} failed:\n{stderr}")
     return stdout
+
+
+@contextmanager
+def inductor_cache(*, own: bool) -> Iterator[Mapping[str, str]]:
+    """The environment in which launches share a new cache of Inductor's, which is removed at the
+    end. own=False: they use the one that is there, as where nobody reads the times."""
+    if not own:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield {"TORCHINDUCTOR_CACHE_DIR": folder}
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:

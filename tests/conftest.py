@@ -32,6 +32,15 @@ def pool() -> Iterator[Pool]:
         yield workers
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that testers end together; those with tests that want
+    the machine to themselves come last, when nobody waits for them any more."""
+    turns = {item.path: 1 for item in items}
+    for mark, turn in (("slow", 0), ("alone", 2)):
+        turns |= {item.path: turn for item in items if item.get_closest_marker(mark)}
+    items.sort(key=lambda item: turns[item.path])
+
+
 @pytest.fixture(autouse=True)
 def turn(request: pytest.FixtureRequest) -> Iterator[None]:
     """With `pytest -n`, a test marked `alone` runs while no other one does."""

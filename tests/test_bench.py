@@ -6,22 +6,27 @@ The first run compiles the network (about a minute).
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from warm import warm_context
 
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 from bench import emulator, limits, peaks, profile, table  # noqa: E402
-from bench.launch import Measured, Rate, Request, StepTimes  # noqa: E402
+from bench.launch import Measured, Rate, Request, StepTimes, run  # noqa: E402
 from bench.modes import ANY, BY_NAME, MODES, NO_LIMIT_BYTES  # noqa: E402
-from bench.step import TOLERANCE, LossesDiffer, budgets, check_losses, launch  # noqa: E402
+from bench.step import TOLERANCE, LossesDiffer, budgets, check_losses  # noqa: E402
 from graphshard.cost.comm import CollectiveKind, RankGroup  # noqa: E402
 from graphshard.cost.curve import Fit, line  # noqa: E402
 from graphshard.cost.machine import collective_us  # noqa: E402
@@ -217,10 +222,31 @@ def test_poison_shows_a_missing_wait(network, lane):
 # -- training -------------------------------------------------------------------------------------
 
 
+def launched(names: Iterable[str], **changed: Any) -> dict[str, Measured]:
+    """What `bench.step.launch` measures of each mode, in processes that have torch already."""
+    return {name: _launched(replace(REQUEST, mode=name, **changed)) for name in names}
+
+
+def _launched(request: Request) -> Measured:
+    receiver, sender = Pipe(duplex=False)
+    process = warm_context().Process(target=_send_measured, args=(sender, request))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    finally:
+        process.kill()  # what has compiled takes seconds to leave by itself
+        process.join()
+
+
+def _send_measured(sender: Connection, request: Request) -> None:
+    sender.send(run(request))
+
+
 @pytest.mark.slow
 def test_all_modes_train_the_same(extension):
     modes = [mode for mode in MODES if mode.is_exact and not mode.within]
-    measured = {m.name: launch(replace(REQUEST, mode=m.name)) for m in modes}
+    measured = launched(mode.name for mode in modes)
     check_losses(measured, modes)
     eager, ours = (measured[name].rates[0] for name in ("fsdp2", "graphshard"))
     moved = [step.link_bytes for step in (*eager.steps, *ours.steps)]
@@ -233,14 +259,13 @@ def test_all_modes_train_the_same(extension):
 @pytest.mark.slow
 def test_modes_by_inductor_train_nearly_the_same(extension):
     names = ("fsdp2_tuned", "blocks_tuned_half", "simple_fsdp", "simple_fsdp_4mb", "fused")
-    modes = [BY_NAME[name] for name in names]
-    check_losses({m.name: launch(replace(REQUEST, mode=m.name)) for m in modes}, modes)
+    check_losses(launched(names), [BY_NAME[name] for name in names])
 
 
 @pytest.mark.slow
 def test_no_mode_misses_a_wait(extension):
-    modes = [BY_NAME[name] for name in ("fsdp2", "fsdp2_tuned", "graphshard", "fused")]
-    check_losses({m.name: launch(replace(REQUEST, mode=m.name, poison=True)) for m in modes}, modes)
+    names = ("fsdp2", "fsdp2_tuned", "graphshard", "fused")
+    check_losses(launched(names, poison=True), [BY_NAME[name] for name in names])
 
 
 FORGETFUL = """

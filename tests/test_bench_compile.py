@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
+from smoke import smoke  # noqa: E402
+
 from bench import compile_table, compile_time, emulator  # noqa: E402
 from bench.compile_launch import Measured, Step  # noqa: E402
 from bench.compile_table import Launch, Pair  # noqa: E402
@@ -102,18 +104,14 @@ def test_a_second_launch_that_compiles_is_said():
 
 
 @pytest.mark.slow
-def test_a_tiny_run(tmp_path):
+def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     code = "from bench import emulator; emulator.load_extension()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)  # compilers warn
     assert emulator.load_extension()
     out = tmp_path / "compile.json"
-    done = subprocess.run(
-        [sys.executable, "bench/compile_time.py", "--smoke", "--modes", "fsdp2,graphshard_aten",
-         "--json", str(out)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "graphshard_aten, 2 blocks / 1 blocks" in done.stdout
+    ways = ("--modes", "fsdp2,graphshard_aten")
+    smoke(monkeypatch, compile_time, "--smoke", *ways, "--json", str(out))
+    assert "graphshard_aten, 2 blocks / 1 blocks" in capsys.readouterr().out
     result = json.loads(out.read_text())
     assert {"command", "machine", "versions", "rows", "targets", "launches"} <= set(result)
     ours = [row for row in result["rows"] if row["way"] == "graphshard_aten"]

@@ -1,7 +1,6 @@
 """bench/gpu.py: its arithmetic with made-up numbers, and that all ways run on a CPU."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
+
+from smoke import smoke  # noqa: E402
 
 from bench import gpu  # noqa: E402
 from bench.gpu_launch import Measured  # noqa: E402
@@ -51,13 +52,9 @@ def test_step_times_are_compared_within_a_round():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # C++ compilers, which are slow on a busy machine
-def test_all_ways_run_on_a_cpu(tmp_path):
+def test_all_ways_run_on_a_cpu(tmp_path, monkeypatch):
     out = tmp_path / "gpu.json"
-    done = subprocess.run(
-        [sys.executable, "bench/gpu.py", "--smoke", "--json", str(out)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    smoke(monkeypatch, gpu, "--smoke", "--json", str(out))
     result = json.loads(out.read_text())
     known = [way.name for way in choose(gpu.MODES) if exists(way)]
     assert [row["way"] for row in result["rows"]] == [w for w in known if w not in gpu.CUDA_ONLY]
@@ -67,15 +64,11 @@ def test_all_ways_run_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_emulated_ranks_run_on_a_cpu(tmp_path):
+def test_emulated_ranks_run_on_a_cpu(tmp_path, monkeypatch):
     """Numbers of time say nothing here; the losses of both ways have to be the same."""
     out = tmp_path / "gpu8.json"
-    command = ["--smoke", "--ranks", "8", "--modes", "fsdp2,graphshard_aten", "--json", str(out)]
-    done = subprocess.run(
-        [sys.executable, "bench/gpu.py", *command],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    command = ("--ranks", "8", "--modes", "fsdp2,graphshard_aten", "--json", str(out))
+    smoke(monkeypatch, gpu, "--smoke", *command)
     result = json.loads(out.read_text())
     assert (result["ranks"], result["network"]) == (8, "h100")
     theirs, ours = (launch["losses"] for launch in result["launches"][0].values())

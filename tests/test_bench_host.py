@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
+from smoke import smoke  # noqa: E402
+
 from bench import emulator, host, peers, rounds  # noqa: E402
 from bench.host_launch import Measured, StepTimes  # noqa: E402
 from bench.interval import compare, verdict  # noqa: E402
@@ -118,22 +120,19 @@ def test_ways_with_options_of_the_future_are_left_out():
 
 @pytest.mark.alone  # times are compared
 @pytest.mark.slow
-def test_a_tiny_run(tmp_path):
+def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     code = "from bench import emulator; emulator.load_extension()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)  # compilers warn
     assert emulator.load_extension()
     out = tmp_path / "host.json"
-    done = subprocess.run(
-        [sys.executable, "bench/host.py", "--smoke", "--modes", "single,fsdp2,graphshard_aten",
-         "--json", str(out)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "graphshard_aten / fsdp2" in done.stdout
+    ways = ("--modes", "single,fsdp2,graphshard_aten")
+    smoke(monkeypatch, host, "--smoke", *ways, "--json", str(out))
+    stdout = capsys.readouterr().out
+    assert "graphshard_aten / fsdp2" in stdout
     result = json.loads(out.read_text())
     assert {"command", "machine", "versions", "rows", "ratios", "launches"} <= set(result)
     single, eager, ours = result["rows"]
     assert single["host_us"] is None
     assert 0 < eager["host_us"] < eager["step_us"]
     assert ours["exposed_us"] <= 1e-3 * ours["step_us"]
-    assert "Waits for the link" not in done.stdout
+    assert "Waits for the link" not in stdout

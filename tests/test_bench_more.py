@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from bench import memory, netns, single, sockets  # noqa: E402
+from smoke import smoke  # noqa: E402
+
+from bench import apart, memory, netns, single, sockets  # noqa: E402
 from bench.memory import Spot  # noqa: E402
 from bench.single_launch import Measured as Alone  # noqa: E402
 from bench.sockets_rank import Measured, Times  # noqa: E402
@@ -67,16 +69,13 @@ def test_graphshard_is_compared_with_the_fastest_peer():
 
 
 @pytest.mark.slow
-def test_compute_on_one_process_is_measured(tmp_path):
+def test_compute_on_one_process_is_measured(tmp_path, monkeypatch, capsys):
     out = tmp_path / "single.json"
-    command = ["bench/single.py", "--models", "XXS", "--launches", "1", "--steps", "2"]
-    done = subprocess.run(
-        [sys.executable, *command, "--json", str(out)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "XXS, graphshard_single / inductor:" in done.stdout
-    assert "graphshard: " in done.stdout
+    command = ("--models", "XXS", "--launches", "1", "--steps", "2", "--json", str(out))
+    smoke(monkeypatch, single, *command)
+    stdout = capsys.readouterr().out
+    assert "XXS, graphshard_single / inductor:" in stdout
+    assert "graphshard: " in stdout
 
 
 @pytest.mark.alone  # only quiet steps count
@@ -93,13 +92,9 @@ def test_two_ranks_over_sockets_train_the_same():
 
 
 @pytest.mark.slow
-def test_a_second_process_group_is_compared(tmp_path):
+def test_a_second_process_group_is_compared(tmp_path, monkeypatch):
     out = tmp_path / "apart.json"
-    done = subprocess.run(
-        [sys.executable, "bench/apart.py", "--smoke", "--json", str(out)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    smoke(monkeypatch, apart, "--smoke", "--json", str(out))
     (row,) = json.loads(out.read_text())["rows"]
     assert row["is_chosen"] == (row["gain"] >= separate_group.WORTH)
     assert row["together_us"] >= row["lower_bound_us"]

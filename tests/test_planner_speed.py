@@ -8,8 +8,6 @@ from planning import layers
 
 from graphshard.planner.plan_step import fsdp2, plan_step
 
-pytestmark = pytest.mark.alone
-
 TRIES = 3  # a busy machine only ever adds to the time of an attempt
 
 

@@ -4,7 +4,7 @@
 // collective, values are right only if all ranks compute the same. Collectives that are not
 // here raise, as c10d::Backend does.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <functional>
 #include <memory>

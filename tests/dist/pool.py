@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from warm import warm_context
 
 START_S = 120.0  # to start the workers of one rank count
 SETTLE_S = 60.0  # to reset and meet at the barrier after a case
@@ -40,21 +41,6 @@ GRACE_S = 3.0  # for the other ranks, once one has failed
 COLLECTIVE_S = 60.0  # process-group timeout
 # The threads of each of gloo's process groups wake up 100 times a second, used or not.
 MOST_GROUPS = 8
-# By the server that workers are forked from: what a first compilation would import in each of them.
-PRELOADED = [
-    "pytest",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch._dynamo.backends.registry",
-    "torch._dynamo.repro.after_dynamo",
-    "torch._inductor.compile_fx",
-    "torch.export",
-    "graphshard.backend",
-    "graphshard.compiler.graph_compiler",
-    "graphshard.report.announce",
-    "graphshard.report.explain",
-]
 
 
 @dataclass(frozen=True)
@@ -147,7 +133,7 @@ class _Workers:
         self._stacks = tempfile.TemporaryDirectory(prefix="graphshard-tests-")
         self._conns: list[Connection] = []
         self._procs: list[Any] = []
-        context = _context()
+        context = warm_context(device_type())
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             place = (rank, world_size, self._store.port)
@@ -260,15 +246,6 @@ class _Workers:
         }
 
 
-def _context() -> Any:
-    """Workers are forked from a server that has only imported torch, so fresh ones cost little."""
-    if device_type() == "cuda":
-        return mp.get_context("spawn")  # an import may touch CUDA, which does not survive a fork
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
 # -- in the worker process -------------------------------------------------------------------------
 
 _LEAVE = b"leave"
@@ -313,6 +290,7 @@ def _join(rank: int, world_size: int, port: int) -> Ctx:
     here = Path(__file__).parent
     sys.path[:0] = [str(path) for path in (here, here.parent) if str(path) not in sys.path]
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 20, 20)  # tracing makes much, of which little is garbage
     device = torch.device("cpu")
     if device_type() == "cuda":
         device = torch.device("cuda", rank)

@@ -10,8 +10,8 @@ import test_semantics
 import torch
 from models import CASES, LENGTH, Llama, shard_blocks
 from parity import assert_equal, build, train
+from patching import compiled_in_place
 from pool import Ctx, Pool
-from test_semantics import Step
 
 import graphshard
 from graphshard.cost.comm import CollectiveKind, RankGroup
@@ -29,6 +29,17 @@ def inductor() -> Iterator[Pool]:
 @pytest.mark.parametrize("name", list(CASES))
 def test_models_follow_eager_fsdp2(inductor: Pool, name: str) -> None:
     inductor.run(2, test_parity.parity_case, name, "in place", 5, {}, timeout_s=300)
+
+
+def sends_in_place(ctx: Ctx) -> None:
+    """Collectives go from and to where tensors are."""
+    with compiled_in_place():
+        test_parity.parity_case(ctx, "llama", "in place", 5, {})
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nothing_is_packed(inductor: Pool, ranks: int) -> None:
+    inductor.run(ranks, sends_in_place, timeout_s=300)
 
 
 def slow_link(ranks: int) -> CostProfile:
@@ -61,11 +72,11 @@ def budgeted(ctx: Ctx, shares: list[float]) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "shares"), [(2, [1.0, 0.85]), (4, [0.85])])
 def test_parts_of_the_last_blocks_travel_alone_and_blocks_are_computed_again(
-    inductor: Pool, ranks: int
+    inductor: Pool, ranks: int, shares: list[float]
 ) -> None:
-    plans = inductor.run(ranks, budgeted, [1.0, 0.85], timeout_s=300)
+    plans = inductor.run(ranks, budgeted, shares, timeout_s=300)
     assert all(own == plans[0] for own in plans)
     free, *tight = plans[0]
     assert not free.recompute
@@ -93,6 +104,6 @@ def test_distinct_regions_do_not_grow_with_depth(inductor: Pool) -> None:
     assert few[0][1] == many[0][1] <= 20
 
 
-@pytest.mark.parametrize("step", test_semantics.STEPS, ids=lambda s: s.__name__)
-def test_semantics_are_those_of_fsdp2(inductor: Pool, step: Step) -> None:
-    inductor.run(2, test_semantics.both, step, timeout_s=300)
+@pytest.mark.parametrize("name", test_semantics.STEPS)
+def test_semantics_are_those_of_fsdp2(inductor: Pool, name: str) -> None:
+    inductor.run(2, test_semantics.both, test_semantics.STEPS[name], timeout_s=300)

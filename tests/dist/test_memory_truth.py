@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from patching import patched
 from pool import Ctx, Pool
-from test_memory import Storages, patched, watch_gathered
+from test_memory import Storages, watch_gathered
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from patching import patched
 from pool import Ctx, Pool
-from test_memory import patched
 from test_memory_truth import NO_LIMIT, planned, recording, sampled_on
 from torch.distributed.fsdp import fully_shard
 

@@ -1,13 +1,16 @@
 """The main claim: one forward and one backward graph, bitwise equal to eager FSDP2."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, Llama, shard_blocks
-from parity import assert_equal, build, count_collectives, train, twin
-from pool import Ctx, Pool, capped
+from models import CASES, Case, Llama, shard_blocks
+from parity import assert_equal, count_collectives, train, twin
+from patching import compiled_in_place, in_place
+from poison import poisoned
+from pool import Ctx, Pool
 from torch import nn
 
 import graphshard
@@ -27,29 +30,77 @@ def compiled_loss(how: str, model: nn.Module, case: Any) -> Any:
     return torch.compile(partial(case.loss, model), backend="graphshard", **STRICT)
 
 
-def parity_case(ctx: Ctx, name: str, how: str, steps: int, kwargs: dict[str, Any]) -> str:
+def parity_case(ctx: Ctx, name: str, how: str, steps: int, kwargs: dict[str, Any]) -> None:
     case = CASES[name]
-    micro_steps = kwargs.pop("micro_steps", 1)
     oracle, model = twin(case, ctx, **kwargs)
-    expected = train(oracle, case, ctx, steps, micro_steps=micro_steps)
+    expected = train(oracle, case, ctx, steps)
     loss = compiled_loss(how, model, case)
-    actual = train(model, case, ctx, steps, run=loss, micro_steps=micro_steps)
+    actual = train(model, case, ctx, steps, run=loss)
     assert_equal(expected, actual)
+    assert_one_plan(model)
+
+
+def follows_eager(ctx: Ctx, name: str, plans_in_place: bool) -> dict[str, tuple[int, int]]:
+    """One model, compiled once: plain steps, micro-steps, collectives, with poison.
+
+    plans_in_place: its plan is made for collectives from and to where tensors are.
+    """
+    case = CASES[name]
+    oracle, model = twin(case, ctx)
+
+    def equal(steps: int, first_step: int, micro_steps: int = 1) -> None:
+        told = {"first_step": first_step, "micro_steps": micro_steps}
+        assert_equal(
+            train(oracle, case, ctx, steps, **told), train(model, case, ctx, steps, **told)
+        )
+
+    with compiled_in_place() if plans_in_place else nullcontext():
+        model.compile(backend="graphshard", **STRICT)
+        equal(10, 0)
+    equal(3, 10, micro_steps=4)
+    assert_one_plan(model)
+    seen = collectives(ctx, case, oracle, model, 13)
+    for sends_in_place, used in ((False, "all_gather"), (True, "gather_in_place")):
+        with in_place(model, sends_in_place), poisoned() as calls:
+            equal(5, 5 * sends_in_place)
+        assert calls[used] > 0 or ctx.world_size == 1
+        assert calls["free"] > 0
+    return seen
+
+
+def collectives(
+    ctx: Ctx, case: Case, oracle: nn.Module, model: nn.Module, step: int
+) -> dict[str, tuple[int, int]]:
+    """All-gathers and reduce-scatters of one step, and as planned; the number of groups."""
+    seen = {}
+    for label, net in (("eager", oracle), ("compiled", model)):
+        with count_collectives() as counted:
+            train(net, case, ctx, 1, first_step=step)
+        seen[label] = (counted.all_gather, counted.reduce_scatter)
+    summary = graphshard.plans(model)[0].summary()
+    seen["planned"] = (summary["all_gathers"], summary["reduce_scatters"])
+    return {**seen, "groups": (summary["groups"], summary["groups"])}
+
+
+def assert_one_plan(model: nn.Module) -> None:
     plans, report = graphshard.plans(model), graphshard.explain(model)
     assert [p.summary()["graphs"] for p in plans] == [2], str(report)
     assert report.captured == report.present == plans[0].summary()["groups"]
     assert not report.reasons
-    return str(report)
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_five_models_equal_eager_fsdp2(pool: Pool, name: str) -> None:
-    pool.run(2, parity_case, name, "in place", 10, {}, timeout_s=240)
-
-
-@pytest.mark.parametrize("name", ["llama", "moe"])
-def test_two_models_on_four_ranks(pool: Pool, name: str) -> None:
-    pool.run(4, parity_case, name, "in place", 10, {}, timeout_s=280)
+@pytest.mark.parametrize(
+    ("name", "ranks", "plans_in_place"),
+    [*((name, 2, False) for name in CASES), ("llama", 4, True), ("moe", 4, True)],
+)
+def test_models_equal_eager_fsdp2(pool: Pool, name: str, ranks: int, plans_in_place: bool) -> None:
+    """A missing wait or a use after the release would show."""
+    for seen in pool.run(ranks, follows_eager, name, plans_in_place, timeout_s=280):
+        if seen["eager"] != (0, 0):  # one rank has no collectives
+            assert seen["compiled"] == seen["eager"] == seen["planned"]
+        if name == "llama":
+            groups, _ = seen["groups"]
+            assert seen["planned"] == (2 * groups - 1, groups)
 
 
 @pytest.mark.parametrize("how", ["wrapped", "step function"])
@@ -57,60 +108,22 @@ def test_three_ways_to_compile(pool: Pool, how: str) -> None:
     pool.run(2, parity_case, "gpt_tied", how, 3, {})
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_explicit_reshard_after_forward(pool: Pool, reshard: bool) -> None:
-    pool.run(2, parity_case, "llama", "in place", 3, {"reshard_after_forward": reshard})
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_tied_ac"])
-def test_gradient_accumulation(pool: Pool, name: str) -> None:
-    pool.run(2, parity_case, name, "in place", 3, {"micro_steps": 4})
-
-
-def counts(ctx: Ctx, reshard: bool | None) -> dict[str, Any]:
+def with_setting(ctx: Ctx, reshard: bool) -> dict[str, tuple[int, int]]:
     case = CASES["llama"]
-    kwargs = {} if reshard is None else {"reshard_after_forward": reshard}
-    oracle, model = twin(case, ctx, **kwargs)
+    oracle, model = twin(case, ctx, reshard_after_forward=reshard)
     model.compile(backend="graphshard", **STRICT)
-    seen = {}
-    for label, net in (("eager", oracle), ("compiled", model)):
-        train(net, case, ctx, 1)
-        with count_collectives() as counted:
-            train(net, case, ctx, 1, first_step=1)
-        seen[label] = (counted.all_gather, counted.reduce_scatter)
-    plan = graphshard.plans(model)[0]
-    summary = plan.summary()
-    seen["planned"] = (summary["all_gathers"], summary["reduce_scatters"])
-    seen["groups"] = summary["groups"]
-    return seen
+    assert_equal(train(oracle, case, ctx, 3), train(model, case, ctx, 3))
+    return collectives(ctx, case, oracle, model, 3)
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_collectives_are_those_of_fsdp2(pool: Pool, reshard: bool | None) -> None:
-    for seen in pool.run(2, counts, reshard):
-        groups = seen["groups"]
-        gathers = {None: 2 * groups - 1, True: 2 * groups, False: groups}[reshard]
+@pytest.mark.parametrize("reshard", [True, False])
+def test_collectives_are_those_of_fsdp2(pool: Pool, reshard: bool) -> None:
+    for seen in pool.run(2, with_setting, reshard):
+        groups, _ = seen["groups"]
+        gathers = 2 * groups if reshard else groups
         assert seen["planned"] == (gathers, groups)
         if seen["eager"] != (0, 0):  # one rank has no collectives
             assert seen["compiled"] == seen["eager"] == (gathers, groups)
-
-
-def accumulation_counts(ctx: Ctx) -> tuple[int, int, int]:
-    case = CASES["llama"]
-    model = build(case, ctx)
-    model.compile(backend="graphshard", **STRICT)
-    train(model, case, ctx, 1, micro_steps=4)
-    variants = len(graphshard.plans(model))
-    with count_collectives() as counted:
-        train(model, case, ctx, 1, micro_steps=4, first_step=1)
-    assert len(graphshard.plans(model)) == variants
-    return counted.reduce_scatter, graphshard.plans(model)[0].summary()["groups"], variants
-
-
-def test_four_micro_steps_reduce_once(pool: Pool) -> None:
-    for reduced, groups, variants in pool.run(2, accumulation_counts):
-        assert reduced == (groups if capped(2) > 1 else 0)
-        assert variants == 1
 
 
 def per_block(ctx: Ctx) -> tuple[int, int, int]:

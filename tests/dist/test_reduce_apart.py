@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 from models import CASES
 from parity import assert_equal, build, train
+from patching import patched
 from pool import Ctx, Pool
-from test_memory import patched
 
 import graphshard
 from graphshard.cost import presets

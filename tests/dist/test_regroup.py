@@ -1,7 +1,7 @@
 """All-gathers of several groups and of parts of groups: same bits, memory as planned."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,20 +10,22 @@ import contract_setups as do
 import pytest
 import torch
 from contract_models import mesh_of, plain
-from models import CASES
-from parity import assert_equal, build, count_collectives, train
+from models import CASES, Case
+from parity import assert_equal, build, count_collectives, train, twin
+from patching import patched
+from poison import poisoned
 from pool import Ctx, Pool
 from regrouping import merged, split, split_reductions
-from test_memory import STRICT, patched, poison, poison_released, watch_gathered
+from replanning import Programs, kept_programs, run_as
+from test_memory import STRICT, watch_gathered
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.capture.root_state import handle_of
-from graphshard.compiler import planning
 from graphshard.pricing import op_costs, problem
-from graphshard.runtime import buckets, gather_buffers, reduce
+from graphshard.runtime import buckets
 from graphshard.schedule.plan import Plan, StepKind
 
 pytestmark = pytest.mark.dist
@@ -39,17 +41,6 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@contextmanager
-def planned_as(name: str) -> Iterator[None]:
-    """Every plan made inside has the collectives that PLANS[name] gives it."""
-
-    def changed(original: Callable[[Any], Plan]) -> Callable[[Any], Plan]:
-        return lambda *args: PLANS[name](original(*args))
-
-    with patched(planning, "plan_with_costs", changed):
-        yield
-
-
 def on_mesh(ctx: Ctx, shape: tuple[int, int] | None) -> Ctx:
     """The same rank, on a mesh of replicas and shards."""
     if shape is None:
@@ -58,29 +49,43 @@ def on_mesh(ctx: Ctx, shape: tuple[int, int] | None) -> Ctx:
 
 
 def regrouped(
-    ctx: Ctx, case_name: str, plan_name: str, shape: Any, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Compare 3 steps with FSDP2, and count what one more step really does."""
+    ctx: Ctx, case_name: str, names: Sequence[str], shape: Any, kwargs: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Two steps with each plan against FSDP2, and what one more backward really issues."""
     ctx, case = on_mesh(ctx, shape), CASES[case_name]
-    expected = train(build(case, ctx, **kwargs), case, ctx, 3)
-    model = build(case, ctx, **kwargs)
+    oracle, model, programs = compiled_twin(case, ctx, **kwargs)
+    found = []
+    for number, name in enumerate(names):
+        plan = run_as(model, programs, PLANS[name])
+        steps = {"steps": 2, "first_step": 1 + 2 * number}
+        assert_equal(train(oracle, case, ctx, **steps), train(model, case, ctx, **steps))
+        before = issued(model)
+        with watch_gathered() as seen, count_collectives() as counts:
+            case.loss(model, case.batch(0, ctx.rank, ctx.device)).backward()
+        model.zero_grad()
+        found.append(
+            {
+                "name": name,
+                "peak": seen.peak_bytes,
+                "planned_peak": plan.gathered_peak_bytes(),
+                "left": seen.alive_bytes(),
+                "gathers": counts.all_gather,
+                "planned": sum(s.num_all_gathers for s in plan.schedules),
+                "counted": issued(model) - before,
+                "groups": len(plan.groups),
+                "json": plan.to_json(),
+            }
+        )
+    return found
+
+
+def compiled_twin(case: Case, ctx: Ctx, **kwargs: Any) -> tuple[nn.Module, nn.Module, Programs]:
+    """Eager and compiled, after one equal step."""
+    oracle, model = twin(case, ctx, **kwargs)
     model.compile(backend="graphshard", **STRICT)
-    with planned_as(plan_name):
-        assert_equal(expected, train(model, case, ctx, 3))
-    (plan,) = graphshard.plans(model)
-    before = issued(model)
-    with watch_gathered() as seen, count_collectives() as counts:
-        case.loss(model, case.batch(3, ctx.rank, ctx.device)).backward()
-    return {
-        "peak": seen.peak_bytes,
-        "planned_peak": plan.gathered_peak_bytes(),
-        "left": seen.alive_bytes(),
-        "gathers": counts.all_gather,
-        "planned": sum(s.num_all_gathers for s in plan.schedules),
-        "counted": issued(model) - before,
-        "groups": len(plan.groups),
-        "json": plan.to_json(),
-    }
+    with kept_programs() as programs:
+        assert_equal(train(oracle, case, ctx, 1), train(model, case, ctx, 1))
+    return oracle, model, programs
 
 
 def issued(model: nn.Module) -> int:
@@ -88,35 +93,32 @@ def issued(model: nn.Module) -> int:
     return sum(live.counters.all_gathers for live in lives)
 
 
-def check(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    first = ranks[0]
-    for seen in ranks:
-        assert seen["json"] == first["json"]
-        assert seen["gathers"] == seen["planned"] == seen["counted"]
-        assert seen["peak"] == seen["planned_peak"]
-        assert seen["left"] == 0
-    return first
+def check(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    for own in ranks:
+        for seen, first in zip(own, ranks[0], strict=True):
+            assert seen["json"] == first["json"]
+            assert seen["gathers"] == seen["planned"] == seen["counted"], seen["name"]
+            assert seen["peak"] == seen["planned_peak"], seen["name"]
+            assert seen["left"] == 0, seen["name"]
+    return ranks[0]
 
 
-@pytest.mark.parametrize("plan_name", PLANS)
 @pytest.mark.parametrize("case_name", ["llama", "gpt_tied"])
-def test_no_bit_changes(pool: Pool, case_name: str, plan_name: str) -> None:
-    seen = check(pool.run(2, regrouped, case_name, plan_name, None, {}))
-    one_each = 2 * seen["groups"] - 1  # the root stays gathered
-    assert (seen["gathers"] < one_each) == plan_name.startswith("merge")
-    if plan_name == "merge all":
-        assert seen["gathers"] == 2
+def test_no_bit_changes(pool: Pool, case_name: str) -> None:
+    for seen in check(pool.run(2, regrouped, case_name, list(PLANS), None, {})):
+        one_each = 2 * seen["groups"] - 1  # the root stays gathered
+        assert (seen["gathers"] < one_each) == seen["name"].startswith("merge")
+        if seen["name"] == "merge all":
+            assert seen["gathers"] == 2
 
 
 def reduced_in_parts(ctx: Ctx, micro_steps: int) -> tuple[int, int]:
     """Reductions of one step, and groups; bits are those of FSDP2, also after micro-steps."""
     case = CASES["llama"]
-    oracle, model = build(case, ctx), build(case, ctx)
-    model.compile(backend="graphshard", **STRICT)
-    expected = train(oracle, case, ctx, 3, micro_steps=micro_steps)
-    with planned_as("split reductions"):
-        assert_equal(expected, train(model, case, ctx, 3, micro_steps=micro_steps))
-    (plan,) = graphshard.plans(model)
+    oracle, model, programs = compiled_twin(case, ctx)
+    plan = run_as(model, programs, PLANS["split reductions"])
+    steps = {"steps": 2, "first_step": 1, "micro_steps": micro_steps}
+    assert_equal(train(oracle, case, ctx, **steps), train(model, case, ctx, **steps))
     with count_collectives() as counts:
         case.loss(model, case.batch(3, ctx.rank, ctx.device)).backward()
     assert counts.reduce_scatter == sum(s.num_reduce_scatters for s in plan.schedules)
@@ -129,7 +131,6 @@ def test_reductions_in_parts(pool: Pool, micro_steps: int) -> None:
         assert reductions > groups
 
 
-@pytest.mark.parametrize("plan_name", ["merge 3", "split 3", "split reductions"])
 @pytest.mark.parametrize(
     ("shape", "kwargs"),
     [
@@ -141,12 +142,11 @@ def test_reductions_in_parts(pool: Pool, micro_steps: int) -> None:
     ],
     ids=["bf16", "reshard", "keep", "hsdp-1x2", "hsdp-2x1"],
 )
-def test_no_bit_changes_with_settings(
-    pool: Pool, plan_name: str, shape: Any, kwargs: dict[str, Any]
-) -> None:
-    ranks = pool.run(2, regrouped, "llama", plan_name, shape, kwargs)
+def test_no_bit_changes_with_settings(pool: Pool, shape: Any, kwargs: dict[str, Any]) -> None:
+    names = ["merge 3", "split 3", "split reductions"]
+    ranks = pool.run(2, regrouped, "llama", names, shape, kwargs)
     if shape == (2, 1):  # one rank has everything: nothing is gathered
-        assert all(seen["gathers"] == 0 for seen in ranks)
+        assert all(seen["gathers"] == 0 for own in ranks for seen in own)
     else:
         check(ranks)
 
@@ -196,58 +196,63 @@ SETTINGS = {
 }
 
 
-def with_setting(ctx: Ctx, setting_name: str, plan_name: str) -> int:
-    """Compare 5 steps with FSDP2; all-gathers that graphshard issued."""
+REGROUPED = ("merge 3", "split 3")
+
+
+def with_setting(ctx: Ctx, setting_name: str) -> list[int]:
+    """Compare 5 steps with FSDP2, with each plan; all-gathers that graphshard issued."""
     setting, case = SETTINGS[setting_name], CASES["llama"]
-    compiled: nn.Module | None = None
-    traces = []
-    for is_compiled in (False, True):
-        torch.manual_seed(0)
-        model = setting.shard(case.build().to(ctx.device), ctx)
-        if is_compiled:
-            model.compile(backend="graphshard", **STRICT)
-            compiled = model
-        with planned_as(plan_name):
-            for step in range(5):
-                setting.before(model, step)
-                traces.append(train(model, case, ctx, 1, first_step=step))
-    for expected, actual in zip(traces[:5], traces[5:], strict=True):
-        assert_equal(expected, actual)
-    return issued(compiled)
+    oracle, model = (_sharded(setting, case, ctx) for _ in range(2))
+    model.compile(backend="graphshard", **STRICT)
+
+    def compare(steps: range) -> int:
+        before = issued(model)
+        for step in steps:
+            traces = []
+            for each in (oracle, model):
+                setting.before(each, step)
+                traces.append(train(each, case, ctx, 1, first_step=step))
+            assert_equal(*traces)
+        return issued(model) - before
+
+    with kept_programs() as programs:
+        compare(range(2))  # what the user does alternates
+    counts = []
+    for number, plan_name in enumerate(REGROUPED):
+        run_as(model, programs, PLANS[plan_name])
+        counts.append(compare(range(2 + 5 * number, 7 + 5 * number)))
+    return counts
 
 
-@pytest.mark.parametrize("plan_name", ["merge 3", "split 3"])
+def _sharded(setting: Setting, case: Case, ctx: Ctx) -> nn.Module:
+    torch.manual_seed(0)
+    return setting.shard(case.build().to(ctx.device), ctx)
+
+
 @pytest.mark.parametrize("setting_name", SETTINGS)
-def test_what_the_user_does_is_binding(pool: Pool, setting_name: str, plan_name: str) -> None:
+def test_what_the_user_does_is_binding(pool: Pool, setting_name: str) -> None:
     setting = SETTINGS[setting_name]
-    counts = pool.run(setting.ranks, with_setting, setting_name, plan_name)
+    counts = pool.run(setting.ranks, with_setting, setting_name)
     assert counts == counts[:1] * len(counts)
-    wanted = setting.gathers
-    if plan_name == "merge 3" and wanted is not None:
-        assert counts[0] == wanted
+    if setting.gathers is not None:
+        assert counts[0][REGROUPED.index("merge 3")] == setting.gathers
 
 
 # -- waits, releases, failures -------------------------------------------------------------------
 
 
-def poisoned(ctx: Ctx, plan_name: str) -> None:
-    """What is read before its wait or after its release is NaN."""
+def with_poison(ctx: Ctx) -> None:
     case = CASES["gpt_tied"]
-    expected = train(build(case, ctx), case, ctx, 3)
-    model = build(case, ctx)
-    model.compile(backend="graphshard", **STRICT)
-    with (
-        planned_as(plan_name),
-        patched(buckets, "all_gather", poison(0)),
-        patched(reduce, "reduce_scatter", poison(0)),
-        patched(gather_buffers, "free", poison_released),
-    ):
-        assert_equal(expected, train(model, case, ctx, 3))
+    oracle, model, programs = compiled_twin(case, ctx)
+    with poisoned():
+        for number, plan_name in enumerate(("merge 3", "split 1")):
+            run_as(model, programs, PLANS[plan_name])
+            steps = {"steps": 2, "first_step": 1 + 2 * number}
+            assert_equal(train(oracle, case, ctx, **steps), train(model, case, ctx, **steps))
 
 
-@pytest.mark.parametrize("plan_name", ["merge 3", "split 1"])
-def test_missing_wait_or_use_after_release_would_show(pool: Pool, plan_name: str) -> None:
-    pool.run(2, poisoned, plan_name)
+def test_missing_wait_or_use_after_release_would_show(pool: Pool) -> None:
+    pool.run(2, with_poison)
 
 
 class Failing:
@@ -263,38 +268,30 @@ class Failing:
         return self.original(*args)
 
 
-def failing(ctx: Ctx, plan_name: str, function: str, calls: int) -> None:
+def failing(ctx: Ctx, calls: int) -> None:
     """A forward fails in the middle; everything is sharded, and training goes on as in FSDP2."""
     case = CASES["llama"]
-    expected = train(build(case, ctx), case, ctx, 2)
-    model = build(case, ctx)
-    model.compile(backend="graphshard", **STRICT)
-    with planned_as(plan_name):
-        case.loss(model, case.batch(0, ctx.rank, ctx.device))
-    model.reshard()
-    with watch_gathered() as seen:
-        with patched(buckets, function, partial(Failing, calls=calls)):
-            try:
+    oracle, model, programs = compiled_twin(case, ctx)
+    faults = itertools.product(("merge 2", "split 3"), ("all_gather", "_copy_out"))
+    for step, (plan_name, function) in enumerate(faults, start=1):
+        run_as(model, programs, PLANS[plan_name])
+        fault = patched(buckets, function, partial(Failing, calls=calls))
+        with watch_gathered() as seen:
+            with fault, pytest.raises(ZeroDivisionError):
                 case.loss(model, case.batch(0, ctx.rank, ctx.device))
-                raise AssertionError("it did not fail")
-            except ZeroDivisionError:
-                pass
-        assert seen.peak_bytes > 0
-        assert seen.alive_bytes() == 0
-    for module in (model, *model.blocks):
-        live = handle_of(module).live
-        assert live.fsdp.is_sharded
-        assert live.kept is None
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert_equal(expected, train(model, case, ctx, 2))
+            assert seen.peak_bytes > 0
+            assert seen.alive_bytes() == 0
+        for module in (model, *model.blocks):
+            live = handle_of(module).live
+            assert live.fsdp.is_sharded
+            assert live.kept is None
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        steps = {"steps": 1, "first_step": step}
+        assert_equal(train(oracle, case, ctx, **steps), train(model, case, ctx, **steps))
 
 
-@pytest.mark.parametrize(("function", "calls"), [("all_gather", 2), ("_copy_out", 2)])
-@pytest.mark.parametrize("plan_name", ["merge 2", "split 3"])
-def test_after_a_failure_everything_is_sharded(
-    pool: Pool, plan_name: str, function: str, calls: int
-) -> None:
-    pool.run(2, failing, plan_name, function, calls)
+def test_after_a_failure_everything_is_sharded(pool: Pool) -> None:
+    pool.run(2, failing, 2)
 
 
 # -- what the planner decides --------------------------------------------------------------------

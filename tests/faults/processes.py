@@ -7,7 +7,6 @@ pipe. `CLOCK_MONOTONIC` is the same for all processes of a machine, so that they
 import contextlib
 import faulthandler
 import gc
-import multiprocessing as mp
 import os
 import pickle
 import signal
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from pool import PRELOADED
+from warm import warm_context
 
 START_S = 90.0  # until every rank has said that it is ready
 
@@ -59,8 +58,7 @@ def run(
     that has not ended by then is shown where it is, and killed.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = warm_context()
     with tempfile.TemporaryDirectory(prefix="graphshard-faults-") as folder:
         faults = Path(folder) / "fault"
         ranks = []
