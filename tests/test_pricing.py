@@ -4,15 +4,20 @@ from dataclasses import replace
 
 import pytest
 from graphs import Sketch, aten, group, program
+from hypothesis import given
+from hypothesis import strategies as st
 
 from graphshard.compiler.planning import run_passes
+from graphshard.cost.comm import CollectiveKind, MeasuredCurve, RankGroup
+from graphshard.cost.curve import line
 from graphshard.cost.presets import preset
+from graphshard.errors import PlanError
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.passes import PLACEMENT
 from graphshard.planner.choices import Bucket, Choices
 from graphshard.planner.events import gather_events, region_events
 from graphshard.planner.plan_step import fsdp2, plan_step
-from graphshard.planner.problem import Category
+from graphshard.planner.problem import Category, checked
 from graphshard.pricing import problem as posed
 from graphshard.pricing.op_costs import graph_costs
 from graphshard.pricing.problem import MAX_PARTS, PlanningPolicy, price
@@ -150,6 +155,35 @@ def test_lanes_of_one_group_share_a_link():
         "lane 0": "lane 0", "lane 1": "lane 0", "lane 2": "",
     }  # fmt: skip
     assert [lane.link for lane in priced(groups_of(1, 4)).lanes] == [""]
+
+
+@pytest.fixture(scope="module")
+def late_gradient_costs():
+    return graph_costs(late_gradient(), preset("h100"), recompute=False)
+
+
+times = st.floats(0.0, 1000.0)
+
+
+@given(times, times, times)
+def test_no_collective_takes_less_than_a_launch_of_its_lane(
+    late_gradient_costs, gather_us, regather_us, reduce_us
+):
+    """A busy machine may measure that reductions take less than the launch of a gather."""
+    gather, reduce = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+    curves = (
+        MeasuredCurve(gather, RankGroup(8, 2, "lane 0"), line(gather_us, 1e9)),
+        MeasuredCurve(reduce, RankGroup(8, 2, "lane 0"), line(reduce_us, 1e9)),
+        MeasuredCurve(gather, RankGroup(4, 2, "lane 1"), line(regather_us, 1e9)),
+    )
+    machine = replace(preset("h100"), measured=curves)
+    own = replace(OWN, ranks=8, post_forward_ranks=4, post_forward_lane="lane 1")
+    problem = checked(price(late_gradient_costs, [own], machine, PlanningPolicy()))
+    (part,) = problem.groups[0].parts
+    assert part.gradient.reduce.us == pytest.approx(reduce_us, abs=1e-2)
+    assert problem.lanes[0].launch_us <= part.gradient.reduce.us
+    with pytest.raises(PlanError, match=r"GS602: a collective of .* less than its launch"):
+        checked(replace(problem, lanes=tuple(replace(x, launch_us=1001.0) for x in problem.lanes)))
 
 
 # -- an int `reshard_after_forward` ----------------------------------------------------------------

@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 
-from graphshard.planner.problem import Group, Part, Problem, Region, Transfer, checked, gather_of
+from graphshard.planner.problem import (
+    Group,
+    Part,
+    Problem,
+    Region,
+    Transfer,
+    checked,
+    gather_of,
+    transfers_of,
+)
 from graphshard.schedule.measured import Measured, Segment
 from graphshard.schedule.plan import Direction, Step, StepKind
 from graphshard.schedule.steps import ISSUE_OF, WAIT_OF
@@ -46,16 +56,17 @@ def observed(problem: Problem, measured: Measured) -> Problem:
     forward = _regions(problem.forward, measured.forward)
     backward = _regions(problem.backward, measured.backward)
     lanes = tuple(
-        replace(lane, launch_us=min(lane.launch_us, *_gather_times(groups, index)))
+        replace(lane, launch_us=min(lane.launch_us, *_times_on(groups, index)))
         for index, lane in enumerate(problem.lanes)
     )
     return checked(replace(problem, groups=groups, lanes=lanes, forward=forward, backward=backward))
 
 
-def _gather_times(groups: Sequence[Group], lane: int) -> list[float]:
-    """Of all gathers on `lane`; a launch is a part of each of them."""
-    mine = [g for g in groups if g.gather_lane == lane]
-    return [p.gather.us for g in mine for p in g.parts] or [float("inf")]
+def _times_on(groups: Sequence[Group], lane: int) -> list[float]:
+    """Of all collectives on `lane`; a launch is a part of each of them."""
+    parts = ((group, part) for group in groups for part in group.parts)
+    transfers = chain.from_iterable(transfers_of(*pair) for pair in parts)
+    return [transfer.us for own, transfer in transfers if own == lane] or [float("inf")]
 
 
 def _regions(regions: Sequence[Region], segments: Sequence[Segment]) -> tuple[Region, ...]:

@@ -42,7 +42,8 @@ class CollectiveLane:
     """One in-order queue of collectives: a process group's communicator.
 
     launch_us: what one collective costs whatever its size (alpha of the alpha-beta model); two
-    merged collectives cost this much less than both alone, a split one that much more.
+    merged collectives cost this much less than both alone, a split one that much more. No
+    collective of the lane takes less.
     link: lanes that name the same one share its bandwidth (`graphshard.planner.links`); "": none.
     """
 
@@ -262,6 +263,14 @@ def gather_of(part: Part, direction: Direction) -> Transfer:
     return part.gather if regather is None else regather
 
 
+def transfers_of(group: Group, part: Part) -> Iterator[tuple[int, Transfer]]:
+    """Every collective that may carry `part`, with its lane."""
+    yield group.gather_lane, part.gather
+    yield group.lane_in(Direction.BACKWARD), gather_of(part, Direction.BACKWARD)
+    if part.gradient is not None:
+        yield group.reduce_lane, part.gradient.reduce
+
+
 def exact_us(us: float) -> float:
     """`us` rounded to a multiple of TICK_US."""
     return round(us / TICK_US) * TICK_US
@@ -358,6 +367,6 @@ def _part_faults(problem: Problem, group: Group, part: Part) -> Iterator[str]:
     grad = part.gradient
     if grad is not None and not -1 <= grad.first <= grad.ready < len(problem.backward):
         yield f"gradients of {group.fqn} come in regions {grad.first} to {grad.ready}"
-    launch_us = problem.lanes[group.gather_lane].launch_us
-    if group.world_size > 1 and part.gather.us < launch_us:
-        yield f"a gather of {group.fqn} takes {part.gather.us} us, less than its launch"
+    for lane, transfer in transfers_of(group, part):
+        if group.world_size > 1 and transfer.us < problem.lanes[lane].launch_us:
+            yield f"a collective of {group.fqn} takes {transfer.us} us, less than its launch"

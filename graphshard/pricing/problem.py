@@ -317,14 +317,25 @@ def _lanes(
     """The lanes with their launch times; no collective of a group is shorter than its launch."""
     found: dict[str, float] = {}
     for info in groups:
-        own = settings[info.id]
-        smaller = _post_forward_ranks(own)
-        both = [Ranks(own.ranks, own.ranks_per_node, n) for n in (own.gather_lane, own.reduce_lane)]
-        for ranks in both if smaller is None else [*both, smaller]:
-            whole = collective_us(machine, CollectiveKind.ALL_GATHER, ranks, info.gathered_bytes)
-            launch = launch_us(machine, CollectiveKind.ALL_GATHER, ranks, 2**20)
-            found[ranks.name] = min(found.get(ranks.name, float(launch)), float(whole))
+        for kind, ranks, size_bytes in _collectives(info, settings[info.id]):
+            whole = float(collective_us(machine, kind, ranks, size_bytes))
+            launch = float(launch_us(machine, CollectiveKind.ALL_GATHER, ranks, 2**20))
+            found[ranks.name] = min(found.get(ranks.name, launch), whole)
     return found
+
+
+def _collectives(
+    info: GroupInfo, own: GroupSettings
+) -> Iterator[tuple[CollectiveKind, Ranks, int]]:
+    """Those of a whole group, each with its ranks and bytes; a frozen one counts as if trained."""
+    gather, reduce = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+    yield gather, Ranks(own.ranks, own.ranks_per_node, own.gather_lane), info.gathered_bytes
+    trained = [param for param in info.params if param.trainable]
+    ranks = Ranks(own.ranks, own.ranks_per_node, own.reduce_lane)
+    yield reduce, ranks, _input_bytes(trained or info.params, own)
+    smaller = _post_forward_ranks(own)
+    if smaller is not None:
+        yield gather, smaller, info.gathered_bytes
 
 
 def _links(settings: Sequence[GroupSettings]) -> dict[str, str]:
