@@ -1,22 +1,34 @@
-"""Starts a whole job (`job.py` by torchrun), reads what it says and sees to its end."""
+"""Starts a whole job (a script by torchrun), reads what it says and sees to its end."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).parent / "job.py"
+HERE = Path(__file__).parent
 
 
 class Job:
-    """A launcher with its ranks, in a session of their own: what a terminal would interrupt."""
+    """A launcher with its ranks, in a session of their own: what a terminal would interrupt.
 
-    def __init__(self, launcher: Sequence[str], steps: int, cache: Path, log: Path) -> None:
+    script: in this folder; its argument is the number of steps.
+    """
+
+    def __init__(
+        self,
+        launcher: Sequence[str],
+        steps: int,
+        cache: Path,
+        log: Path,
+        *,
+        script: str = "job.py",
+        more: Mapping[str, str] | None = None,
+    ) -> None:
         self._log = log
         environment = {
             **os.environ,
@@ -24,8 +36,9 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "GRAPHSHARD_CACHE_DIR": str(cache),
             "PYTHONPATH": str(ROOT),
+            **(more or {}),
         }
-        command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(SCRIPT)]
+        command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(HERE / script)]
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 [*command, str(steps)],

@@ -1,4 +1,5 @@
-"""Whole jobs as users start and end them: Ctrl-C, a lost rank, a shared cache, a restart."""
+"""Whole jobs as users start and end them: Ctrl-C, a lost rank, a shared cache, a restart, a
+replica that is lost and comes back."""
 
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from jobs import Job
+from torchft.coordination import LighthouseServer
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -76,3 +78,34 @@ def test_a_restart_with_fewer_ranks(tmp_path: Path) -> None:
             wait_for(lambda: "step 3 of 2" in first.said + second.said)
         first.until("step 3 of 1", START_S)
         assert len(losses(first.said, 1)) >= 4
+
+
+def replica_steps(job: Job) -> dict[int, tuple[int, str]]:
+    """By step: how many replicas took it, and what the parameters are then."""
+    found = re.findall(r"^step (\d+) of (\d): (\w+)$", job.said, re.M)
+    return {int(step): (int(count), digest) for step, count, digest in found}
+
+
+def test_a_torchft_replica_is_lost_and_comes_back(tmp_path: Path) -> None:
+    """Each replica is a job of its own, equal to eager FSDP2 to the last bit (`replica.py`)."""
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+
+    def replica(name: str) -> Job:
+        more = {"TORCHFT_LIGHTHOUSE": lighthouse.address()}
+        log = tmp_path / name
+        return Job(TWO, 10**6, tmp_path / "cache", log, script="replica.py", more=more)
+
+    with replica("first") as first:
+        with replica("second"):
+            first.until(" of 2: ", START_S)
+        lost_at = max(replica_steps(first))
+        first.until(f"step {lost_at + 3} of 1: ", START_S)
+        with replica("third") as third:
+            third.until(" of 2: ", START_S)
+            joined_at = min(replica_steps(third))
+            first.until(f"step {joined_at + 5} of 2: ", START_S)
+            third.until(f"step {joined_at + 5} of 2: ", START_S)
+    ours, theirs = replica_steps(first), replica_steps(third)
+    assert lost_at + 3 < joined_at
+    assert all(ours[step] == theirs[step] for step in range(joined_at, joined_at + 6))
+    lighthouse.shutdown()
