@@ -48,6 +48,7 @@ def main(steps: int) -> None:
         state_dict=lambda: shards(*models),
         min_replica_size=1,
         timeout=LIMIT,
+        hostname="localhost",
     )
     reduced: dict[str, tuple[Tensor, Tensor]] = {}
 

@@ -86,12 +86,14 @@ def replica_steps(job: Job) -> dict[int, tuple[int, str]]:
     return {int(step): (int(count), digest) for step, count, digest in found}
 
 
+@pytest.mark.timeout(300)
 def test_a_torchft_replica_is_lost_and_comes_back(tmp_path: Path) -> None:
     """Each replica is a job of its own, equal to eager FSDP2 to the last bit (`replica.py`)."""
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    address = f"http://localhost:{lighthouse.address().rsplit(':', 1)[1]}"
 
     def replica(name: str) -> Job:
-        more = {"TORCHFT_LIGHTHOUSE": lighthouse.address()}
+        more = {"TORCHFT_LIGHTHOUSE": address}
         log = tmp_path / name
         return Job(TWO, 10**6, tmp_path / "cache", log, script="replica.py", more=more)
 
