@@ -91,6 +91,12 @@ def early(block: BlockSpec) -> Case:
     return Case((row,), "", half=False, sharded="blocks", each=False, loss="square")
 
 
+def hooked(*variants: int) -> Case:
+    """What repeats begins behind a block's hook, and hands over the parameters of the next one."""
+    row = Row(tuple(BlockSpec((("pre_hook", variant),)) for variant in variants))
+    return Case((row,), "start", half=False, sharded="blocks", each=False, loss="square")
+
+
 def _moved(block: BlockSpec, turn: int) -> BlockSpec:
     return BlockSpec(tuple((name, (variant + turn) % 3) for name, variant in block.ops))
 
@@ -114,6 +120,7 @@ FOUND = [
     two_rows("dropout", turned="end"),
     early(BlockSpec((("frozen", 1), ("flex_mask", 0)))),
     replace(two_rows("vmapped", turned="end"), half=True),
+    hooked(1, 0, 0, 2),
 ]
 
 

@@ -48,10 +48,12 @@ class RepeatedBlock:
 
     Its inputs are tensors, then sizes, then the gradients of those results that have one
     (`differentiable`); it returns the results, then a gradient or None for each input.
+    requires_grad: of each result, as Dynamo saw it.
     """
 
     graph: fx.Graph
     differentiable: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -181,10 +183,11 @@ def _traced(gm: fx.GraphModule, block_range: BlockRange, lowering: Lowering) -> 
         new[node] = body.node_copy(node, new.__getitem__)
     body.output(tuple(new[n] for n in block_range.outputs))
     values = [n.meta["example_value"] for n in inputs]
-    trains = torch.is_grad_enabled() and any(_has_grad(n) for n in block_range.outputs)
+    has_grad = tuple(_has_grad(n) for n in block_range.outputs)
+    trains = torch.is_grad_enabled() and any(has_grad)
     with tracing(TracingContext(detect_fake_mode(values))):
         joint = lowering.joint(_joint(fx.GraphModule(gm, body), list(map(_leaf, values)), lowering))
-    block = RepeatedBlock(joint.graph, tuple(trains and _has_grad(n) for n in block_range.outputs))
+    block = RepeatedBlock(joint.graph, tuple(trains and has for has in has_grad), has_grad)
     _check(block)
     return block
 
@@ -239,7 +242,12 @@ def _leaf(value: Any) -> Any:
 
 
 def _call(number: int, instance: int, num_tensors: int, *args: Any) -> Any:
-    return _Call.apply(number, instance, num_tensors, *args)  # type: ignore[no-untyped-call]
+    """Raises RepeatedBlockError where a result requires grad otherwise than in the whole graph:
+    ops are chosen by it. A parameter does under no_grad too, and no call gives such a result."""
+    outputs = _Call.apply(number, instance, num_tensors, *args)  # type: ignore[no-untyped-call]
+    if tuple(o.requires_grad for o in outputs) != _TRACED.get()[number].requires_grad:
+        raise RepeatedBlockError("a result requires grad otherwise than in the whole graph", number)
+    return outputs
 
 
 class _Call(torch.autograd.Function):
