@@ -101,6 +101,12 @@ def test_what_travels_its_own_way_is_neither_merged_nor_split():
     assert not problem.regroup_gathers
 
 
+def test_a_hook_that_others_may_wait_in_keeps_the_order_of_reductions():
+    made = groups_of(1, 4)
+    assert not priced(made).keeps_reduce_order
+    assert priced(made, own=replace(OWN, has_all_reduce_hook=True)).keeps_reduce_order
+
+
 def test_a_split_needs_less_memory_than_the_whole():
     problem = priced(groups_of(1, 4))
     own = fsdp2(problem)

@@ -52,7 +52,8 @@ class GroupSpec:
 
     mesh: the ranks that the group is sharded and replicated over. Tracing does not ask for it, but
     a plan is made for it, and ranks change plans together: only models on the same ranks may share
-    a graph.
+    a graph. has_all_reduce_hook: nor does tracing ask for this, but with a hook a plan may neither
+    reduce a group in parts nor out of turn.
     """
 
     device: torch.device
@@ -62,6 +63,7 @@ class GroupSpec:
     params: tuple[GatheredParam, ...]
     places: tuple[ParamHolder, ...]
     mesh: Ranks | None = None
+    has_all_reduce_hook: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,8 @@ def spec_of(state: State, group: FsdpGroup | None, places: tuple[ParamHolder, ..
     moves_inputs = fsdp2.is_root(state) and device.type != "cpu"
     mesh = None if group is None else ranks_of(group)
     casts = policy.input_dtype, policy.output_dtype
-    return interned(GroupSpec(device, moves_inputs, *casts, full, places, mesh))
+    hooked = group is not None and group.has_all_reduce_hook
+    return interned(GroupSpec(device, moves_inputs, *casts, full, places, mesh, hooked))
 
 
 def lay_out(roots: Sequence[nn.Module], group: FsdpGroup | None) -> Registration:

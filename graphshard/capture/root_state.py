@@ -146,8 +146,9 @@ class CaptureHandle:
 
         Asked before every compiled call. What costs more than to compare is done after a change.
         """
-        trainable = () if self._group is None else self._group.trainable
-        facts = (self.eager, fsdp2.mixed_precision(self.state), trainable)
+        group = self._group
+        trains = () if group is None else (group.trainable, group.has_all_reduce_hook)
+        facts = (self.eager, fsdp2.mixed_precision(self.state), trains)
         moved = [link for link in self._links if link.modules.get(link.key) is not link.module]
         if moved or facts != self._facts:
             layout = lay_out(fsdp2.modules_of(self.state), self._group)

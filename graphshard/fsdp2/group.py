@@ -208,8 +208,14 @@ class FsdpGroup:
     @property
     def reduces_alone(self) -> bool:
         """A gradient is done when FSDP2's own reduce-scatter is: no all-reduce, no hook on it."""
-        hook = self.raw._all_reduce_hook
-        return self.reduces_plainly and hook is None and self.replicate_process_group is None
+        if self.has_all_reduce_hook or self.replicate_process_group is not None:
+            return False
+        return self.reduces_plainly
+
+    @property
+    def has_all_reduce_hook(self) -> bool:
+        """`set_all_reduce_hook`."""
+        return self.raw._all_reduce_hook is not None
 
     @property
     def reduce_comm(self) -> Any:

@@ -36,8 +36,9 @@ class GroupSettings:
     exact_sums: its sums have to be those of FSDP2, to the last bit. reduces_alone: nothing but the
     reduce-scatter is done to its gradients (no all-reduce, no hook). has_hooks: something runs as
     soon as a gradient is there (an optimizer in backward). may_reduce_apart: reductions may get a
-    process group of their own. post_forward_ranks, post_forward_lane: the smaller mesh of an int
-    `reshard_after_forward`; 0 and "" without one.
+    process group of their own. has_all_reduce_hook: FSDP2's, which may wait for ranks outside the
+    mesh (torchft's replicas, say) that have a plan of their own. post_forward_ranks,
+    post_forward_lane: the smaller mesh of an int `reshard_after_forward`; 0 and "" without one.
     """
 
     reshard: bool | None
@@ -58,6 +59,7 @@ class GroupSettings:
     reduces_alone: bool = False
     has_hooks: bool = False
     may_reduce_apart: bool = False
+    has_all_reduce_hook: bool = False
     post_forward_ranks: int = 0
     post_forward_lane: str = ""
     forward_prefetch: tuple[int, ...] = ()
@@ -135,6 +137,7 @@ def settings_of(
             reduces_alone=group.reduces_alone,
             has_hooks=any(hooks_of(param.sharded) for param in group.params),
             may_reduce_apart=may_reduce_apart(group),
+            has_all_reduce_hook=group.has_all_reduce_hook,
             post_forward_ranks=(smaller := post_forward(group))[0],
             post_forward_lane=smaller[1],
             forward_prefetch=listed(group, Direction.FORWARD),

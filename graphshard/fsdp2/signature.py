@@ -58,7 +58,7 @@ def signature_of(group: FsdpGroup, rows: MeshRows) -> GroupSignature:
         reduces_unused=group.reduces_unused,
         all_gather=type(group.gather_comm).__qualname__,
         reduce_scatter=type(group.reduce_comm).__qualname__,
-        hooked=raw._all_reduce_hook is not None,
+        hooked=group.has_all_reduce_hook,
         forward_prefetch=_names(group.prefetches(Direction.FORWARD)),
         backward_prefetch=_names(group.prefetches(Direction.BACKWARD)),
     )

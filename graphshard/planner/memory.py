@@ -38,7 +38,8 @@ class MemoryProfile:
 
     visits: positions with the fixed event there, or None for a point where reductions may be
     issued; ready: which are ready at such a point. gathers: running sum of what the gathers hold
-    in flight, from 0; flights: what each reduction holds.
+    in flight, from 0; flights: what each reduction holds. keeps_order: no reduction is packed
+    before one that was ready earlier.
     """
 
     starts: tuple[int, ...]
@@ -47,6 +48,7 @@ class MemoryProfile:
     reductions: tuple[Change, ...]
     gathers: tuple[int, ...]
     flights: tuple[int, ...]
+    keeps_order: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def profile_of(memo: Memo, stages: Sequence[Stage], starts: Sequence[int]) -> Me
         ),
         tuple(accumulate(_flights(s.gathers for s in stages), initial=0)),
         tuple(_flights(s.reductions for s in stages)),
+        memo.problem.keeps_reduce_order,
     )
 
 
@@ -147,7 +150,8 @@ def view_of(profile: MemoryProfile, budget_bytes: int, room: int = 0) -> View:
         ahead = min(waited + room, len(profile.gathers) - 1)
         limit = budget_bytes - profile.gathers[ahead] + profile.gathers[waited]
         while pending:
-            sizes = [_most(held, profile.reductions[job].rises) for job in pending]
+            open_jobs = pending[:1] if profile.keeps_order else pending
+            sizes = [_most(held, profile.reductions[job].rises) for job in open_jobs]
             place = next((i for i, size in enumerate(sizes) if size <= limit), None)
             if place is None and position < last:
                 break

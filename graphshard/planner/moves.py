@@ -186,6 +186,8 @@ def _splits(memo: Memo, what: What) -> list[Move]:
 
 def _delays(memo: Memo) -> list[Move]:
     """Reductions that let others go first."""
+    if memo.problem.keeps_reduce_order:
+        return []
     found = []
     for bucket in reduce_buckets(memo, Choices()):
         longest = len(memo.problem.backward) - 1 - ready_after(memo, bucket)

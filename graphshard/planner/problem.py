@@ -222,6 +222,8 @@ class Problem:
     near: the search may stop at a step that is longer than the lower bound by this share of it.
     early_waits: gradients are used as soon as they are there, so that reductions are waited for
     when they are done, where that costs next to nothing.
+    keeps_reduce_order: reductions go in the order in which their gradients are complete, whatever
+    the costs: something outside of the ranks that agree on the plan follows that order.
     may_reduce_apart: reductions may get lanes of their own (`graphshard.planner.separate_group`);
     reduces_apart: they have.
     """
@@ -242,6 +244,7 @@ class Problem:
     budget_bytes: int | None = None
     near: float = 0.0
     early_waits: bool = False
+    keeps_reduce_order: bool = False
     may_reduce_apart: bool = False
     reduces_apart: bool = False
 

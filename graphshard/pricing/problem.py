@@ -112,6 +112,7 @@ def price(
             budget_bytes=policy.budget_bytes,
             near=policy.near,
             early_waits=any(own.has_hooks for own in settings),
+            keeps_reduce_order=any(own.has_all_reduce_hook for own in settings),
             may_reduce_apart=machine.network.concurrent
             and policy.regroup
             and all(own.may_reduce_apart or own.ranks == 1 for own in settings),

@@ -121,6 +121,11 @@ def other_module(model: Any, ctx: Ctx) -> None:
     model.trunk[1].up = nn.Linear(16, 37).to(ctx.device)
 
 
+def hook_a_reduction(model: Any, ctx: Ctx) -> None:
+    """A plan of before may reduce the group in parts, or out of turn."""
+    model.trunk[0].set_all_reduce_hook(lambda output: output.mul_(2))
+
+
 def to_eager(model: Any, ctx: Ctx) -> None:
     handle = handle_of(model.trunk[1])
     if handle is not None:
@@ -135,6 +140,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Ctx], None], int]] = {
     "a group is gathered ahead": (gather_ahead, 0),
     "outputs are cast": (other_output_dtype, 1),
     "a module is replaced": (other_module, 1),
+    "a reduction gets a hook": (hook_a_reduction, 1),
     "training ends": (lambda model, ctx: model.eval(), 0),
 }
 
