@@ -208,7 +208,7 @@ def _attach(states: list[State]) -> None:
         groups = fsdp2.fsdp_groups(state)
         handle = CaptureHandle(state, groups[0] if groups else None, root_state)
         for group in groups:
-            reason = group.unsupported()
+            reason = fsdp2.unsupported(group)
             if reason is not None:
                 handle.eager = True
                 root_state.reasons.setdefault(group.fqn or "(root)", reason)

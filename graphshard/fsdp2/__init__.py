@@ -27,6 +27,7 @@ from graphshard.fsdp2.state import (
     state_of,
     states_under,
 )
+from graphshard.fsdp2.unsupported import unsupported
 
 __all__ = [
     "CastPolicy",
@@ -53,4 +54,5 @@ __all__ = [
     "siblings",
     "state_of",
     "states_under",
+    "unsupported",
 ]

@@ -1,23 +1,21 @@
-"""A live view of one FSDP2 parameter group, and why it may have to stay eager."""
+"""A live view of one FSDP2 parameter group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import versions
 from graphshard.fsdp2.param import FsdpParam
-from graphshard.fsdp2.threads import ranks_are_threads
 from graphshard.schedule.plan import Direction
 
 version_of = attrgetter("_version")
@@ -359,10 +357,6 @@ class FsdpGroup:
 
         self.raw.wait_for_unshard = call
 
-    def unsupported(self) -> str | None:
-        """Why this group has to run through eager FSDP2, or None. Checked in FSDP2's terms."""
-        return next(_unsupported(self), None)
-
 
 def _by_rank(param: FsdpParam, ranks: int) -> Tensor:
     """FSDP2's gathered memory of `param` with the shards one after the other."""
@@ -380,24 +374,3 @@ def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str |
         return str(group._get_backend(device).name())
     except RuntimeError:
         return None
-
-
-def _unsupported(group: FsdpGroup) -> Iterator[str]:
-    raw = group.raw
-    mesh = raw.mesh_info
-    if ranks_are_threads(group.gather_process_group, group.replicate_process_group):
-        yield "its ranks are threads of one process, where one compiles while the others wait"
-    if len(fsdp_groups(group.state)) > 1:
-        yield "its parameters use several meshes (ShardPlacementResult)"
-    if isinstance(raw.offload_policy, CPUOffloadPolicy) and raw.device.type != "cpu":
-        yield f"CPUOffloadPolicy moves its parameters between the host and {raw.device.type}"
-    if type(raw._all_gather_comm).__name__ == "SymmMemAllGather":
-        yield "its buffers are symmetric memory (set_symm_mem_for_comm)"
-    for param in group.params:
-        if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
-            yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"
-        if hasattr(param.raw._sharded_local_tensor, "fsdp_pre_all_gather"):
-            yield f"it holds a tensor subclass with all-gather extensions ({param.fqn})"
-        for slot in param.slots:
-            if type(slot.module).__setattr__ is not nn.Module.__setattr__:
-                yield f"{type(slot.module).__name__} of {param.fqn} overrides __setattr__"

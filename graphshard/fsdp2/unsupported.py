@@ -1,0 +1,37 @@
+"""Why a group may have to run through eager FSDP2, in FSDP2's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from graphshard.fsdp2.group import FsdpGroup, fsdp_groups
+from graphshard.fsdp2.threads import ranks_are_threads
+
+
+def unsupported(group: FsdpGroup) -> str | None:
+    """The first reason, or None: `group` can run in a graph."""
+    return next(_reasons(group), None)
+
+
+def _reasons(group: FsdpGroup) -> Iterator[str]:
+    raw = group.raw
+    mesh = raw.mesh_info
+    if ranks_are_threads(group.gather_process_group, group.replicate_process_group):
+        yield "its ranks are threads of one process, where one compiles while the others wait"
+    if len(fsdp_groups(group.state)) > 1:
+        yield "its parameters use several meshes (ShardPlacementResult)"
+    if isinstance(raw.offload_policy, CPUOffloadPolicy) and raw.device.type != "cpu":
+        yield f"CPUOffloadPolicy moves its parameters between the host and {raw.device.type}"
+    if type(raw._all_gather_comm).__name__ == "SymmMemAllGather":
+        yield "its buffers are symmetric memory (set_symm_mem_for_comm)"
+    for param in group.params:
+        if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
+            yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"
+        if hasattr(param.raw._sharded_local_tensor, "fsdp_pre_all_gather"):
+            yield f"it holds a tensor subclass with all-gather extensions ({param.fqn})"
+        for slot in param.slots:
+            if type(slot.module).__setattr__ is not nn.Module.__setattr__:
+                yield f"{type(slot.module).__name__} of {param.fqn} overrides __setattr__"
