@@ -196,6 +196,14 @@ class Reshard:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class Hook:
+    """`set_all_reduce_hook` of the first module of a group: gradients come out halved."""
+
+    group: int = 0
+    __repr__ = _brief
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Freeze:
     """`requires_grad_(value)` of a module."""
 
@@ -221,7 +229,7 @@ class Reload:
     __repr__ = _brief
 
 
-Call: TypeAlias = Step | Forward | Set | Unshard | Reshard | Freeze | Choose | Reload
+Call: TypeAlias = Step | Forward | Set | Unshard | Reshard | Hook | Freeze | Choose | Reload
 SETTINGS = (
     "requires_gradient_sync",
     "is_last_backward",

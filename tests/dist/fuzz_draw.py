@@ -23,6 +23,7 @@ from fuzz_cases import (
     Freeze,
     FuzzCase,
     Group,
+    Hook,
     Part,
     Reload,
     Reshard,
@@ -187,6 +188,7 @@ def _calls(tree: Tree, groups: int) -> st.SearchStrategy[Call]:
         st.builds(Set, st.sampled_from(SETTINGS), st.booleans(), numbers, st.booleans()),
         st.builds(Unshard, numbers, st.sampled_from((None, True, False))),
         st.builds(Reshard, numbers),
+        st.builds(Hook, numbers),
         st.builds(Freeze, st.sampled_from(paths(tree)), st.booleans()),
         st.builds(Reload, st.booleans()),
     ]

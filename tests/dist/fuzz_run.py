@@ -24,6 +24,7 @@ from fuzz_cases import (
     Forward,
     Freeze,
     FuzzCase,
+    Hook,
     Reload,
     Reshard,
     Set,
@@ -175,6 +176,11 @@ def _stepped(param: nn.Parameter) -> None:
     param.grad = None
 
 
+def _halved(output: Tensor) -> None:
+    """A power of 2 rounds nothing, whatever it is applied to first."""
+    output.mul_(0.5)
+
+
 # -- calls -----------------------------------------------------------------------------------------
 
 
@@ -196,6 +202,8 @@ def perform(side: Side, call: Call, number: int) -> Seen:
             return {"gathered": is_gathered(group)}
         case Reshard():
             module_of(side.case, side.model, call.group).reshard()
+        case Hook():
+            module_of(side.case, side.model, call.group).set_all_reduce_hook(_halved)
         case Freeze():
             _shut(side)  # set on a gathered parameter, it counts until the next reshard only
             side.model.get_submodule(call.module).requires_grad_(call.value)
