@@ -75,7 +75,7 @@ class Job:
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except FileNotFoundError:  # it has ended since
+            except (FileNotFoundError, ProcessLookupError):  # it has ended since
                 continue
             if parent == self.process.pid:
                 found.append(int(folder.name))

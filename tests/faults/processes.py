@@ -101,7 +101,7 @@ class _Rank:
     def is_stopped(self) -> bool:
         try:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except FileNotFoundError:  # it has ended since
+        except (FileNotFoundError, ProcessLookupError):  # it has ended since
             return False
         return stat.rsplit(")", 1)[1].split()[0] in "Tt"
 
