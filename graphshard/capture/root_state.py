@@ -147,8 +147,8 @@ class CaptureHandle:
         Asked before every compiled call. What costs more than to compare is done after a change.
         """
         group = self._group
-        trains = () if group is None else (group.trainable, group.has_all_reduce_hook)
-        facts = (self.eager, fsdp2.mixed_precision(self.state), trains)
+        own = () if group is None else (group.trainable, group.has_all_reduce_hook)
+        facts = (self.eager, fsdp2.mixed_precision(self.state), own)
         moved = [link for link in self._links if link.modules.get(link.key) is not link.module]
         if moved or facts != self._facts:
             layout = lay_out(fsdp2.modules_of(self.state), self._group)
