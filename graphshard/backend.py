@@ -26,7 +26,7 @@ def graphshard(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    options: Mapping[str, object] | None = None,
+    options: Mapping[str, object] | Options | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph that Dynamo captured.

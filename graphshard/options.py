@@ -1,15 +1,22 @@
-"""`torch.compile(..., backend="graphshard", options={...})`, parsed once into a frozen value."""
+"""`torch.compile(..., backend="graphshard", options={...})`, parsed once into a frozen value.
+
+What the script does not say may stand in the environment or a file of the project
+(`graphshard.files.configuration`).
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from graphshard.errors import GraphshardError, OptionsError
+from graphshard.files.configuration import IN_CODE, Given, Origin, configured
 
 DISABLE = "GRAPHSHARD_DISABLE"
 
@@ -19,6 +26,7 @@ _CHOICES = {
     "compute": ("aten", "inductor"),
     "fallback": ("warn", "error"),
     "reshard": ("fsdp2", "auto"),
+    "schedule": ("fsdp2", "planned"),
     "verify": ("compile", "every", "off"),
 }
 
@@ -33,9 +41,10 @@ class Options:
     fallback: "warn" runs what cannot be captured through FSDP2, "error" raises instead.
     dump_dir: folder for the emitted Python and the plan of each graph, or None.
     report_dir: folder for the plan, its page and its trace, of each graph and rank, or None.
-    memory_budget_bytes: hard limit on the predicted peak of a rank; the planner then decides what
-    the user left open. None: FSDP2's predicted peak, gathers one group ahead as in FSDP2.
-    reshard: "fsdp2" keeps gathered what FSDP2's settings say (with a budget: what the user set, the
+    schedule: "planned": the planner decides what the user left open; "fsdp2": FSDP2's order and
+    what it keeps, gathers one group ahead. None: "planned" with a budget or `reshard="auto"`.
+    memory_budget_bytes: hard limit on the predicted peak of a rank. None: FSDP2's predicted peak.
+    reshard: "fsdp2" keeps gathered what FSDP2's settings say ("planned": what the user set, the
     planner decides the rest); "auto" leaves it to the planner for all groups.
     verify: "compile": the ranks agree on each new plan before it runs; "every": and on each forward
     call; "off": on nothing.
@@ -45,7 +54,9 @@ class Options:
     gradients (`set_requires_gradient_sync`).
     overlap_optimizer: the first gathers of the next step are issued as soon as the optimizer has
     changed their shards, instead of when the next forward begins.
-    replan_after: forwards after which the plan is made again from measured times; None: never.
+    replan_after: forwards after which the plan is made again from measured times, once; 0: never;
+    None: what is planned without a calibrated profile tunes itself.
+    given: what was written, and where, by the name that users write.
     """
 
     compute: str = "inductor"
@@ -58,13 +69,21 @@ class Options:
     overlap_optimizer: bool = False
     replan_after: int | None = None
     verify: str = "compile"
+    schedule: str | None = None
     report_dir: Path | None = None
     inductor: tuple[tuple[str, object], ...] = ()
+    given: tuple[tuple[str, Given], ...] = field(default=(), compare=False)
+
+    @property
+    def is_planned(self) -> bool:
+        if self.schedule is not None:
+            return self.schedule == "planned"
+        return self.memory_budget_bytes is not None or self.reshard == "auto"
 
     def terms(self) -> dict[str, object]:
         """By name, what all ranks need alike: it decides what they ask each other and send, or
         what they do when one of them cannot go on."""
-        names = ("verify", "fallback", "compute", "reshard", "micro_steps")
+        names = ("verify", "fallback", "compute", "schedule", "reshard", "micro_steps")
         own = {name: getattr(self, name) for name in names}
         return (
             {DISABLE: False}
@@ -83,56 +102,85 @@ class Options:
 
 
 def parse_options(
-    options: Mapping[str, object] | None,
+    options: Mapping[str, object] | Options | None,
     mode: str | None = None,
     machine: Callable[[str], object] = lambda name: None,
+    elsewhere: Mapping[str, Given] | None = None,
 ) -> Options:
-    """Options over environment (GRAPHSHARD_COMPUTE, GRAPHSHARD_DUMP_DIR) over defaults.
+    """Options over what environment and file give over defaults; what is parsed stays as it is.
 
-    machine: looks up the option of that name, and raises if there is none.
+    machine: looks up the option of that name, and raises if there is none. elsewhere: what stands
+    in the environment and a file; None: they are read.
     mode, and keys that are not graphshard's, are Inductor's. Raises OptionsError (a ValueError) for
     a mode or key that neither knows, with the nearest known key, or for a value that is not among
     the choices.
     """
+    if isinstance(options, Options):
+        return options
     if options is not None and not isinstance(options, Mapping):
         raise OptionsError("GS103", f"options={options!r} is no dict of options")
     if mode is not None and not isinstance(mode, str):
         raise OptionsError("GS101", f"mode={mode!r} is no name of a mode")
-    given, default = dict(options or {}), Options()
-    known = [f.name.removesuffix("_bytes") for f in fields(Options) if f.name != "inductor"]
-    foreign = {key: given.pop(key) for key in list(given) if key not in known}
-    compute = given.setdefault("compute", os.environ.get("GRAPHSHARD_COMPUTE") or default.compute)
-    inductor = _parse_inductor(foreign, mode, known)
-    if inductor and compute == "aten":
-        names = ", ".join(
-            [*map(str, foreign), *([] if mode in (None, "default") else [f"mode={mode!r}"])]
-        )
-        raise OptionsError("GS104", f"compute={compute!r} compiles nothing: leave out {names}")
-    for key, choices in _CHOICES.items():
-        if key in given and given[key] not in choices:
-            raise OptionsError("GS103", f"option {key}={given[key]!r}; choose one of {choices}")
-    dump_dir = given.get("dump_dir", os.environ.get("GRAPHSHARD_DUMP_DIR") or None)
-    budget = given.get("memory_budget")
-    return Options(
-        memory_budget_bytes=None if budget is None else parse_bytes("memory_budget", budget),
-        machine=_parse_machine(given.get("machine"), machine),
-        micro_steps=parse_count("micro_steps", given.get("micro_steps"), least=1) or 1,
-        overlap_optimizer=_parse_switch("overlap_optimizer", given.get("overlap_optimizer")),
-        replan_after=parse_count("replan_after", given.get("replan_after"), least=2),
-        compute=str(compute),
-        inductor=tuple(sorted(inductor.items())),
-        fallback=str(given.get("fallback", default.fallback)),
-        reshard=str(given.get("reshard", default.reshard)),
-        verify=str(given.get("verify", default.verify)),
-        dump_dir=_parse_path("dump_dir", dump_dir),
-        report_dir=_parse_path("report_dir", given.get("report_dir")),
+    code = {key: Given(value, IN_CODE) for key, value in (options or {}).items()}
+    given = {**(configured() if elsewhere is None else elsewhere), **code}
+    own = _without_weaker({key: given.pop(key) for key in _PARSERS if key in given})
+    values = {_FIELDS.get(key, key): _parsed(key, found) for key, found in own.items()}
+    parsed = Options(
+        **values,  # type: ignore[arg-type]
+        inductor=tuple(sorted(_inductor_settings(given, mode, own.get("compute")).items())),
+        given=tuple((own | given).items()),
     )
+    if parsed.machine is not None:
+        with _from(own["machine"].origin):
+            _look_up(parsed.machine, machine)
+    return parsed
 
 
-def _parse_inductor(
-    given: Mapping[str, object], mode: str | None, known: Sequence[str]
+def _without_weaker(own: dict[str, Given]) -> dict[str, Given]:
+    """`schedule="fsdp2"` plans nothing: what a weaker place gives for a planner is left out.
+
+    Raises OptionsError for what as strong a one gives.
+    """
+    schedule = own.get("schedule")
+    if schedule is None or schedule.value != "fsdp2":
+        return own
+    nothing = {"memory_budget": (None, "fsdp2"), "reshard": ("fsdp2",)}
+    asks = {k: own[k] for k in nothing if k in own and own[k].value not in nothing[k]}
+    for key in _as_strong(asks, schedule):
+        with _from(own[key].origin):
+            raise OptionsError("GS103", f"schedule='fsdp2' plans nothing: leave out {key}")
+    return {key: found for key, found in own.items() if key not in asks}
+
+
+def _as_strong(given: Mapping[str, Given], other: Given) -> list[str]:
+    """The names of those that stand in no weaker place than `other`, which excludes them."""
+    return [str(k) for k, v in given.items() if v.origin.source <= other.origin.source]
+
+
+def _parsed(key: str, given: Given) -> object:
+    with _from(given.origin):
+        return _PARSERS[key](key, given)
+
+
+@contextmanager
+def _from(origin: Origin) -> Iterator[None]:
+    """What is wrong with an option that stands in no code says where it stands."""
+    try:
+        yield
+    except OptionsError as error:
+        if origin == IN_CODE:
+            raise
+        raise OptionsError(error.code, f"{error.message} (from {origin})") from error
+
+
+def _inductor_settings(
+    given: Mapping[str, Given], mode: str | None, compute: Given | None
 ) -> dict[str, object]:
-    """Settings of Inductor: those of `mode`, and `given` over them, as `torch.compile` has it."""
+    """Settings of Inductor: those of `mode`, and `given` over them, as `torch.compile` has it.
+
+    compute: what was given for it. "aten" takes no settings; those from a weaker place than its own
+    are left out.
+    """
     if not given and mode in (None, "default"):
         return {}
     from torch import _inductor  # takes a second to import
@@ -140,35 +188,98 @@ def _parse_inductor(
     modes: dict[str, dict[str, object]] = _inductor.list_mode_options()
     if mode is not None and mode not in modes:
         raise OptionsError("GS101", f"mode={mode!r} is none of Inductor's: {', '.join(modes)}")
-    settings = {} if mode is None else dict(modes[mode])
     possible = _inductor.list_options()
-    for key, value in given.items():
-        name = str(key).replace("-", "_")
-        if not isinstance(key, str) or name not in possible:
-            near = difflib.get_close_matches(str(key), [*known, *possible], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-            raise OptionsError("GS102", f"unknown option {key!r}; {hint}")
-        settings[name] = value
-    return settings
+    names = {key: _name_of(key, found.origin, possible) for key, found in given.items()}
+    if compute is not None and compute.value == "aten":
+        refused = _as_strong(given, compute)
+        refused += [f"mode={mode!r}"] if mode not in (None, "default") else []
+        if refused:
+            keys = ", ".join(refused)
+            raise OptionsError("GS104", f"compute='aten' compiles nothing: leave out {keys}")
+        return {}
+    settings = {} if mode is None else dict(modes[mode])
+    return settings | {names[key]: found.value for key, found in given.items()}
 
 
-def _parse_machine(value: object, look_up: Callable[[str], object]) -> str | None:
+def _name_of(key: object, origin: Origin, possible: Sequence[str]) -> str:
+    """Of a setting of Inductor."""
+    name = str(key).replace("-", "_")
+    if isinstance(key, str) and name in possible:
+        return name
+    near = difflib.get_close_matches(str(key), [*_PARSERS, *possible], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(_PARSERS)}"
+    with _from(origin):
+        raise OptionsError("GS102", f"unknown option {key!r}; {hint}")
+
+
+def _choice(key: str, given: Given) -> object:
+    choices = _CHOICES[key]
+    if given.value not in choices:
+        raise OptionsError("GS103", f"option {key}={given.value!r}; choose one of {choices}")
+    return given.value
+
+
+def _machine(key: str, given: Given) -> str | None:
+    """A name of a preset, or the path of a profile, which has a suffix."""
+    value = given.value
     if value is None:
         return None
     if not isinstance(value, str | Path) or not str(value):
         raise OptionsError("GS103", f"option machine={value!r} is no preset and no path")
+    return str(given.origin.path(value) if Path(value).suffix else value)
+
+
+def _look_up(name: str, machine: Callable[[str], object]) -> None:
     try:
-        look_up(str(value))
+        machine(name)
     except (GraphshardError, OSError) as error:
         why = error.message if isinstance(error, GraphshardError) else error
-        raise OptionsError("GS103", f"option machine={str(value)!r}: {why}") from error
-    return str(value)
+        raise OptionsError("GS103", f"option machine={name!r}: {why}") from error
 
 
-def _parse_path(key: str, value: object) -> Path | None:
+def _path(key: str, given: Given) -> Path | None:
+    value = given.value
     if value is not None and not isinstance(value, str | Path):
         raise OptionsError("GS103", f"option {key}={value!r} is not a path")
-    return Path(value) if value else None
+    return given.origin.path(value) if value else None
+
+
+def _bytes(key: str, given: Given) -> int | None:
+    """None: FSDP2's own."""
+    return None if given.value in (None, "fsdp2") else parse_bytes(key, given.value)
+
+
+def _count(key: str, given: Given, least: int, default: int | None = None) -> int | None:
+    return default if given.value is None else parse_count(key, given.value, least)
+
+
+def _replan_after(key: str, given: Given) -> int | None:
+    return 0 if given.value == 0 and given.value is not False else _count(key, given, least=2)
+
+
+def _switch(key: str, given: Given) -> bool:
+    value = given.value
+    if value is not None and not isinstance(value, bool):
+        raise OptionsError("GS103", f"option {key}={value!r}; give True or False")
+    return bool(value)
+
+
+# By the name that users write.
+_PARSERS: dict[str, Callable[[str, Given], object]] = {
+    "compute": _choice,
+    "fallback": _choice,
+    "dump_dir": _path,
+    "memory_budget": _bytes,
+    "reshard": _choice,
+    "machine": _machine,
+    "micro_steps": partial(_count, least=1, default=1),
+    "overlap_optimizer": _switch,
+    "replan_after": _replan_after,
+    "verify": _choice,
+    "schedule": _choice,
+    "report_dir": _path,
+}
+_FIELDS = {"memory_budget": "memory_budget_bytes"}  # where the field has another name
 
 
 def parse_count(key: str, value: object, least: int) -> int | None:
@@ -180,12 +291,6 @@ def parse_count(key: str, value: object, least: int) -> int | None:
         hint = f"give a number from {least} to {MOST_COUNT:,}"
         raise OptionsError("GS103", f"option {key}={given}; {hint}")
     return value
-
-
-def _parse_switch(key: str, value: object) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise OptionsError("GS103", f"option {key}={value!r}; give True or False")
-    return bool(value)
 
 
 MOST_BYTES = 2**60

@@ -143,7 +143,7 @@ def test_a_gather_used_after_its_release(model):
     gather = Gather(live, live.dtypes)
     gather._gathered = None
     with pytest.raises(RuntimeStateError, match="GS403: 0 was used after its release"):
-        gather._here()
+        gather._buffers_here()
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.15", reason="2.15 reduces gradients of several dtypes")

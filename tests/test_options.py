@@ -1,5 +1,6 @@
 """`options=` and the environment."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,16 @@ import torch
 from torch import _inductor
 
 import graphshard
+from graphshard.compiler.planning_inputs import policy_of
 from graphshard.cost.profile import look_up
 from graphshard.errors import GraphshardError, OptionsError
 from graphshard.options import Options, is_disabled, parse_options
+from graphshard.pricing.problem import PlanningPolicy
+from graphshard.schedule.plan import Reshard
 
 KEYS = (
     "compute, fallback, dump_dir, memory_budget, reshard, machine, micro_steps, "
-    "overlap_optimizer, replan_after, verify, report_dir"
+    "overlap_optimizer, replan_after, verify, schedule, report_dir"
 )
 
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"
@@ -183,6 +187,33 @@ def test_graphshard_is_on_by_default():
 )
 def test_a_memory_budget_is_a_number_of_bytes(given, size):
     assert parse_options({"memory_budget": given}).memory_budget_bytes == size
+
+
+def test_who_decides_about_the_schedule():
+    def policy(**given):
+        return policy_of(parse_options(given))
+
+    assert policy() == policy(schedule="fsdp2") == PlanningPolicy(most_ahead=1)
+    assert policy(memory_budget="fsdp2") == policy()
+    planned = PlanningPolicy(reshard=Reshard.OPEN, recompute=True, regroup=True)
+    assert policy(schedule="planned") == planned
+    assert policy(schedule="planned", memory_budget=10) == replace(planned, budget_bytes=10)
+    assert policy(memory_budget=10) == replace(planned, budget_bytes=10)
+    assert policy(reshard="auto") == replace(planned, reshard=Reshard.AUTO, recompute=False)
+
+
+@pytest.mark.parametrize("key", ["memory_budget", "reshard"])
+def test_fsdp2s_own_schedule_plans_nothing(key, monkeypatch):
+    value = {"memory_budget": "1GB", "reshard": "auto"}[key]
+    with pytest.raises(
+        OptionsError, match=f"GS103: schedule='fsdp2' plans nothing: leave out {key}"
+    ):
+        parse_options({"schedule": "fsdp2", key: value})
+    monkeypatch.setenv("GRAPHSHARD_OPTIONS", f"{key}={value}")
+    assert parse_options({"schedule": "fsdp2"}) == Options(schedule="fsdp2")
+    monkeypatch.setenv("GRAPHSHARD_OPTIONS", "schedule=fsdp2")
+    with pytest.raises(OptionsError, match=f"leave out {key}"):
+        parse_options({key: value})
 
 
 @pytest.mark.parametrize("given", ["lots", "70 TiB", -1, 1.5, True])

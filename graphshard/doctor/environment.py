@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphshard._version import NEWEST_TORCH, OLDEST_TORCH
+from graphshard.cost.profile import look_up
 from graphshard.doctor.findings import Finding, Level, fault, warning
+from graphshard.errors import OptionsError
+from graphshard.options import parse_options
 
 PROBE_S = 20.0
 
@@ -48,6 +51,7 @@ def probe_environment() -> tuple[Probe, ...]:
         probe_collectives(has_gloo, has_nccl, num_gpus=len(gpus)),
         probe_compiler(_compiler, has_gpu=bool(gpus)),
         probe_cache(_cache_folder),
+        probe_options(),
     )
 
 
@@ -144,3 +148,14 @@ def _cache_folder() -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
+
+
+def probe_options() -> Probe:
+    """What environment and file give; what a script gives goes over it."""
+    try:
+        given = parse_options(None, None, look_up).given
+    except OptionsError as error:
+        fix = "mend it where it stands; README.md lists the options"
+        return Probe("options", "wrong", fault(error.code, error.message, fix))
+    names = ", ".join(f"{name}={value}" for name, value in given)
+    return Probe("options", names or "none in the environment or a file")

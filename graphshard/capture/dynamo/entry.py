@@ -139,9 +139,15 @@ def _frame_of_class(code: CodeType, owner: type) -> CodeType:
 
 
 def _settings(callback: Any) -> Options:
-    """The options given to `torch.compile`. Raises OptionsError before anything is traced."""
+    """The options of this `torch.compile`. Raises OptionsError before anything is traced.
+
+    They take the place of what was given, so that a graph that is compiled later, after somebody
+    has changed a file or the working directory, has the same.
+    """
     for wrapper in wrappers(callback):
         given = getattr(wrapper, "kwargs", None)
         if isinstance(given, dict):
-            return parse_options(given.get("options"), given.get("mode"), look_up)
-    return Options()
+            settings = parse_options(given.get("options"), given.get("mode"), look_up)
+            given["options"] = settings
+            return settings
+    return parse_options(None, None, look_up)

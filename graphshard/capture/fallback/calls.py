@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -184,11 +185,18 @@ def _prepare(module: nn.Module | None, options: Options) -> None:
             warn_once(message)
 
 
-def _options_apart(options: Options) -> dict[str, object]:
+def _options_apart(options: Options) -> Options:
     """Of modules that are compiled on their own, within a model compiled with `options`."""
-    given: dict[str, object] = {"fallback": "warn", "compute": options.compute}
-    given |= options.terms_of_calls()
-    return given | {"dump_dir": options.dump_dir, **dict(options.inductor)}
+    return replace(
+        options,
+        fallback="warn",
+        schedule=None,
+        memory_budget_bytes=None,
+        reshard="fsdp2",
+        machine=None,
+        micro_steps=1,
+        report_dir=None,
+    )
 
 
 def recover(module: nn.Module | None, error: BaseException) -> None:
