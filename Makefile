@@ -44,7 +44,7 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 	@test -n "$(TORCH)" || { echo "error: which torch? make test-torch TORCH=2.15.0" >&2; exit 1; }
 	@echo "installing torch $(TORCH) into $(OTHER) (a few minutes)"
 	$(PYTHON) -m venv $(OTHER)
-	grep -v '^torch==' constraints.txt >$(OTHER)/constraints.txt
+	grep -v -E '^(torch|setuptools)==' constraints.txt >$(OTHER)/constraints.txt
 	$(OTHER_PIP) torch==$(TORCH)
 	$(OTHER_PIP) -c $(OTHER)/constraints.txt setuptools
 	$(OTHER_PIP) -c $(OTHER)/constraints.txt --no-build-isolation -e '.[cli,dev]'

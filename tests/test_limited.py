@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # A call that comes back 0.4 s after the script has ended, while the interpreter takes 1.5 s to end.
 SCRIPT = """
 import sys, time
@@ -23,7 +25,17 @@ for answered_at_once in (False, True):
 """
 
 
-def test_a_call_in_flight_does_not_abort_the_process_at_its_end() -> None:
-    command = [sys.executable, "-c", SCRIPT]
+# torchrun passes on a Ctrl-C that the terminal has sent already: the second comes while the process
+# ends because of the first.
+INTERRUPTED = """
+import signal
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+"""
+
+
+@pytest.mark.parametrize("ends", ["", INTERRUPTED], ids=["by itself", "interrupted"])
+def test_a_call_in_flight_does_not_abort_the_process_at_its_end(ends: str) -> None:
+    command = [sys.executable, "-c", SCRIPT + ends]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -97,17 +97,15 @@ class RootState:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A plan, the Python that was emitted for it, and what it was made from.
+    """A plan, what runs it, and what it was made from.
 
     problem: the `graphshard.planner.problem.Problem`, if costs were known. before, measured: the
     plan that ran before this one, and what it was measured at. running: the
-    `graphshard.compiler.instrument.Executable` that runs it. generation: how often Dynamo had been
+    `graphshard.compiler.executable.Executable` that runs it. generation: how often Dynamo had been
     reset before.
     """
 
     plan: Plan
-    forward_code: str
-    backward_code: str
     problem: object = None
     before: Plan | None = None
     measured: Measured | None = None

@@ -30,7 +30,8 @@ def fsdp_groups(state: FSDPState) -> list[FsdpGroup]:
 
 
 # Backends that copy many tensors of one collective into one of their own, so that nothing is gained
-# by handing them over where they are. Others are asked, and may say that they cannot.
+# by handing them over where they are; gloo's corrupts the heap while several are under way (torch
+# 2.13). Others are asked, and may say that they cannot.
 COPYING_BACKENDS = ("gloo", "mpi", "ucc")
 
 
@@ -113,6 +114,11 @@ class FsdpGroup:
     @property
     def reshard_after_backward(self) -> bool:
         return bool(self.raw.reshard_after_backward)
+
+    @property
+    def stays_after_backward(self) -> bool:
+        """FSDP2 gathers it before its backward (`set_unshard_in_backward`) and then keeps it."""
+        return not self.reshard_after_backward and bool(self.raw.unshard_in_backward)
 
     @property
     def reduces(self) -> bool:
@@ -314,9 +320,13 @@ class FsdpGroup:
         return any(hasattr(p.raw, "_unsharded_param") for p in self.params)
 
     @property
-    def is_in_forward(self) -> bool:
-        """FSDP2's own forward of the group is under way: around a registered method, say."""
-        return bool(self.raw._training_state == _fsdp_common.TrainingState.FORWARD)
+    def is_at_work(self) -> bool:
+        """FSDP2's own forward of the group is under way, around a registered method, say; or its
+        backward, of a list's module that ran outside of the graphs."""
+        return self.raw._training_state in (
+            _fsdp_common.TrainingState.FORWARD,
+            _fsdp_common.TrainingState.PRE_BACKWARD,
+        )
 
     @property
     def is_sharded(self) -> bool:

@@ -90,7 +90,7 @@ def send_ahead(opening: Opening) -> None:
     for bucket in due:
         gathers = []
         for entry in bucket:
-            gather = entry.live.prefetched or Gather(entry.live, entry.dtypes)
+            gather = entry.live.prefetched or Gather.begin(entry.live, entry.dtypes)
             gather.sent_bytes |= _copies(entry)
             entry.live.prefetched = gather
             gathers.append((gather, entry.places))

@@ -90,7 +90,7 @@ def _are_same_bytes(a: Tensor, b: Tensor) -> bool:
 
 def _forget(live: LiveGroup) -> None:
     if live.prefetched is not None:
-        live.prefetched.drain()
+        live.prefetched.drop()
         live.prefetched = None
     live.let_go()
 

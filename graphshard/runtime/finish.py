@@ -3,7 +3,8 @@
 A group may stand gathered since the user's `unshard()` or since an eager forward that FSDP2 could
 not complete. One that took no part in this backward may hold gradients of an earlier micro-step
 without sync, or have to reduce zeros because other ranks used it
-(`set_reduce_scatter_unused_params`).
+(`set_reduce_scatter_unused_params`). One that backward did not need, such as a first layer, was not
+gathered in it, and `set_reshard_after_backward(False)` may ask for it all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 
 from graphshard.fsdp2.state import end_backward, finishes_itself
 from graphshard.runtime.calls import current_task, when_done
+from graphshard.runtime.gather import issue, take_prefetched
 from graphshard.runtime.live import LiveGroup, Root
 from graphshard.runtime.reduce import Reduction, merge_unreduced
 
@@ -36,8 +38,18 @@ def _finish(root: Root, task: int) -> None:
         fsdp = live.fsdp
         if ends_here and not fsdp.is_sharded and fsdp.reshard_after_backward:
             fsdp.reshard()
+        if live.reduced_in == task and fsdp.stays_after_backward and live.kept is None:
+            _gather(live)
         if live.reduced_in == task or not fsdp.reduces or not live.was_gathered:
             continue
         grads = merge_unreduced(fsdp, {}, live.places)
         if grads:
             Reduction(live, grads).wait()
+
+
+def _gather(live: LiveGroup) -> None:
+    """As FSDP2 does before the backward of every group; the next forward finds it."""
+    gather = take_prefetched(live, live.dtypes)
+    issue([(gather, live.places)])
+    gather.wait(live.places)
+    gather.release(keep=True)

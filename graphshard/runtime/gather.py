@@ -1,7 +1,8 @@
 """All-gathers: what travels in one collective, and what a group has of it until its release.
 
 An `AllGather` is one collective: whole groups, or some parameters of one. A `Gather` is one
-gathered use of a group, from its first issue to its release. `issue` sends what gathers still miss.
+gathered use of a group, from its first issue to its release. `issue` has what gathers still miss
+sent by `graphshard.runtime.buckets`, which calls the process group.
 Bytes on the wire and their order are FSDP2's: each rank's padded shards, cast to the gather dtypes,
 in registration order, group after group.
 """
@@ -50,29 +51,41 @@ class Gather:
     )
 
     def __init__(self, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> None:
-        fsdp = live.fsdp
+        """Of which nothing is there yet; see `begin`."""
         self._live = live
         self._dtypes = dtypes
-        self._versions = fsdp.versions()
+        self._versions = live.fsdp.versions()
         self._under_way: list[tuple[GatherLayout, AllGather]] = []
         self._gathered: list[GatherBuffer] | None = []
         self._spread: KeptParams | None = None
         self.missing = len(dtypes)
         self.sent_bytes: dict[int, Tensor] = {}
+        self.was_kept = False
+
+    @classmethod
+    def begin(cls, live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> Gather:
+        """With what is there already: what an earlier gather kept, or what FSDP2's `unshard()`
+        gathered, which is copied.
+
+        FSDP2 is SHARDED afterwards, unless its own forward or backward of the group, outside of
+        the graph, is at work with its parameters.
+        """
+        gather, fsdp = cls(live, dtypes), live.fsdp
         kept, live.kept = live.fresh(dtypes), None
-        self.was_kept = kept is not None
+        gather.was_kept = kept is not None
         if not fsdp.is_sharded:
             taken = fsdp.unsharded()
             if taken is not None:
                 kept = None
-                self._copy_in(layout_of(live, live.places, dtypes, fsdp.world_size), taken)
-            if not fsdp.is_in_forward:
+                gather._copy_in(layout_of(live, live.places, dtypes, fsdp.world_size), taken)
+            if not fsdp.is_at_work:
                 fsdp.reshard()
         if kept is not None and kept.buffers:
-            self._gathered += kept.buffers
-            self.missing = 0
+            gather._buffers_here().extend(kept.buffers)
+            gather.missing = 0
         elif kept is not None:
-            self._spread = kept
+            gather._spread = kept
+        return gather
 
     @property
     def route(self) -> tuple[dist.ProcessGroup | None, object]:
@@ -85,11 +98,11 @@ class Gather:
             return self._spread.part_of
         return self._live.fsdp.gather_process_group
 
-    def load(self, indices: tuple[int, ...]) -> Payload | None:
+    def payload(self, indices: tuple[int, ...]) -> Payload | None:
         """What of parameters `indices` has still to travel; None if nothing has."""
         if not self.missing:
             return None
-        here, live = self._here(), self._live
+        here, live = self._buffers_here(), self._live
         if self.missing < len(self._dtypes):
             layouts = [buffer.layout for buffer in here] + [layout for layout, _ in self._under_way]
             known = {index for layout in layouts for index in layout.indices}
@@ -105,7 +118,7 @@ class Gather:
     def sent(self, load: Payload, collective: AllGather | None) -> None:
         """`load` travels in `collective`; None: this rank has all of it."""
         if collective is None:
-            self._find_here(load)
+            self._take_own(load)
         else:
             self._under_way.append((load.layout, collective))
             self.missing -= len(load.layout.indices)
@@ -115,21 +128,21 @@ class Gather:
     def _copy_in(self, layout: GatherLayout, flats: Sequence[Tensor]) -> None:
         buffer = buffer_for(self._live, layout)
         torch._foreach_copy_(buffer.flats, list(flats))
-        self._here().append(buffer)
+        self._buffers_here().append(buffer)
         self.missing -= len(layout.indices)
 
-    def _find_here(self, load: Payload) -> None:
+    def _take_own(self, load: Payload) -> None:
         """On one rank compute reads the shards themselves, unless they have to be cast."""
         buffer = own_buffer(self._live, load.layout, load.parts)
         if buffer is None:
             self._copy_in(load.layout, load.parts)
             return
-        self._here().append(buffer)
+        self._buffers_here().append(buffer)
         self.missing -= len(load.layout.indices)
 
     def wait(self, indices: Sequence[int]) -> Mapping[int, Tensor]:
         """Gathered parameters by index, each of its unsharded size: `indices`, perhaps others."""
-        buffers = self._here()
+        buffers = self._buffers_here()
         for one in tuple(self._under_way):
             if not set(indices).isdisjoint(one[0].indices):
                 buffers.append(one[1].take(self._live))
@@ -165,19 +178,20 @@ class Gather:
         """Still what a gather of these dtypes would fetch now."""
         return dtypes == self._dtypes and self._versions == self._live.fsdp.versions()
 
-    def drain(self, *, limit_s: float | None = None) -> None:
+    def drop(self, *, limit_s: float | None = None) -> None:
         """Wait for what is under way and throw it away."""
         for _, collective in self._under_way:
             collective.drop(limit_s=limit_s)
 
-    def _here(self) -> list[GatherBuffer]:
+    def _buffers_here(self) -> list[GatherBuffer]:
+        """Those that are here, to read or to add to."""
         if self._gathered is None:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was used after its release")
         return self._gathered
 
     def _taken(self) -> list[GatherBuffer]:
         """Where all parameters stand; this gather has none afterwards."""
-        buffers = self._here()
+        buffers = self._buffers_here()
         if self._under_way or self.missing:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
         self._gathered = None
@@ -194,7 +208,7 @@ def issue(wanted: Iterable[tuple[Gather, tuple[int, ...]]]) -> list[AllGather]:
     """
     buckets: dict[tuple[dist.ProcessGroup | None, object], list[tuple[Gather, Payload]]] = {}
     for gather, indices in wanted:
-        load = gather.load(indices)
+        load = gather.payload(indices)
         if load is not None:
             buckets.setdefault(gather.route, []).append((gather, load))
     issued: list[AllGather] = []
@@ -211,7 +225,7 @@ def issue(wanted: Iterable[tuple[Gather, tuple[int, ...]]]) -> list[AllGather]:
 def prefetch(live: LiveGroup) -> None:
     """Issue the all-gather of a group that some later run will ask for."""
     if live.prefetched is None:
-        live.prefetched = Gather(live, live.dtypes)
+        live.prefetched = Gather.begin(live, live.dtypes)
         issue([(live.prefetched, live.places)])
 
 
@@ -220,8 +234,8 @@ def take_prefetched(live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> Gather:
     live.dtypes = dtypes
     ahead, live.prefetched = live.prefetched, None
     if ahead is None:
-        return Gather(live, dtypes)
+        return Gather.begin(live, dtypes)
     if ahead.fits(dtypes):
         return ahead
-    ahead.drain()
-    return Gather(live, dtypes)
+    ahead.drop()
+    return Gather.begin(live, dtypes)

@@ -7,6 +7,7 @@ never ends keeps its thread; the next one gets another.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -93,7 +94,9 @@ def _let_calls_end() -> None:
     """At exit: calls that are being made come back first, as far as they can be waited for.
 
     Before Python 3.14 a thread that comes back from the backend while the interpreter is torn down
-    aborts the process. One rank does not wait as long for the others, so that it leaves first.
+    aborts the process. One rank does not wait as long for the others, so that it leaves first. An
+    interrupt does not cut the wait short: torchrun passes on the one that the terminal has sent
+    already.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     most_s = LEAVE_S[0 if first else 1]
@@ -102,7 +105,8 @@ def _let_calls_end() -> None:
         if isinstance(thread, _CallingThread):
             ends = began + (most_s if thread.leave_s is None else thread.leave_s)
             while thread.is_calling and time.monotonic() < ends:
-                time.sleep(0.01)  # then it stands at its queue, where nothing wakes it
+                with contextlib.suppress(KeyboardInterrupt):
+                    time.sleep(0.01)  # then it stands at its queue, where nothing wakes it
 
 
 atexit.register(_let_calls_end)

@@ -102,6 +102,7 @@ class LiveGroup:
     `set_modules_to_*_prefetch` asked for and nobody has used yet. reduced_in: the last
     engine run (autograd graph task) in which this group's gradients came.
     trail: what its mesh issues (`graphshard.runtime.issued.Trail`), if ranks compare it.
+    tuning: of the graphs that begin with it (`graphshard.compiler.tuning.Tuning`).
     calls: forward calls whose backward has not run (`graphshard.runtime.calls.PendingCall`).
     """
 
@@ -126,6 +127,7 @@ class LiveGroup:
     prefetched: Gather | None = None
     root: Root | None = None
     trail: Trail | None = None
+    tuning: object = None
     reduced_in: int = -1
 
     @property
@@ -171,7 +173,7 @@ class LiveGroup:
         self.buffers.clear()
         self.arrived = {}
         if prefetched is not None and limit_s != 0:
-            prefetched.drain(limit_s=limit_s)
+            prefetched.drop(limit_s=limit_s)
 
 
 _NUMBERS = itertools.count(1)

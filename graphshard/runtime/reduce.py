@@ -186,13 +186,17 @@ class Reduction:
         return bool(self._input)
 
     def drain(self, *, limit_s: float | None = None) -> None:
-        """Wait for the collective, if any, and free its input; the result may be thrown away."""
+        """Wait for the collective, if any, and free its input."""
         if self.work is not None:
             group = self._live.fsdp.reduce_process_group
             collective = NamedCollective("reduce-scatter", self._live, self._names, group)
             finish(self.work, collective, limit_s=limit_s)
             self.work = None
         self._input = ()
+
+    def drop(self, *, limit_s: float | None = None) -> None:
+        """Wait for the collective and throw its result away."""
+        self.drain(limit_s=limit_s)
 
 
 def reduce_scatter(

@@ -139,7 +139,7 @@ class Run:
         self._in_flight.append(work)
 
     def abort(self, error: BaseException) -> None:
-        """Drain what was issued and drop what was gathered; gradients of this run are lost.
+        """Drop what was issued and what was gathered; gradients of this run are lost.
 
         Nothing is waited for where other ranks will never take part in what was issued, and not
         much longer than CLEAN_UP_S anywhere: the backend keeps the memory of what goes on.
@@ -150,7 +150,7 @@ class Run:
             left_s = ends - time.monotonic()
             if left_s > 0:
                 with cleaning_up(error):
-                    work.drain(limit_s=left_s)
+                    work.drop(limit_s=left_s)
         for live in self.groups:
             with cleaning_up(error):
                 live.drop(limit_s=max(ends - time.monotonic(), 0))

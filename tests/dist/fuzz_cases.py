@@ -24,8 +24,9 @@ class Part:
     """A module from (rows, length, width) to the same shape; `hidden` is the inner size of an mlp.
 
     Leaves: linear, mlp, norm, rms, conv, scaled (buffers), tied (one weight twice), dropout,
-    centred. Others, made of `parts`: sequence, residual, twice (called twice), branches (a
-    ModuleDict, summed), choice (one of a ModuleDict runs), checkpoint, wrapper (checkpointed).
+    centred, break (of Dynamo's graph). Others, made of `parts`: sequence, residual, twice (called
+    twice), branches (a ModuleDict, summed), choice (one of a ModuleDict runs), checkpoint, wrapper
+    (checkpointed).
     """
 
     kind: str
@@ -64,7 +65,7 @@ INNER = {
     "wrapper": "_checkpoint_wrapped_module",
 }
 LEAVES = ("linear", "mlp", "norm", "rms", "conv", "scaled", "tied", "dropout", "centred")
-BARE = ("dropout",)  # without parameters
+BARE = ("dropout", "break")  # without parameters
 WRITES_BUFFERS = ("scaled", "centred")
 
 
@@ -79,7 +80,7 @@ def _below(path: str, part: Part) -> Iterator[str]:
     if part.kind not in BARE:
         yield path
     for index, inner in enumerate(part.parts):
-        name = INNER[part.kind].format(index=index, letter="abc"[index])
+        name = INNER[part.kind].format(index=index, letter="abcd"[index])
         yield from _below(f"{path}.{name}", inner)
 
 
@@ -101,7 +102,7 @@ def choices(tree: Tree) -> list[str]:
 def _walk(path: str, part: Part) -> Iterator[tuple[str, Part]]:
     yield path, part
     for index, inner in enumerate(part.parts):
-        name = INNER[part.kind].format(index=index, letter="abc"[index])
+        name = INNER[part.kind].format(index=index, letter="abcd"[index])
         yield from _walk(f"{path}.{name}", inner)
 
 

@@ -7,9 +7,7 @@ from parity import difference
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-import graphshard
 from graphshard.capture.root_state import handle_of
-from graphshard.schedule.plan import StepKind
 
 Seen = dict[str, Any]
 
@@ -63,7 +61,7 @@ def _leaves_outputs(call: Call) -> bool:
 
 def _other_state(oracle: nn.Module, model: nn.Module, may_give_back: bool) -> str | None:
     """Each group is where FSDP2 leaves it; what FSDP2 keeps gathered, the runtime keeps."""
-    theirs, needed = fsdp_modules(oracle), _gathered_in_backward(model)
+    theirs = fsdp_modules(oracle)
     for name, module in fsdp_modules(model).items():
         for ours, other in zip(groups_of(module), groups_of(theirs[name]), strict=True):
             where = f"group {name or '(root)'}"
@@ -71,12 +69,8 @@ def _other_state(oracle: nn.Module, model: nn.Module, may_give_back: bool) -> st
                 return f"{where}: {ours._training_state}, not {other._training_state}"
             if ours.is_sharded == other.is_sharded:
                 continue
-            handle = handle_of(module)
-            live = None if handle is None else handle.live
             if not ours.is_sharded:
                 return f"{where} stays gathered"
-            if live is not None and live.fqn not in needed:
-                continue
             if not _is_held(module) and not may_give_back:
                 return f"{where} is not kept"
     return None
@@ -89,13 +83,3 @@ def _is_held(module: nn.Module) -> bool:
 
 def is_gathered(module: nn.Module) -> bool:
     return _is_held(module) or any(not group.is_sharded for group in groups_of(module))
-
-
-def _gathered_in_backward(model: nn.Module) -> set[str]:
-    """What backward does not need is not gathered in it, and so not kept (see README.md)."""
-    found: set[str] = set()
-    for plan in graphshard.plans(model):
-        names = {info.id: info.fqn for info in plan.groups}
-        waits = () if plan.backward is None else plan.backward.of_kind(StepKind.GATHER_WAIT)
-        found.update(names[step.group] for step in waits)
-    return found

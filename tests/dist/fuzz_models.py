@@ -75,6 +75,12 @@ class Tied(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
+class Break(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+
 class Around(nn.Module):
     """One inner module."""
 
@@ -129,6 +135,7 @@ _LEAVES: dict[str, Callable[[int], nn.Module]] = {
     "tied": Tied,
     "dropout": lambda width: nn.Dropout(0.3),
     "centred": Centred,
+    "break": lambda width: Break(),
 }
 _NESTS: dict[str, Callable[..., nn.Module]] = {
     "sequence": nn.Sequential,

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from graphshard.capture.root_state import handle_of
 from graphshard.fsdp2 import group
+from graphshard.runtime import buckets
 
 
 @contextmanager
@@ -27,6 +30,22 @@ def compiled_in_place() -> Any:
     graphshard does not use it so. Here it is told to.
     """
     return patched(group, "COPYING_BACKENDS", lambda names: ())
+
+
+def gather_one_at_a_time() -> None:
+    """gloo's all-gather of many tensors corrupts the heap while several of them are under way
+    (torch 2.13): a process that does nothing else aborts within a minute. Nobody but tests uses it.
+    """
+    original = buckets.gather_in_place
+
+    @wraps(original)
+    def call(outputs: list[Tensor], inputs: list[Tensor], ranks: dist.ProcessGroup) -> dist.Work:
+        work = original(outputs, inputs, ranks)
+        if inputs[0].device.type == "cpu":
+            work.wait()
+        return work
+
+    buckets.gather_in_place = call
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 `Pool.run(2, fn, *args)` runs `fn(ctx, *args)` on two ranks and returns their results in rank order.
 The processes of a rank count start at the first case that asks for it and serve all later ones;
-between cases Dynamo is reset and the ranks meet at a barrier. A case that fails, hangs or loses a
-rank costs its workers: they are killed, and the next case gets fresh ones, so no case sees what a
-broken one left behind.
+between cases the ranks meet at a barrier, and Dynamo is reset unless a case keeps what it compiled.
+A case that fails, hangs or loses a rank costs its workers: they are killed, and the next case gets
+fresh ones, so no case sees what a broken one left behind.
 
 GRAPHSHARD_TEST_DEVICE=cuda runs the same cases on GPUs with NCCL; GRAPHSHARD_TEST_WORLD=1 caps the
 rank count to the GPUs there.
@@ -32,8 +32,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from patching import gather_one_at_a_time
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from warm import warm_context
+from warm import print_no_graphs, time_no_guards, warm_context
 
 START_S = 120.0  # to start the workers of one rank count
 SETTLE_S = 60.0  # to reset and meet at the barrier after a case
@@ -93,13 +94,19 @@ class Pool:
         self.close()
 
     def run(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 120,
+        keeps_compiled: bool = False,
     ) -> list[Any]:
         """Run `fn(ctx, *args)` on every rank and return the results in rank order.
 
-        `fn` is a function of a module (it travels by name); arguments and results travel by pickle.
-        Raises WorkerError with the traceback of every failing rank, WorkerTimeout when `timeout_s`
-        passes. Starting workers is not part of the limit.
+        keeps_compiled: the next case may find what this one has compiled. `fn` is a function of a
+        module (it travels by name); arguments and results travel by pickle. Raises WorkerError with
+        the traceback of every failing rank, WorkerTimeout when `timeout_s` passes. Starting workers
+        is not part of the limit.
         """
         payload = pickle.dumps((fn, args))
         world_size = capped(world_size)
@@ -107,7 +114,8 @@ class Pool:
             self._workers[world_size] = _Workers(world_size, self._compute)
         workers = self._workers[world_size]
         try:
-            results = workers.call(payload, f"{fn.__module__}.{fn.__qualname__}", timeout_s)
+            name = f"{fn.__module__}.{fn.__qualname__}"
+            results = workers.call(payload, name, timeout_s, keeps_compiled)
         except BaseException:
             del self._workers[world_size]
             workers.kill()
@@ -146,16 +154,23 @@ class _Workers:
             self._conns.append(ours)
             self._procs.append(proc)
         self._started = False
+        self._kept = False  # what the case before has compiled
         self.num_groups = 1
 
-    def call(self, payload: bytes, name: str, timeout_s: float) -> list[Any]:
+    def call(self, payload: bytes, name: str, timeout_s: float, keeps_compiled: bool) -> list[Any]:
         if not self._started:
             self._round(None, "starting the workers", START_S)
             self._started = True
+        if self._kept and not keeps_compiled:
+            self._settle(_RESET, name)
         results = self._round(payload, name, timeout_s)
-        left = self._round(b"", f"clean-up and barrier after {name}", SETTLE_S)
-        self.num_groups = max(left)
+        self._settle(_KEEP if keeps_compiled else _RESET, name)
+        self._kept = keeps_compiled
         return results
+
+    def _settle(self, how: bytes, name: str) -> None:
+        left = self._round(how, f"clean-up and barrier at {name}", SETTLE_S)
+        self.num_groups = max(left)
 
     def pids(self) -> list[int]:
         return [proc.pid for proc in self._procs]
@@ -214,7 +229,8 @@ class _Workers:
         except (EOFError, ConnectionError):
             proc = self._procs[rank]
             proc.join(5)
-            return _Reply(False, f"the process died (exit code {proc.exitcode})")
+            died = f"the process died (exit code {proc.exitcode})"
+            return _Reply(False, f"{died}\n{self._stacks_of(rank)}")
 
     def _failure(self, replies: dict[int, _Reply], name: str, timeout_s: float) -> WorkerError:
         ranks = range(len(self._conns))
@@ -240,15 +256,16 @@ class _Workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._procs[rank].pid, signal.SIGUSR1)
         time.sleep(0.3 if ranks_with_handler else 0)
-        return {
-            r: Path(self._stack_file(r)).read_text() if r in ranks_with_handler else ""
-            for r in ranks
-        }
+        return {rank: self._stacks_of(rank) for rank in ranks}
+
+    def _stacks_of(self, rank: int) -> str:
+        path = Path(self._stack_file(rank))
+        return path.read_text() if path.exists() else ""
 
 
 # -- in the worker process -------------------------------------------------------------------------
 
-_LEAVE = b"leave"
+_LEAVE, _KEEP, _RESET = b"leave", b"keep", b"reset"
 
 
 def _worker_main(
@@ -256,6 +273,8 @@ def _worker_main(
 ) -> None:
     os.setsid()
     os.environ["GRAPHSHARD_COMPUTE"] = compute
+    # As torchrun does. Regions are compiled beginning with different ones.
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     if compute == "inductor":
         from torch._inductor import config
 
@@ -263,11 +282,13 @@ def _worker_main(
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
+        faulthandler.enable(file=stacks)  # where it was when it died of a signal
         ctx: list[Ctx] = []
         _reply(conn, lambda: ctx.append(_join(rank, world_size, port)))
         with contextlib.suppress(EOFError):  # the test process is gone
             while (message := conn.recv_bytes()) != _LEAVE:
-                _reply(conn, partial(_run_case, *ctx, message) if message else _settle)
+                settles = message in (_KEEP, _RESET)
+                _reply(conn, partial(_settle if settles else _run_case, *ctx, message))
         dist.destroy_process_group()
         os._exit(
             0
@@ -291,6 +312,9 @@ def _join(rank: int, world_size: int, port: int) -> Ctx:
     sys.path[:0] = [str(path) for path in (here, here.parent) if str(path) not in sys.path]
     torch.set_num_threads(1)
     gc.set_threshold(20_000, 20, 20)  # tracing makes much, of which little is garbage
+    time_no_guards()
+    print_no_graphs()
+    gather_one_at_a_time()
     device = torch.device("cpu")
     if device_type() == "cuda":
         device = torch.device("cuda", rank)
@@ -312,9 +336,9 @@ def _run_case(ctx: Ctx, payload: bytes) -> Any:
     return fn(ctx, *args)
 
 
-def _settle() -> int:
+def _settle(ctx: Ctx, what: bytes) -> int:
     """How many process groups are left."""
-    if "torch._dynamo" in sys.modules:
+    if what == _RESET and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
     if not gc.get_freeze_count():

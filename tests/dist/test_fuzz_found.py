@@ -4,7 +4,7 @@ A new one is the repr of a failing case of `test_fuzz.py`.
 """
 
 import pytest
-from fuzz_cases import Forward, Freeze, FuzzCase, Group, Part, Set, Step, Tree, Unshard
+from fuzz_cases import Forward, Freeze, FuzzCase, Group, Part, Set, Step, Tree, Unshard, has
 from fuzz_run import EQUAL, run_case
 from pool import Pool, capped
 
@@ -90,7 +90,7 @@ FOUND = {
     "nothing-requires-grad": FuzzCase(
         LINEARS, (Group(("body.0",)), Group(("",))), (Freeze("", False), Step(), Step())
     ),
-    # Backward needs no parameter of the first layer (declared in README.md).
+    # Backward needs no parameter of the first layer.
     "kept-after-a-backward-that-does-not-need-it": FuzzCase(
         LINEARS,
         (Group(("body.0",)), Group(("",))),
@@ -101,6 +101,13 @@ FOUND = {
         Tree(LINEARS.body, heads=(4,)),
         (Group(("body.1", "heads.0")), Group(("body.0",)), Group(("body",))),
         (Step(), Forward("no_grad", eager=True), Step()),
+    ),
+    # Of a list the first module runs outside of the graphs, the second in one, whose backward came
+    # in the middle of FSDP2's own.
+    "a-list-on-both-sides-of-a-graph-break": FuzzCase(
+        Tree(Part("sequence", (Part("break"), Part("linear"), Part("linear"))), heads=(4,)),
+        (Group(("body.2", "heads.0")), Group(("",))),
+        (Step(), Step(micro_steps=2)),
     ),
     # A backward reshards what the user unsharded and nobody used.
     "unshard-of-what-is-not-used": FuzzCase(
@@ -116,4 +123,6 @@ FOUND = {
 def test_found(pool: Pool, name: str) -> None:
     for outcome in pool.run(FOUND[name].ranks, run_case, FOUND[name]):
         assert outcome.verdict == EQUAL, outcome.why
-        assert outcome.in_graph == outcome.calls > 0
+        breaks = has(FOUND[name].tree, "break")
+        assert 0 < outcome.in_graph <= outcome.calls
+        assert breaks or outcome.in_graph == outcome.calls

@@ -48,6 +48,30 @@ def rank_zero_dies(ctx: Ctx) -> None:
     total(ctx, 1)
 
 
+def rank_zero_aborts(ctx: Ctx) -> None:
+    if ctx.rank == 0:
+        os.abort()
+    total(ctx, 1)
+
+
+COMPILED: list[object] = []
+
+
+def counted(gm: Any, inputs: Any) -> Any:
+    COMPILED.append(gm)
+    return gm.forward
+
+
+def double(value: torch.Tensor) -> torch.Tensor:
+    return 2 * value
+
+
+def compilations(ctx: Ctx) -> int:
+    """In this process so far, with a function that has now been compiled."""
+    torch.compile(double, backend=counted)(torch.ones(2))
+    return len(COMPILED)
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -62,6 +86,13 @@ def test_results_come_in_rank_order_from_processes_that_stay(pool: Pool) -> None
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
     assert len({pid for pid, _ in first}) == ranks
     assert [value for _, value in second] == [10.0 * sum(range(1, ranks + 1))] * ranks
+
+
+def test_only_cases_that_keep_what_was_compiled_find_it() -> None:
+    with Pool() as workers:
+        kept = [workers.run(1, compilations, keeps_compiled=True) for _ in range(2)]
+        own = [workers.run(1, compilations) for _ in range(2)]
+    assert (kept, own) == ([[1], [1]], [[2], [3]])
 
 
 @several_ranks
@@ -93,6 +124,8 @@ def test_hang_and_death_are_killed_and_the_next_case_works() -> None:
         assert not any(alive(pid) for pid in before)
         with pytest.raises(WorkerError, match=r"the process died \(exit code 3\)"):
             pool.run(2, rank_zero_dies)
+        with pytest.raises(WorkerError, match=r"exit code -6\)(.|\n)*in rank_zero_aborts"):
+            pool.run(2, rank_zero_aborts)
         after = [pid for pid, _ in pool.run(2, total, 1)]
         assert not set(before) & set(after)
         assert all(alive(pid) for pid in after)

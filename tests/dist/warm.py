@@ -39,6 +39,18 @@ def warm_context(device_type: str = "cpu") -> Any:
     return context
 
 
+def print_no_graphs() -> None:
+    """AOTAutograd prints each graph for logs that nobody reads here: a tenth of a capture."""
+    torch.fx.GraphModule.print_readable = lambda *args, **kwargs: ""  # type: ignore[method-assign]
+
+
+def time_no_guards() -> None:
+    """Dynamo empties the CPU's caches to time the guards of each graph once."""
+    from torch._dynamo import guards
+
+    guards.profile_guard_manager = lambda *args: 0.0
+
+
 def run_script(script: Path, world_size: int, limit_s: float) -> str:
     """What rank 0 of `script` prints; its ranks have the environment that torchrun gives them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
 
-from graphshard.compiler import graph_compiler, replan
+from graphshard.compiler import graph_compiler, tuning
 from graphshard.report import announce
 from graphshard.runtime import agree, finish, gather, reduce
 
@@ -23,7 +23,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "all-reduce": (reduce.Reduction, "_all_reduce"),
     "assign": (reduce.Reduction, "_assign"),
     "finish": (finish, "_finish"),
-    "replan": (replan.Replan, "_plan_again"),
+    "replan": (tuning.Tuning, "_judge"),
     "save": (announce, "_stem"),
     "checkpoint": (FileSystemWriter, "write_data"),
 }
