@@ -108,7 +108,7 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     machines = [machine_of(name) for name in args.hw]
     given: dict[str, object] = {"reshard": args.reshard, "micro_steps": args.micro_steps}
     policies = [
-        policy_of(parse_options(given if size is None else {**given, "memory_budget": size}))
+        policy_of(parse_options({**given, "memory_budget": size}, elsewhere={}))
         for size in args.budget
     ]
     batches: list[dict[str, int]] = [{"batch": n} for n in args.batch or ()] or [{}]

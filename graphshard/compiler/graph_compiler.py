@@ -28,7 +28,7 @@ from graphshard.capture.repeated.trace import RepeatedBlock, traced_by_blocks
 from graphshard.capture.root_state import CompiledPlan, RootState
 from graphshard.codegen.emit import check_inputs
 from graphshard.codegen.lowering import lowering_of
-from graphshard.compiler.instrument import Executable, executables
+from graphshard.compiler.executable import Executable, callables_of
 from graphshard.compiler.partition import (
     Found,
     PlannedPartition,
@@ -41,7 +41,7 @@ from graphshard.compiler.planning import (
     PlanningInputs,
     apply,
 )
-from graphshard.compiler.planning_inputs import costs_of, planning_inputs
+from graphshard.compiler.planning_inputs import costs_of, may_tune, planning_inputs
 from graphshard.compiler.shared_graph import Shared, root_state_of
 from graphshard.errors import CaptureError
 from graphshard.graph.program import Program, anchor_places, copied, output_node
@@ -90,8 +90,8 @@ class GraphCompiler:
         All passes run here; what they raise is raised here, before anything was executed.
         """
         backend = aot_autograd(
-            fw_compiler=self._emit_forward,
-            bw_compiler=self._emit_backward,
+            fw_compiler=self._forward_entry,
+            bw_compiler=self._backward_entry,
             inference_compiler=self._compile_inference,
             partition_fn=self._partition,
             decompositions=self._lowering.decompositions,
@@ -107,7 +107,7 @@ class GraphCompiler:
 
         with config, self._lowering.tracing():
             compiled = traced_by_blocks(captured, self._lowering, trace)
-        return self._watching(compiled)
+        return self._called_by_dynamo(compiled)
 
     # -- the three places where AOTAutograd asks -------------------------------------------
 
@@ -116,7 +116,7 @@ class GraphCompiler:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Joint graph in; the two graphs that AOTAutograd goes on with out.
 
-        The scheduled program is made from copies of them and waits for `_emit_*`.
+        The scheduled program is made from copies of them and waits for `_entry`.
         """
         joint = expanded(self._lowering.joint(joint), self._blocks)
         joint_graph = joint_graph_of(self.name, joint, inputs, num_fwd_outputs, self.found, kwargs)
@@ -131,19 +131,19 @@ class GraphCompiler:
         planning = planning_inputs(self.groups, self._options, self.ballots)
         gm = expanded(self._lowering.joint(gm), self._blocks)
         self._schedule(plan_inference(self.name, gm, self.found, planning), planning)
-        return self._emit_forward(gm, inputs)
+        return self._forward_entry(gm, inputs)
 
-    def _emit_forward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def _forward_entry(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         assert self._program is not None
         assert self._program.forward is not None
-        return self._body(Direction.FORWARD, self._program.forward, gm, None)
+        return self._entry(Direction.FORWARD, self._program.forward, gm, None)
 
-    def _emit_backward(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def _backward_entry(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         assert self._program is not None
         assert self._program.backward is not None
-        return self._body(Direction.BACKWARD, self._program.backward, gm, self._calls)
+        return self._entry(Direction.BACKWARD, self._program.backward, gm, self._calls)
 
-    def _body(
+    def _entry(
         self,
         direction: Direction,
         module: fx.GraphModule,
@@ -159,15 +159,15 @@ class GraphCompiler:
     # -- parts -----------------------------------------------------------------------------
 
     def _schedule(self, planned: PlannedPartition, planning: PlanningInputs) -> None:
-        """Agree on the plan, and put the program in the plan's order."""
+        """Agree on the plan, order the program by it, make code, and let the groups in."""
         placed, problem, plan = planned.parts.placed, planned.problem, planned.plan
         if self.ballots:
             terms, early = self._options.terms_of_calls(), self.ends_early
             plan = agree_on_plan(self.ballots, plan, terms, uses=self.uses, ends_early=early)
         if plan.reduces_apart:
             problem = reductions_apart(problem)
-        feeds_back = self._options.replan_after is not None and placed.backward is not None
-        spare = copied(placed) if feeds_back else None
+        is_measured = self._options.replan_after or may_tune(self._options, planning.machine)
+        spare = copied(placed) if is_measured and placed.backward is not None else None
         infos = self.found.infos
         self._program = program = apply(placed, plan)
         template = Executable(
@@ -200,13 +200,13 @@ class GraphCompiler:
         """What runs; if Inductor fails, say without a C++ compiler, the ops one by one."""
         modules = running.program.by_direction
         try:
-            return executables(running, modules)
+            return callables_of(running, modules)
         except Exception as error:
             if running.artifacts is None or self._options.fallback == "error":
                 raise
             running.artifacts = None
             warn_once(f"ops of {self.name} run one by one: Inductor failed: {describe(error)}")
-            return executables(running, modules)
+            return callables_of(running, modules)
 
     def announce(self) -> None:
         """Tell what runs now."""
@@ -245,22 +245,22 @@ class GraphCompiler:
             return []
         return ballots_of(self.groups)
 
-    def _watching(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def _called_by_dynamo(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """What Dynamo runs. From here on nothing of this compilation holds on to the model."""
         calls, shared = self._calls, self._shared
         assert shared is not None
         # AOTAutograd keeps this object until it has compiled the backward, and after.
         self._gm, self.found = None, Found([], {})
 
-        code = _Code(self._generation, shared, compiled)
+        known = _Callable(self._generation, shared, compiled)
         _forget_before(self._generation)
-        _CODE.add(code)
+        _CALLABLES.add(known)
 
         def call(*args: Any) -> Any:
-            known, run = code.shared, code.run
-            assert known is not None, "Dynamo calls what it has forgotten"
+            graph, run = known.shared, known.run
+            assert graph is not None, "Dynamo calls what it has forgotten"
             assert run is not None
-            known.begin(args)
+            graph.begin(args)
             outputs = run(*args)
             if calls is not None:
                 calls.begin(args, outputs)
@@ -270,7 +270,7 @@ class GraphCompiler:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _Code:
+class _Callable:
     """What Dynamo calls; nothing after it was reset, although something may still hold the call.
 
     c10d's flight recorder does: it holds the code objects that issued its last 2,000 collectives,
@@ -283,14 +283,14 @@ class _Code:
     run: Callable[..., Any] | None
 
 
-_CODE: weakref.WeakSet[_Code] = weakref.WeakSet()
+_CALLABLES: weakref.WeakSet[_Callable] = weakref.WeakSet()
 
 
 def _forget_before(generation: int) -> None:
     """Dynamo was reset before `generation`: it calls nothing that is older."""
-    for code in tuple(_CODE):
-        if code.generation < generation:
-            code.shared = code.run = None
+    for known in tuple(_CALLABLES):
+        if known.generation < generation:
+            known.shared = known.run = None
 
 
 def without_groups(

@@ -29,7 +29,7 @@ from graphshard.files.information import informing, write_whole
 from graphshard.files.reading import read_json, reason, shown
 from graphshard.planner.problem import Problem, checked
 from graphshard.planner.separate_group import reductions_apart
-from graphshard.planner.simulate import simulate
+from graphshard.planner.simulate import simulated_as
 from graphshard.schedule.plan import GroupInfo, Plan
 from graphshard.schedule.steps import to_json
 
@@ -115,15 +115,13 @@ def check(plan: Plan, problem: Problem, groups: tuple[GroupInfo, ...], torch_ver
         raise PlanError("GS603", "it is of other groups, or of another torch")
     if not set(plan.recompute) <= {o.name for o in problem.recompute} or plan.estimate is None:
         raise PlanError("GS603", "it computes again what the graph does not have")
-    again = tuple(i for i, o in enumerate(problem.recompute) if o.name in plan.recompute)
     if plan.reduces_apart != problem.reduces_apart:
         if not plan.reduces_apart or not problem.may_reduce_apart:
             raise PlanError("GS603", "it reduces on other process groups")
         problem = reductions_apart(problem)
     if len(plan.schedules) != len(problem.directions):
         raise PlanError("GS603", "it has another number of directions")
-    across = tuple(g.id for g in plan.groups if g.between_micro_steps)
-    found = simulate(checked(problem), plan.schedules, again, across)
+    found = simulated_as(checked(problem), plan)
     ours = plan.estimate.ours
     pairs = (
         (found.step_us, ours.step_time_us),

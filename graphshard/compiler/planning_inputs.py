@@ -43,20 +43,26 @@ def costs_of(planning: PlanningInputs) -> str:
 
 
 def policy_of(options: Options) -> PlanningPolicy:
-    """With a budget or `reshard="auto"` the planner decides everything that the user left open.
+    """What the planner decides, of all that the user left open.
 
-    Otherwise it keeps gathered what FSDP2 keeps, and like FSDP2 one group ahead.
+    In FSDP2's own schedule only the waits: what it keeps is kept, and like FSDP2 one group ahead.
     """
-    budget, count = options.memory_budget_bytes, options.micro_steps
-    if budget is None and options.reshard != "auto":
+    count = options.micro_steps
+    if not options.is_planned:
         return PlanningPolicy(most_ahead=1, micro_steps=count)
+    budget = options.memory_budget_bytes
     return PlanningPolicy(
         budget,
         reshard=Reshard.AUTO if options.reshard == "auto" else Reshard.OPEN,
-        recompute=budget is not None,
+        recompute=budget is not None or options.schedule == "planned",
         regroup=True,
         micro_steps=count,
     )
+
+
+def may_tune(options: Options, machine: Machine) -> bool:
+    """The planner decides, by costs that nobody measured here, and the user said nothing of it."""
+    return options.is_planned and options.replan_after is None and not machine.measured
 
 
 def machine_for(given: str | None, device: torch.device) -> Machine:

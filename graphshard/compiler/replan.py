@@ -13,14 +13,18 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from graphshard.compiler.instrument import Executable, combined, samples_of, unwatch, watch
+from graphshard.compiler.executable import Executable
+from graphshard.compiler.instrument import combined, samples_of, unwatch
 from graphshard.compiler.planning import apply, plan_with_costs
+from graphshard.errors import InfeasibleBudget, PlanError
 from graphshard.files.information import printable
 from graphshard.graph.program import Program, copied
 from graphshard.planner.observed import observed
+from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import reductions_apart
 from graphshard.runtime.agree import told
-from graphshard.runtime.live import LiveGroup, ballots_of, part_reductions
+from graphshard.runtime.ballot import Ballot
+from graphshard.runtime.live import LiveGroup, part_reductions
 from graphshard.schedule import measured as times
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan, Reshard
@@ -28,62 +32,119 @@ from graphshard.schedule.plan import Plan, Reshard
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class Replan:
-    """One graph pair that is watched from its second step on and planned again after `after`.
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A program in the order of `plan`, which was made for `problem`."""
 
-    placed: the program as it was before its plan was applied. adopt: takes the plan that ran until
-    then and what it was measured at; `running` has the new one.
+    program: Program
+    plan: Plan
+    problem: Problem
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Replanner:
+    """Measures one graph pair and plans it again.
+
+    placed: the program as it was before its plan was applied. named: a plan of it under the names
+    of those who run it. adopt: takes the plan that ran until then and what it was measured at;
+    `running` has the one that runs from now on.
     """
 
     running: Executable
     placed: Program
     reshard: Reshard
-    after: int
-    adopt: Callable[[Plan, Measured], None]
-    done: bool = False
+    named: Callable[[Plan], Plan]
+    adopt: Callable[[Plan, Measured | None], None]
 
-    def before_forward(self, groups: Sequence[LiveGroup]) -> None:
-        """Called before every forward of `groups`, the first that ran the graph, until `done`."""
-        forwards = groups[0].counters.forwards
-        if forwards >= self.after:
-            self.done = True
-            self._plan_again(forwards, groups)
-        elif forwards >= 1 and not self.running.segments and self.running.is_complete:
-            watch(self.running)
+    @property
+    def version(self) -> Version:
+        """What runs now."""
+        return Version(self.running.program, self.running.plan, self.running.problem)
 
-    def _plan_again(self, forwards: int, groups: Sequence[LiveGroup]) -> None:
-        running, before = self.running, self.running.plan
-        measured = self._agreed(forwards, groups)
-        if measured is not None:
-            problem = observed(running.problem, measured)
-            plan = replace(
-                plan_with_costs(self.placed, problem, self.reshard),
-                recompute=running.plan.recompute,
-                priced_on=running.plan.priced_on,
-            )
-            if plan.reduces_apart and not problem.reduces_apart:
-                problem = reductions_apart(problem)
-                part_reductions(groups)
-            # A copy: others who share the graph may still plan it again.
-            running.program, running.plan = apply(copied(self.placed), plan), plan
-            running.problem = problem
-            self.adopt(before, measured)
-        unwatch(running)
+    def measured(
+        self, lead: LiveGroup, ballots: Sequence[Ballot], most: int | None = None
+    ) -> Measured | None:
+        """What was measured since `watch`, in the last `most` steps; the same on all ranks.
 
-    def _agreed(self, forwards: int, groups: Sequence[LiveGroup]) -> Measured | None:
-        """The same on all ranks; None if they ran different plans or too few steps."""
-        running = self.running
+        None if they ran different plans, or no step from beginning to end. All ranks call it before
+        the same forward of `lead`.
+        """
+        running, forwards = self.running, lead.counters.forwards
         name = running.plan.name
         plan = hashlib.sha256(running.plan.to_json().encode()).hexdigest()
-        key = f"measured after {forwards} forwards of {printable(groups[0].fqn)}"
-        said = told(ballots_of(groups), key, f"{plan}\n{times.to_json(samples_of(running))}")
+        key = f"measured after {forwards} forwards of {printable(lead.fqn)}"
+        own = {direction: runs[-(most or 0) :] for direction, runs in samples_of(running).items()}
+        said = told(ballots, key, f"{plan}\n{times.to_json(own)}")
         plans, texts = zip(*(text.split("\n", 1) for text in said), strict=True)
         if len(set(plans)) > 1:
             logger.warning("%s: not planned again: ranks run different plans", name)
             return None
         runs = [times.from_json(text) for text in texts]
-        measured = combined(running.problem, running.segments, runs)
-        if measured is None and dist.get_rank() == 0:
+        found = combined(running.problem, running.segments, runs)
+        if found is None and dist.get_rank() == 0:
             logger.warning("%s: not planned again: no step was complete", name)
-        return measured
+        return found
+
+    def planned(
+        self,
+        measured: Measured,
+        lead: LiveGroup,
+        ballots: Sequence[Ballot],
+        takes: Callable[[Plan, Problem], bool],
+    ) -> Version | None:
+        """The lowest rank's plan at these costs; None if it has none, or `takes` does not take it.
+        Nothing of `running` changes.
+
+        takes: is asked on that rank alone, about its plan and the problem at these costs. All ranks
+        call it before the same forward of `lead`.
+        """
+        problem, text = self._observed(measured), ""
+        if all(ballot.rank == ballot.ranks[0] for ballot in ballots):
+            plan = self._best(problem)
+            text = plan.to_json(indent=None) if plan is not None and takes(plan, problem) else ""
+        key = f"planned after {lead.counters.forwards} forwards of {printable(lead.fqn)}"
+        text = told(ballots, key, text)[0]
+        return self._made_of(Plan.from_json(text), problem) if text else None
+
+    def _observed(self, measured: Measured) -> Problem:
+        """What runs poses at these costs; at those of before if they contradict each other."""
+        problem = self.running.problem
+        try:
+            return observed(problem, measured)
+        except PlanError as error:
+            logger.warning("%s: not what was measured: %s", self.running.plan.name, error.message)
+            return problem
+
+    def _best(self, problem: Problem) -> Plan | None:
+        """None if nothing is found that fits the budget; the log says so."""
+        running = self.running
+        try:
+            plan = plan_with_costs(self.placed, problem, self.reshard)
+        except InfeasibleBudget as error:
+            logger.warning("%s: not planned again: %s", running.plan.name, error.message)
+            return None
+        before = running.plan
+        return replace(plan, recompute=before.recompute, priced_on=before.priced_on)
+
+    def _made_of(self, plan: Plan, problem: Problem) -> Version:
+        plan = replace(plan, name=self.placed.name)
+        if plan.reduces_apart and not problem.reduces_apart:
+            problem = reductions_apart(problem)
+        # A copy: others who share the graph may still plan it again.
+        return Version(apply(copied(self.placed), plan), self.named(plan), problem)
+
+    def change_to(
+        self, version: Version, groups: Sequence[LiveGroup], measured: Measured | None
+    ) -> None:
+        """Run `version` from now on. measured: what the plan until now was measured at."""
+        running, before = self.running, self.running.plan
+        if version.plan.reduces_apart and not running.problem.reduces_apart:
+            part_reductions(groups)
+        running.program, running.plan = version.program, version.plan
+        running.problem = version.problem
+        self.adopt(before, measured)
+        unwatch(running)
+
+    def follow(self, plan: Plan, groups: Sequence[LiveGroup]) -> None:
+        """Run `plan`, which was made for a graph of the same structure, from now on."""
+        self.change_to(self._made_of(plan, self.running.problem), groups, None)

@@ -2,7 +2,7 @@
 
 In: a graph as it was compiled for the FSDP roots that called it first, and the inputs of each call.
 True afterwards: every root that has called it is a tenant. It has the plan under its own names in
-its record, emitted code that is exchanged for it alone (`replan_after`, `profile`), and whatever
+its record, emitted code that is exchanged for it alone (new plans, `profile`), and whatever
 else the plan sets up. Nothing here keeps a model alive: Dynamo keeps the graph for as long as it
 likes, and so does c10d's flight recorder, which holds the code objects of its last 2,000
 collectives.
@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any
 
 from graphshard.capture.root_state import CompiledPlan, RootState, handle_of
-from graphshard.codegen.emit import code_of
-from graphshard.compiler.instrument import OBSERVER, Executable
-from graphshard.compiler.replan import Replan
+from graphshard.compiler.executable import Executable
+from graphshard.compiler.instrument import OBSERVER
+from graphshard.compiler.replan import Replanner
+from graphshard.compiler.tuning import Tuned, tuned
 from graphshard.fsdp2 import modules_of
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import Program
@@ -54,7 +55,7 @@ class Tenant:
     infos: tuple[GroupInfo, ...]
     first: int
     compiled: CompiledPlan
-    replan: Replan | None = None
+    replan: Tuned | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +65,7 @@ class Shared:
     generation: how often Dynamo had been reset when it was compiled. anchors: place of an anchor
     among the graph's inputs -> number of its group in the plan. infos: those groups of the first
     tenant, as described before planning. template: what each tenant begins with; never run.
-    placed: the program before its plan was applied, if `replan_after` may plan it again.
+    placed: the program before its plan was applied, if it may be planned again.
     costs: what the plan was made with, for ranks that ask.
     """
 
@@ -93,9 +94,9 @@ class Shared:
         lives = self._callers(args)
         tenant = self._tenants[_root(lives[0])]
         replan, observer = tenant.replan, OBSERVER.get()
-        if replan is not None and not replan.done:
+        if replan is not None and (replan.is_measuring or observer is None):
             if lives[0].number == tenant.first:
-                replan.before_forward(self.groups(args))
+                replan.before_forward(partial(self.groups, args))
         elif observer is not None:
             observer.before_forward(tenant.running)
         if self.options.verify != "off":
@@ -128,15 +129,11 @@ class Shared:
         if known and self.options.verify != "off":
             terms = self.options.terms_of_calls()
             join(ballots_of(groups), tenant.compiled.plan, terms, self.costs)
-        if self.placed is not None and self.options.replan_after is not None:
+        if self.placed is not None:
             adopt = partial(self._adopt, tenant, [weakref.ref(root) for root in roots])
-            tenant.replan = Replan(
-                running=tenant.running,
-                placed=self.placed,
-                reshard=self.reshard,
-                after=self.options.replan_after,
-                adopt=adopt,
-            )
+            named = partial(plan_for, first=self.infos, own=tenant.infos)
+            replanner = Replanner(tenant.running, self.placed, self.reshard, named, adopt)
+            tenant.replan = tuned(replanner, groups[0])
         self._leads = tuple(dict.fromkeys([*self._leads, *self._first_places(groups)]))
         return tenant.compiled
 
@@ -175,9 +172,8 @@ class Shared:
     def _compiled(
         self, running: Executable, before: Plan | None = None, measured: Measured | None = None
     ) -> CompiledPlan:
-        code = code_of(running.program.forward), code_of(running.program.backward)
         return CompiledPlan(
-            running.plan, *code, running.problem, before, measured, running, self.generation
+            running.plan, running.problem, before, measured, running, self.generation
         )
 
     def _adopt(
@@ -185,12 +181,10 @@ class Shared:
         tenant: Tenant,
         roots: Sequence[weakref.ref[Root]],
         before: Plan,
-        measured: Measured,
+        measured: Measured | None,
     ) -> None:
-        """`tenant` runs another plan now, made because `before` was measured."""
-        running = tenant.running
-        running.plan = plan_for(running.plan, self.infos, tenant.infos)
-        tenant.compiled = self._compiled(running, before, measured)
+        """`tenant` was measured, and runs another plan than `before`, or the same on."""
+        tenant.compiled = self._compiled(tenant.running, before, measured)
         for root in roots:
             if (alive := root()) is not None:
                 root_state_of(alive).add(self.name, tenant.compiled)

@@ -61,7 +61,7 @@ def plan(
             raise OptionsError("GS103", f"option {key}=None; give a number of ranks")
     options = {"memory_budget": memory_budget, "reshard": reshard, "micro_steps": micro_steps}
     given = {key: value for key, value in options.items() if value is not None}
-    policy = policy_of(parse_options(given))
+    policy = policy_of(parse_options(given, elsewhere={}))
     point = Point(world_size, ranks_per_node, machine_of(hardware), policy, fused=is_fused(compute))
 
     def build(sizes: Sizes) -> Made:

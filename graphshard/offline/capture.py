@@ -89,9 +89,8 @@ def capture(
     only_capture.is_graphshard_backend = True  # type: ignore[attr-defined]
     install()
     torch._dynamo.reset()
-    compiled = torch.compile(
-        fake.model, backend=only_capture, fullgraph=True, options={"fallback": "error"}
-    )
+    given: Any = Options(fallback="error")
+    compiled = torch.compile(fake.model, backend=only_capture, fullgraph=True, options=given)
     try:
         with fake.mode:
             compiled(*fake.args, **fake.kwargs)

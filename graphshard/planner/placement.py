@@ -29,9 +29,11 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FillPolicy:
-    """gathers: at most so many in flight. buffers: reductions that gathers leave room for.
+    """gathers: at most so many in flight. buffers: for how many reductions in flight gathers leave
+    room; 0: gathers take all of it.
 
-    room: gathers for which packing leaves room; it waits for a later slot if it must.
+    room: for how many gathers the packing of reductions leaves room: a reduction that would take
+    it is issued at a later slot.
     """
 
     gathers: int = UNLIMITED
@@ -51,7 +53,7 @@ def fill(
     most = _most_gathers(profile, view, budget_bytes, policy)
     gathers: list[int] = []
     previous = -1
-    for (position, *_), count in zip(view.rows, most, strict=True):
+    for (position, *_), count in zip(view.rows, most, strict=True):  # rows: see `View`
         if count > len(gathers):
             at = next_gather_position(stage, previous)
             gathers.extend([at] * (count - len(gathers)))
@@ -67,6 +69,11 @@ def _most_gathers(
     """For each event, how many gathers may have been issued before it."""
     sums, ahead, buffers = profile.gathers, policy.gathers, policy.buffers
     most, limit = [], len(sums) - 1
+    # From the end, since what is issued before an event is issued before all later ones too, so
+    # that a limit holds for all earlier events. In flight at an event are the gathers issued and
+    # not waited for, of sums[limit] - sums[waited] bytes: no more than the budget leaves beside
+    # `needs` and the reductions. Its own gather, which counts as waited for in bytes, is one of
+    # those ahead (`before`). What was waited for cannot be given back: `fill` refuses the rest.
     for _, needs, before, waited, issued in reversed(view.rows):
         left_free = view.reductions[issued] - view.reductions[max(0, issued - buffers)]
         room = budget_bytes - needs - left_free + sums[waited]

@@ -31,7 +31,7 @@ from graphshard.planner.events import (
 from graphshard.planner.links import LaneQueues
 from graphshard.planner.problem import Category, CollectiveLane, Problem
 from graphshard.schedule.estimate import Allocation
-from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
+from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,13 @@ def simulate(
         for micro, _ in micro_steps_of(problem)
     }
     return report(problem, choices, programs)
+
+
+def simulated_as(problem: Problem, plan: Plan) -> Simulation:
+    """`plan` at the costs of `problem`, which has its regions and groups."""
+    again = tuple(i for i, o in enumerate(problem.recompute) if o.name in plan.recompute)
+    across = tuple(g.id for g in plan.groups if g.between_micro_steps)
+    return simulate(problem, plan.schedules, again, across)
 
 
 def _kept_releases(schedule: Schedule) -> list[Step]:

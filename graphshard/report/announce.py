@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from graphshard.capture.root_state import CompiledPlan
-from graphshard.compiler.instrument import Executable
+from graphshard.compiler.executable import Executable
 from graphshard.files.information import informing, write_whole
 from graphshard.graph import structured_log
 from graphshard.schedule.plan import Plan
@@ -35,17 +35,18 @@ def announce(compiled: CompiledPlan) -> None:
     structured_log.plan_made(plan.to_json, lambda: list(collective_names(plan)))
     if options.dump_dir is not None:
         with informing("dump_dir", options.dump_dir):
-            _dump(compiled, _stem(options.dump_dir, rank, plan))
+            _dump(compiled.running, _stem(options.dump_dir, rank, plan))
     if options.report_dir is not None:
         with informing("report_dir", options.report_dir):
             _report(plan, _stem(options.report_dir, rank, plan))
 
 
-def _dump(compiled: CompiledPlan, stem: Path) -> None:
+def _dump(running: Executable, stem: Path) -> None:
     """The plan and the emitted Python."""
-    write_whole(stem.with_suffix(".plan.json"), compiled.plan.to_json())
-    write_whole(stem.with_suffix(".forward.py"), compiled.forward_code)
-    write_whole(stem.with_suffix(".backward.py"), compiled.backward_code)
+    forward, backward = running.code
+    write_whole(stem.with_suffix(".plan.json"), running.plan.to_json())
+    write_whole(stem.with_suffix(".forward.py"), forward)
+    write_whole(stem.with_suffix(".backward.py"), backward)
 
 
 def _report(plan: Plan, stem: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from graphshard.capture.root_state import CompiledPlan, RootState, root_states_under
-from graphshard.compiler.instrument import Executable
+from graphshard.compiler.executable import Executable
+from graphshard.files.configuration import Given
 from graphshard.files.information import printable
 from graphshard.fsdp2 import fsdp_groups, states_under
 from graphshard.schedule.measured import Measured
@@ -62,6 +63,8 @@ class Report:
     code: for each plan its name, the emitted forward and the emitted backward.
     regions: name of a plan -> its regions of compute and how many of them are distinct; empty where
     ops run one by one.
+    options: those that were given, with where they stand; code goes over the environment, that over
+    a file.
     """
 
     plans: tuple[dict[str, Any], ...]
@@ -71,6 +74,7 @@ class Report:
     code: tuple[tuple[str, str, str], ...]
     regions: dict[str, tuple[int, int]]
     unseen: int = 0
+    options: tuple[tuple[str, Given], ...] = ()
 
     @property
     def graphs(self) -> int:
@@ -95,6 +99,7 @@ class Report:
             f"regions      {count} of compute in {name}, compiled from {distinct} distinct ones"
             for name, (count, distinct) in self.regions.items()
         ]
+        lines += [f"option       {name}={given}" for name, given in self.options]
         lines += [f"eager        {fqn}: because {reason}" for fqn, reason in self.reasons.items()]
         if self.unseen:
             lines.append(f"not run yet  {self.unseen} groups: no compiled call has reached them")
@@ -114,9 +119,10 @@ def explain(model: nn.Module) -> Report:
         captured=sum(live.counters.forwards > 0 for live in groups),
         present=len(groups) + unseen,
         reasons={k: v for r in root_states for k, v in {**r.outside, **r.reasons}.items()},
-        code=tuple((c.plan.name, c.forward_code, c.backward_code) for c in compiled),
+        code=tuple((c.plan.name, *_running(c).code) for c in compiled),
         regions={c.plan.name: found for c in compiled if (found := _regions(c)) is not None},
         unseen=unseen,
+        options=_options(compiled),
     )
 
 
@@ -128,11 +134,20 @@ def _not_run(groups: int) -> str:
     )
 
 
+def _options(compiled: list[CompiledPlan]) -> tuple[tuple[str, Given], ...]:
+    """Each once, also if several graphs were compiled with it. A value may be a list, say."""
+    given = [pair for c in compiled for pair in _running(c).options.given]
+    return tuple({f"{name} {value}": (name, value) for name, value in given}.values())
+
+
 def _regions(compiled: CompiledPlan) -> tuple[int, int] | None:
-    running = compiled.running
-    if not isinstance(running, Executable) or running.artifacts is None:
-        return None
-    return running.artifacts.num_regions, len(running.artifacts.by_key)
+    artifacts = _running(compiled).artifacts
+    return None if artifacts is None else (artifacts.num_regions, len(artifacts.by_key))
+
+
+def _running(compiled: CompiledPlan) -> Executable:
+    assert isinstance(compiled.running, Executable)
+    return compiled.running
 
 
 def _compiled(root_states: list[RootState]) -> list[CompiledPlan]:

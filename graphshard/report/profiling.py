@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from graphshard.capture.root_state import CompiledPlan, RootState, root_states_under
+from graphshard.compiler.executable import Executable, Segments
 from graphshard.compiler.instrument import (
     OBSERVER,
-    Executable,
     Runs,
-    Segments,
     combined,
     num_samples,
     samples_of,

@@ -31,6 +31,7 @@ from graphshard.runtime.ballot import (
     note,
     stay_until_read,
 )
+from graphshard.runtime.company import is_alone
 from graphshard.runtime.votes import (
     FSDP2_RUNS,
     Vote,
@@ -153,12 +154,36 @@ def told(ballots: Iterable[Ballot], key: str, text: str) -> list[str]:
     not within the store's time limit, and what `answer` raises.
     """
     found: dict[int, str] = {}
-    for ballot in ballots:
+    asked = [ballot for ballot in ballots if not is_alone(ballot)]
+    for ballot in asked:  # all said before any is read: ranks may know their meshes in any order
         ballot.store.set(f"{key}/{ballot.rank}", text)
+    for ballot in asked:
         keys = {rank: f"{key}/{rank}" for rank in ballot.ranks}
         found |= collect(ballot, keys, key, ballot.limit_s, partial(answer, [ballot]))
         ballot.store.replace_last("told", [keys[ballot.rank]])
     return [found[rank] for rank in sorted(found)] or [text]
+
+
+def lead_says(ballot: Ballot, key: str, text: str, *, before: str, old: str) -> str | None:
+    """What the lowest rank said under the key `before`, in an earlier call; None if there was none,
+    or the store is gone. It says `text` under `key` now, and takes back what it said under `old`.
+
+    Who is ahead of the lowest rank waits for it, and for nothing that it needs to get there.
+    """
+    lead = ballot.ranks[0]
+    try:
+        if ballot.rank == lead:
+            ballot.store.set(key, text)
+            if old:
+                ballot.store.delete_key(old)
+        if not before:
+            return None
+        look = partial(answer, [ballot])
+        return collect(ballot, {lead: before}, before, ballot.limit_s, look)[lead]
+    except StoreLost as error:
+        ballot.is_lost = True
+        logger.debug("rank %d: the store is gone: %s", ballot.rank, error)
+        return None
 
 
 def refuse(
@@ -328,8 +353,19 @@ def structure(plan: Plan) -> str:
         ]
         for schedule in plan.schedules
     ]
-    groups = [asdict(group) for group in plan.groups]
+    # What stays between micro-steps is for the planner to say.
+    groups = [asdict(replace(group, between_micro_steps=False)) for group in plan.groups]
     return hashlib.sha256(json.dumps([groups, stages]).encode()).hexdigest()
+
+
+def agreed_again(ballots: Iterable[Ballot], plan: Plan) -> None:
+    """All ranks run `plan` now in the place of what they had agreed on for graphs of its structure,
+    and so does whoever compiles one of them from now on."""
+    shape = structure(plan)
+    for ballot in ballots:
+        ballot.agreed = [
+            (plan if structure(known) == shape else known, terms) for known, terms in ballot.agreed
+        ]
 
 
 # -- every step ----------------------------------------------------------------------------------

@@ -38,15 +38,19 @@ Terms: TypeAlias = Mapping[str, object]
 class Ballot:
     """What the ranks of one mesh have agreed on about one FSDP root.
 
-    groups: FQNs of the root's groups on this mesh. slot: the number of the next question. calls:
-    forward calls so far (`verify="every"`). profiles: blocks of `graphshard.profile` so far.
-    agreed: plans, with the options of the ranks then. running, terms: plan and options of the last
-    call. name: of the ballot in the job's store `shared`. signature: reads what FSDP2 would send
-    for the groups now. voted: name of the plan that all ranks have just voted on, until the forward
-    after the next one. group_limit_s: time limit of the groups' collectives. is_open: the ranks
-    have begun to run this root together (`graphshard.runtime.roll`). is_aside: this one without
-    asking. is_lost: the store did not answer. also:
-    what else is answered while a collective is late (`graphshard.runtime.issued`).
+    store: of this mesh's questions. ranks: of the mesh; rank: this one. groups: FQNs of the root's
+    groups on this mesh. limit_s: how long a rank waits for the others' answers.
+
+    slot: the number of the next question. calls: forward calls so far (`verify="every"`). profiles:
+    blocks of `graphshard.profile` so far. agreed: plans, with the options of the ranks then.
+    running, terms: plan and options of the last call. voted: name of the plan that all ranks have
+    just voted on, until the forward after the next one.
+
+    name: in `shared`, the job's store. signature: reads what FSDP2 would send for the groups now.
+    group_limit_s: time limit of the groups' collectives. is_open: the ranks have begun to run this
+    root together (`graphshard.runtime.roll`). is_aside: this one without asking. is_lost: the store
+    did not answer. also: what else is answered while a collective is late
+    (`graphshard.runtime.issued`).
     """
 
     store: OwnStore
@@ -161,8 +165,10 @@ def _collect(
         look()
         if waited_s > min(limit_s, SLOW_S) and (not told or waited_s > limit_s):
             missing = [rank for rank, key in keys.items() if not ballot.store.check([key])]
+            if not missing:  # they have come meanwhile
+                continue
             text = f"rank {', '.join(map(str, missing))} did not come to {what} in {waited_s:.0f} s"
-            if missing and waited_s > limit_s:
+            if waited_s > limit_s:
                 raise DivergedRanks("GS704", text)
             logger.warning("rank %d waits: %s", ballot.rank, text)
             told = True

@@ -13,11 +13,12 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,19 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import graphshard
+from graphshard.schedule.plan import Plan
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
-adamw: Optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """One op for all parameters, where they are DTensors of one mesh."""
+    found = list(parameters)
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in found}
+    fused = len(meshes) == 1 and None not in meshes
+    return torch.optim.AdamW(found, lr=1e-2, weight_decay=0.1, fused=fused)
+
+
 sgd: Optimizer = partial(torch.optim.SGD, lr=1e-1, momentum=0.9)
 
 
@@ -111,13 +121,25 @@ def assert_same_plans(model: nn.Module, ctx: Ctx, *, ragged: bool = False) -> No
     Asked through the store: adds no collective.
     """
     found = graphshard.plans(model) if "graphshard.backend" in sys.modules else []
-    plans = sorted({p.fingerprint for p in found}) if ragged else [p.to_json() for p in found]
+    plans = sorted({p.fingerprint for p in found}) if ragged else _texts(model, found)
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"plans/{ctx.rank}", 1)
     store.set(f"plans/{number}/{ctx.rank}", json.dumps(plans))
     for rank in range(ctx.world_size):
         text = store.get(f"plans/{number}/{rank}").decode()
         assert json.loads(text) == plans, f"rank {rank} has other plans than rank {ctx.rank}"
+
+
+_TEXTS: WeakKeyDictionary[nn.Module, tuple[list[Plan], list[str]]] = WeakKeyDictionary()
+
+
+def _texts(model: nn.Module, plans: list[Plan]) -> list[str]:
+    """The files of the plans, written once for as long as they are the same objects."""
+    before, texts = _TEXTS.get(model, ([], []))
+    if [id(plan) for plan in before] != [id(plan) for plan in plans]:
+        texts = [plan.to_json() for plan in plans]
+        _TEXTS[model] = plans, texts
+    return texts
 
 
 def local(tensor: Tensor | None) -> Tensor | None:

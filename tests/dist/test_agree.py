@@ -4,10 +4,14 @@ Every case runs on a process group of its own: one that a rank left in the middl
 of no use afterwards.
 """
 
+import os
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +32,7 @@ import graphshard
 from graphshard.capture import fallback
 from graphshard.capture.fallback import calls
 from graphshard.capture.root_state import root_states_under
-from graphshard.compiler import planning, planning_inputs
+from graphshard.compiler import graph_compiler, planning, planning_inputs
 from graphshard.planner import plan_step
 from graphshard.planner.choices import reduce_buckets
 from graphshard.planner.score import candidate
@@ -349,6 +353,38 @@ def test_other_costs_on_one_rank(pool: Pool) -> None:
     assert own != others
     assert first == second
     assert max(took_s, other_s) < LIMIT_S
+
+
+def other_plan(ctx: Ctx) -> tuple[str, str]:
+    """On rank 1 the planner chooses otherwise: what this rank proposes, and what runs."""
+    case, own = CASES["llama"], []
+
+    def recorded(original: Any) -> Any:
+        def agree(ballots: Any, plan: Any, *args: Any, **kwargs: Any) -> Any:
+            own.append(plan.to_json())
+            return original(ballots, plan, *args, **kwargs)
+
+        return agree
+
+    expected = train(build(case, ctx), case, ctx, 2)
+    model = build(case, ctx)
+    options = {"fallback": "error", "memory_budget": "1GiB"}
+    model.compile(backend="graphshard", fullgraph=True, options=options)
+    with (
+        TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, GRAPHSHARD_CACHE_DIR=folder),  # no plan of the other rank
+        patched(plan_step, "_chosen", reordered) if ctx.rank == 1 else nullcontext(),
+        patched(graph_compiler, "agree_on_plan", recorded),
+    ):
+        assert_equal(expected, train(model, case, ctx, 2))
+    (plan,) = graphshard.plans(model)
+    return own[0], plan.to_json()
+
+
+def test_the_lowest_ranks_plan_runs_on_all(pool: Pool) -> None:
+    (own, first), (others, second) = pool.run(2, other_plan)
+    assert own != others
+    assert first == second
 
 
 def launched_twice(ctx: Ctx) -> None:

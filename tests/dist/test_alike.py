@@ -25,7 +25,7 @@ pytestmark = pytest.mark.dist
 
 CASES = int(os.environ.get("GRAPHSHARD_ALIKE", "40"))
 SEED = os.environ.get("GRAPHSHARD_ALIKE_SEED")
-LIMIT_S = {"aten": 60.0, "inductor": 240.0}
+LIMIT_S = {"aten": 120.0, "inductor": 240.0}  # of one case; the usual one takes 3 s
 STEPS = 2
 REFUSED = "eager torch refuses the model"
 MOST_REFUSED = 0.05  # of the models

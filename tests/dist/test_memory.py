@@ -73,6 +73,8 @@ def gathered_peaks(ctx: Ctx, name: str, reshard: bool | None) -> dict[str, int]:
         loss = case.loss(model, case.batch(1, ctx.rank, ctx.device))
         after_forward = seen.alive_bytes()
         loss.backward()
+    with watch_gathered() as alone, torch.no_grad():
+        case.loss(model, case.batch(1, ctx.rank, ctx.device))
     sizes = [g.gathered_bytes for g in plan.groups if g.fqn != "(root)"]
     root = sum(g.gathered_bytes for g in plan.groups if g.fqn == "(root)")
     return {
@@ -80,6 +82,7 @@ def gathered_peaks(ctx: Ctx, name: str, reshard: bool | None) -> dict[str, int]:
         "planned": plan.gathered_peak_bytes(),
         "after_forward": after_forward,
         "after_backward": seen.alive_bytes(),
+        "forward_alone": alone.peak_bytes,
         "root": root,
         "all": root + sum(sizes),
         "neighbours": sum(sorted(sizes)[-2:]),
@@ -92,6 +95,7 @@ def test_two_neighbours_and_the_root_at_most(pool: Pool, name: str) -> None:
         long_lived = seen["root"] + (seen["neighbours"] if name != "llama" else 0)
         assert 0 < seen["peak"] <= seen["neighbours"] + long_lived
         assert seen["peak"] <= seen["planned"]
+        assert 0 < seen["forward_alone"] <= seen["neighbours"] + long_lived
         assert seen["after_backward"] == 0
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import graphshard
 from graphshard.capture.root_state import root_states_under
-from graphshard.compiler.instrument import Executable
+from graphshard.compiler.executable import Executable
 from graphshard.schedule.plan import Plan
 
 pytestmark = pytest.mark.dist

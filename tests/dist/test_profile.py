@@ -10,7 +10,7 @@ from pool import Ctx, Pool
 
 import graphshard
 from graphshard.capture.root_state import root_states_under
-from graphshard.compiler.instrument import Executable
+from graphshard.compiler.executable import Executable
 from graphshard.errors import MeasureError
 from graphshard.schedule.plan import Plan, StepKind
 

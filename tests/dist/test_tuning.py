@@ -1,0 +1,206 @@
+"""What is planned without a calibrated profile tunes itself, alike on all ranks, and settles."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from models import CASES
+from parity import assert_equal, build, train
+from patching import patched
+from pool import Ctx, Pool
+from torch import nn
+
+import graphshard
+from graphshard.compiler import replan, shared_graph
+from graphshard.compiler.tuning import Phase, Tuned, Tuning
+from graphshard.schedule.measured import Measured, Segment
+from graphshard.schedule.plan import Direction, Plan, StepKind
+
+pytestmark = pytest.mark.dist
+
+CASE = CASES["llama"]
+OPTIONS: dict[str, Any] = {"fallback": "error", "schedule": "planned"}
+
+
+@contextmanager
+def tunings() -> Iterator[list[Tuning]]:
+    """Of the graphs that are compiled inside."""
+    made: list[Tuning] = []
+
+    def noted(original: Callable[..., Tuned]) -> Callable[..., Tuned]:
+        def call(*args: Any) -> Tuned:
+            one = original(*args)
+            made.append(one.tuning)
+            return one
+
+        return call
+
+    with patched(shared_graph, "tuned", noted):
+        yield made
+
+
+def alike(segment: Segment) -> Segment:
+    """Regions of 100 us; gathers of 150, and reductions of next to nothing."""
+    if segment.step.kind is StepKind.COMPUTE:
+        return replace(segment, us=100.0)
+    is_gather = segment.step.kind is StepKind.GATHER_ISSUE
+    comm_us = None if segment.comm_us is None else 150.0 if is_gather else 1.0
+    return replace(segment, us=1.0, comm_us=comm_us)
+
+
+def measuring(step_us: Callable[[int], float]) -> Any:
+    """Measurement k takes `step_us(k)` in all; what its parts take is worth another plan."""
+
+    def make(original: Callable[..., Measured | None]) -> Callable[..., Measured | None]:
+        count = iter(range(100))
+
+        def call(*args: Any, **kwargs: Any) -> Measured | None:
+            found = original(*args, **kwargs)
+            if found is None:
+                return None
+            own = {d: tuple(map(alike, found.of(d))) for d in Direction}
+            return replace(
+                found,
+                forward=own[Direction.FORWARD],
+                backward=own[Direction.BACKWARD],
+                step_time_us=step_us(next(count)),
+            )
+
+        return call
+
+    return patched(replan, "combined", make)
+
+
+def compiled(ctx: Ctx, **options: Any) -> nn.Module:
+    model = build(CASE, ctx)
+    model.compile(backend="graphshard", fullgraph=True, options={**OPTIONS, **options})
+    return model
+
+
+def equal_step(ctx: Ctx, oracle: nn.Module, model: nn.Module, step: int) -> None:
+    told = {"first_step": step}
+    assert_equal(train(oracle, CASE, ctx, 1, **told), train(model, CASE, ctx, 1, **told))
+
+
+def settles(ctx: Ctx, options: dict[str, Any]) -> tuple[str, int]:
+    """Trained on, equal to eager; the plan, and how many forwards it took to settle."""
+    oracle = build(CASE, ctx)
+    with tunings() as made:
+        model = compiled(ctx, **options)
+        assert_equal(train(oracle, CASE, ctx, 2), train(model, CASE, ctx, 2))
+    (one,) = made
+    count = 2
+    while one.phase is not Phase.SETTLED:
+        equal_step(ctx, oracle, model, count)
+        count += 1
+    (found,) = graphshard.measurements(model)
+    assert found is not None
+    (plan,) = graphshard.plans(model)
+    return plan.to_json(), count
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": "off"}, {"memory_budget": "1GiB"}], ids=str)
+def test_it_settles_within_12_steps_alike_on_all_ranks(pool: Pool, options: dict[str, Any]) -> None:
+    first, second = pool.run(2, settles, options)
+    assert first == second
+    assert first[1] <= 12
+
+
+def tries(ctx: Ctx, second_us: float) -> tuple[bool, bool]:
+    """Was another plan run, and does it run still?"""
+    oracle, model, plans = build(CASE, ctx), compiled(ctx), []
+    with measuring(lambda k: (1000.0, second_us)[k]):
+        for step in range(13):
+            equal_step(ctx, oracle, model, step)
+            plans.append(graphshard.plans(model)[0].to_json())
+    return len(set(plans)) > 1, plans[-1] != plans[0]
+
+
+@pytest.mark.parametrize(("second_us", "stays"), [(999.0, True), (1001.0, False)])
+def test_a_plan_that_measures_slower_is_given_back(
+    pool: Pool, second_us: float, stays: bool
+) -> None:
+    assert pool.run(2, tries, second_us) == [(True, stays)] * 2
+
+
+def follows(ctx: Ctx) -> list[Phase]:
+    """Steps become slower on the lowest rank alone, and stay so."""
+    oracle = build(CASE, ctx)
+    with tunings() as made:
+        model = compiled(ctx)
+        train(model, CASE, ctx, 12)
+    (one,) = made
+    assert one.phase is Phase.SETTLED
+    train(oracle, CASE, ctx, 12)
+    phases = []
+    for step in range(12, 34):
+        if step > 20 and ctx.rank == 0:
+            time.sleep(0.5)
+        equal_step(ctx, oracle, model, step)
+        phases.append(one.phase)
+    return phases
+
+
+def test_steps_that_stay_slower_are_measured_again(pool: Pool) -> None:
+    first, second = pool.run(2, follows)
+    assert first == second
+    assert Phase.MEASURED in first
+    assert set(first[:8]) == {Phase.SETTLED}
+
+
+def lengths(ctx: Ctx, alike_until: int) -> tuple[list[Phase], bool]:
+    """Ranks run different graphs at the same step, and not equally often: after `alike_until`."""
+    with tunings() as made, measuring(lambda k: 1000.0 - k):
+        oracle, model, plans = build(CASE, ctx), build(CASE, ctx), []
+        model.compile(backend="graphshard", fullgraph=True, dynamic=False, options=OPTIONS)
+        seen = []
+        for step in range(14):
+            cut = 4 if (step + ctx.rank * (step > alike_until)) % 3 != 1 else 2
+            assert len({length_step(ctx, net, step, cut) for net in (oracle, model)}) == 1
+            seen.append(made[0].phase)
+            plans.append({order(plan) for plan in graphshard.plans(model)})
+    assert len(made) == 2
+    assert made[0] is made[1]
+    assert all(len(orders) == 1 for orders in plans), "all graphs change over together"
+    return seen, len({tuple(orders) for orders in plans}) > 1
+
+
+def length_step(ctx: Ctx, net: nn.Module, step: int, cut: int) -> float:
+    ids, targets = (t[:, :cut] for t in CASE.batch(step, ctx.rank, ctx.device))
+    loss = CASE.loss(net, (ids, targets))
+    loss.backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    net.zero_grad()
+    return loss.item()
+
+
+def order(plan: Plan) -> str:
+    return str([list(schedule.steps) for schedule in plan.schedules])
+
+
+@pytest.mark.parametrize("alike_until", [0, 6])
+def test_ranks_may_run_different_graphs(pool: Pool, alike_until: int) -> None:
+    first, second = pool.run(2, lengths, alike_until)
+    assert first == second
+    phases, changed = first
+    assert phases[-1] is Phase.SETTLED
+    assert changed or alike_until == 0
+
+
+def stays_as_it_is(ctx: Ctx, options: dict[str, Any]) -> int:
+    with tunings() as made:
+        train(compiled(ctx, **options), CASE, ctx, 1)
+    return len(made)
+
+
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [({"replan_after": 0}, 0), ({"schedule": "fsdp2"}, 0), ({}, 1)],
+    ids=str,
+)
+def test_what_tunes_itself(pool: Pool, options: dict[str, Any], number: int) -> None:
+    assert pool.run(2, stays_as_it_is, options) == [number] * 2
