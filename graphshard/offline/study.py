@@ -14,7 +14,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
-from graphshard.capture.garbage import no_collections
+from graphshard.capture.interpreter import no_collections
 from graphshard.compiler.partition import Partition, decide, parts_of, priced_on, repeating
 from graphshard.compiler.planning import PlanningInputs, best_plan, problem_of
 from graphshard.cost.machine import Machine

@@ -18,7 +18,7 @@ from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 
 from graphshard.capture.dynamo.hooks import is_ours, substitute_hooks, wrappers
-from graphshard.capture.garbage import no_collections
+from graphshard.capture.interpreter import no_collections, on_large_stack
 from graphshard.cost.profile import look_up
 from graphshard.options import Options, is_disabled, parse_options
 
@@ -81,7 +81,7 @@ class _Unsplit(CatchErrorsWrapper):
         whole = torch._dynamo.config.patch(optimize_ddp=False)
         later = torch._dynamo.config.patch(run_gc_after_compile=False)
         with no_collections(), later, whole if splits else contextlib.nullcontext():
-            result = super().__call__(frame, *args)
+            result = on_large_stack(super().__call__, frame, *args)
         if result.guarded_code is None and result.apply_to_code:
             self._skipped[frame.f_code] = None
         return result
