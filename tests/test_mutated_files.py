@@ -251,6 +251,6 @@ def _mutated_entry(draw, raw):
 def _resealed(draw, raw):
     """The plan inside is changed, and the checksum with it."""
     entry = json.loads(raw)
-    entry["plan"] = mutated(draw, entry["plan"].encode()).decode("utf-8", "replace")
-    entry["sha256"] = hashlib.sha256(entry["plan"].encode(errors="replace")).hexdigest()
+    entry["text"] = mutated(draw, entry["text"].encode()).decode("utf-8", "replace")
+    entry["sha256"] = hashlib.sha256(entry["text"].encode(errors="replace")).hexdigest()
     return json.dumps(entry).encode()

@@ -12,6 +12,7 @@ from plans import group, two_layers
 
 from graphshard.compiler import plan_cache
 from graphshard.errors import FileError, GraphshardWarning, PlanError
+from graphshard.files import cache
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import CollectiveLane, Problem, Region
 from graphshard.schedule.plan import Plan
@@ -52,10 +53,10 @@ def test_the_key_holds_what_matters():
 def resealed(text, change):
     """The file with another plan and the right checksum of it."""
     data = json.loads(text)
-    plan = json.loads(data["plan"])
+    plan = json.loads(data["text"])
     change(plan)
-    data["plan"] = json.dumps(plan)
-    data["sha256"] = hashlib.sha256(data["plan"].encode()).hexdigest()
+    data["text"] = json.dumps(plan)
+    data["sha256"] = hashlib.sha256(data["text"].encode()).hexdigest()
     return json.dumps(data)
 
 
@@ -75,7 +76,7 @@ DAMAGE = {
     "a name": lambda text: text.replace("layers.0", "layers.9"),
     "schema": lambda text: text.replace('\\"schema\\":', '\\"schema_\\":'),
     "nested": lambda text: "[" * 10**5,
-    "deep plan": lambda text: edited(text, lambda d: d.update(plan="[" * 10**5)),
+    "deep plan": lambda text: edited(text, lambda d: d.update(text="[" * 10**5)),
     "resealed schema": lambda text: resealed(text, lambda p: p.update(schema=99)),
     "resealed, no steps": lambda text: resealed(text, lambda p: p["forward"].update(steps=[])),
     "resealed, no wait": lambda text: resealed(text, lambda p: p["backward"]["steps"].pop()),
@@ -163,7 +164,7 @@ def _save_twice():
 
 def test_a_folder_that_cannot_be_written_to(folder):
     folder.write_text("a file, not a folder")
-    with pytest.warns(GraphshardWarning, match="GS1201: the plan cache is not written") as found:
+    with pytest.warns(GraphshardWarning, match="GS1201: the cache is not written") as found:
         _save_twice()
     assert len(found) == 1
     assert folder.read_text() == "a file, not a folder"
@@ -199,7 +200,7 @@ def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
     left.write_text("")
     os.utime(left, (0, 0))
     assert plan_cache.load(keys[0], "g") is not None, "used now"
-    monkeypatch.setattr(plan_cache, "MOST_BYTES", int(3.5 * file.stat().st_size))
+    monkeypatch.setattr(cache, "MOST_BYTES", int(3.5 * file.stat().st_size))
     plan_cache.save(keys[3], PLAN)
     stay = {f"{name[:32]}.plan.json" for name in (key(), keys[0], keys[3])}
     assert {f.name for f in folder.iterdir()} == stay | {"notes.txt"}

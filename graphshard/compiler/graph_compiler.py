@@ -29,6 +29,7 @@ from graphshard.capture.root_state import CompiledPlan, RootState
 from graphshard.codegen.emit import check_inputs
 from graphshard.codegen.lowering import lowering_of
 from graphshard.compiler.executable import Executable, callables_of
+from graphshard.compiler.measured_costs import at_measured_costs, posed_by
 from graphshard.compiler.partition import (
     Found,
     PlannedPartition,
@@ -160,13 +161,18 @@ class GraphCompiler:
 
     def _schedule(self, planned: PlannedPartition, planning: PlanningInputs) -> None:
         """Agree on the plan, order the program by it, make code, and let the groups in."""
+        tunes = may_tune(self._options, planning.machine)
+        # Costs of this rank's disk: all take the lowest rank's plan, if they agree on one mesh.
+        posed = posed_by(planned) if tunes and len(self.ballots) == 1 else None
+        if posed is not None:
+            planned = at_measured_costs(planned, posed, planning.policy.reshard)
         placed, problem, plan = planned.parts.placed, planned.problem, planned.plan
         if self.ballots:
             terms, early = self._options.terms_of_calls(), self.ends_early
             plan = agree_on_plan(self.ballots, plan, terms, uses=self.uses, ends_early=early)
         if plan.reduces_apart:
             problem = reductions_apart(problem)
-        is_measured = self._options.replan_after or may_tune(self._options, planning.machine)
+        is_measured = self._options.replan_after or tunes
         spare = copied(placed) if is_measured and placed.backward is not None else None
         infos = self.found.infos
         self._program = program = apply(placed, plan)
@@ -191,6 +197,7 @@ class GraphCompiler:
             infos=infos,
             template=template,
             placed=spare,
+            posed=posed,
             reshard=planning.policy.reshard,
             costs=costs_of(planning),
         )

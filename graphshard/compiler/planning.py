@@ -157,7 +157,7 @@ def plan_with_costs(
     )
     if problem.near:  # quicker made than stored
         return _planned(program.name, groups, problem, baseline)
-    version = _torch_version()
+    version = torch_version()
     key = plan_cache.key_of(problem, baseline, groups, version)
     plan = plan_cache.load(
         key, program.name, lambda found: plan_cache.check(found, problem, groups, version)
@@ -196,12 +196,12 @@ def _plan_of(name: str, groups: tuple[GroupInfo, ...], schedules: Sequence[Sched
     forward, *backward = schedules
     return Plan(
         name=name,
-        torch_version=_torch_version(),
+        torch_version=torch_version(),
         groups=groups,
         forward=forward,
         backward=backward[0] if backward else None,
     )
 
 
-def _torch_version() -> str:
+def torch_version() -> str:
     return torch.__version__.split("+")[0]

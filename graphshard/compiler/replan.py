@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from graphshard.compiler import measured_costs
 from graphshard.compiler.executable import Executable
 from graphshard.compiler.instrument import combined, samples_of, unwatch
+from graphshard.compiler.measured_costs import Posed
 from graphshard.compiler.planning import apply, plan_with_costs
 from graphshard.errors import InfeasibleBudget, PlanError
 from graphshard.files.information import printable
@@ -45,13 +47,15 @@ class Version:
 class Replanner:
     """Measures one graph pair and plans it again.
 
-    placed: the program as it was before its plan was applied. named: a plan of it under the names
-    of those who run it. adopt: takes the plan that ran until then and what it was measured at;
-    `running` has the one that runs from now on.
+    placed: the program as it was before its plan was applied. posed: what that plan was made for,
+    before anything was measured; None if costs are not kept for later launches. named: a plan of it
+    under the names of those who run it. adopt: takes the plan that ran until then and what it was
+    measured at; `running` has the one that runs from now on.
     """
 
     running: Executable
     placed: Program
+    posed: Posed | None
     reshard: Reshard
     named: Callable[[Plan], Plan]
     adopt: Callable[[Plan, Measured | None], None]
@@ -99,7 +103,7 @@ class Replanner:
         call it before the same forward of `lead`.
         """
         problem, text = self._observed(measured), ""
-        if all(ballot.rank == ballot.ranks[0] for ballot in ballots):
+        if leads(ballots):
             plan = self._best(problem)
             text = plan.to_json(indent=None) if plan is not None and takes(plan, problem) else ""
         key = f"planned after {lead.counters.forwards} forwards of {printable(lead.fqn)}"
@@ -145,6 +149,16 @@ class Replanner:
         self.adopt(before, measured)
         unwatch(running)
 
+    def remember(self) -> None:
+        """The next launch plans with the costs that what runs was planned with."""
+        if self.posed is not None:
+            measured_costs.save(self.posed, self.running.problem)
+
     def follow(self, plan: Plan, groups: Sequence[LiveGroup]) -> None:
         """Run `plan`, which was made for a graph of the same structure, from now on."""
         self.change_to(self._made_of(plan, self.running.problem), groups, None)
+
+
+def leads(ballots: Sequence[Ballot]) -> bool:
+    """This is the rank that plans for the others."""
+    return all(ballot.rank == ballot.ranks[0] for ballot in ballots)

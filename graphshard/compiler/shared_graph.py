@@ -19,6 +19,7 @@ from typing import Any
 from graphshard.capture.root_state import CompiledPlan, RootState, handle_of
 from graphshard.compiler.executable import Executable
 from graphshard.compiler.instrument import OBSERVER
+from graphshard.compiler.measured_costs import Posed
 from graphshard.compiler.replan import Replanner
 from graphshard.compiler.tuning import Tuned, tuned
 from graphshard.fsdp2 import modules_of
@@ -65,7 +66,8 @@ class Shared:
     generation: how often Dynamo had been reset when it was compiled. anchors: place of an anchor
     among the graph's inputs -> number of its group in the plan. infos: those groups of the first
     tenant, as described before planning. template: what each tenant begins with; never run.
-    placed: the program before its plan was applied, if it may be planned again.
+    placed: the program before its plan was applied, if it may be planned again. posed: what its
+    plan was made for, if costs that are measured stay for later launches.
     costs: what the plan was made with, for ranks that ask.
     """
 
@@ -77,6 +79,7 @@ class Shared:
     infos: tuple[GroupInfo, ...]
     template: Executable
     placed: Program | None
+    posed: Posed | None
     reshard: Reshard
     costs: str
     _tenants: weakref.WeakKeyDictionary[Root, Tenant] = field(
@@ -132,7 +135,9 @@ class Shared:
         if self.placed is not None:
             adopt = partial(self._adopt, tenant, [weakref.ref(root) for root in roots])
             named = partial(plan_for, first=self.infos, own=tenant.infos)
-            replanner = Replanner(tenant.running, self.placed, self.reshard, named, adopt)
+            replanner = Replanner(
+                tenant.running, self.placed, self.posed, self.reshard, named, adopt
+            )
             tenant.replan = tuned(replanner, groups[0])
         self._leads = tuple(dict.fromkeys([*self._leads, *self._first_places(groups)]))
         return tenant.compiled

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from graphshard.compiler.instrument import unwatch, watch
 from graphshard.compiler.planning import WORTHWHILE
-from graphshard.compiler.replan import Replanner, Version
+from graphshard.compiler.replan import Replanner, Version, leads
 from graphshard.files.information import printable
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import simulated_as
@@ -177,7 +177,7 @@ class Tuning:
         most = self.window if self.after is None else None
         measured = measuring.measured(groups[0], ballots, most)
         if trial is not None:
-            self._compare(trial, groups, measured)
+            self._compare(trial, groups, ballots, measured)
         elif measured is not None:
             self._try_another(own, groups, ballots, measured)
         else:
@@ -202,7 +202,11 @@ class Tuning:
             self._begin(Phase.TRIED)
 
     def _compare(
-        self, trial: _Trial, groups: Sequence[LiveGroup], measured: Measured | None
+        self,
+        trial: _Trial,
+        groups: Sequence[LiveGroup],
+        ballots: Sequence[Ballot],
+        measured: Measured | None,
     ) -> None:
         """measured: None if the graph did not run on all ranks meanwhile."""
         was, name = trial.measured, trial.graph.running.plan.name
@@ -212,7 +216,9 @@ class Tuning:
             what = "stays" if stays else "is given back"
             logger.info("%s: another plan %s: %s", name, what, ", then ".join(took))
         self._unwatch()
-        if not stays:
+        if stays and leads(ballots):
+            trial.graph.remember()
+        elif not stays:
             self._change(trial.graph, trial.before, groups, measured or was)
         self._settle()
 

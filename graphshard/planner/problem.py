@@ -342,6 +342,10 @@ def _faults(problem: Problem) -> Iterator[str]:
         yield "forward has no regions"
     if problem.micro_steps < 1:
         yield f"micro_steps is {problem.micro_steps}, and must be at least 1"
+    for direction in problem.directions:
+        for place, region in enumerate(problem.regions(direction)):
+            if region.us < 0:
+                yield f"region {place} of {direction} takes {region.us} us"
     for index, group in enumerate(problem.groups):
         if group.id != index:
             yield f"group {group.id} ({group.fqn}) stands at place {index}"

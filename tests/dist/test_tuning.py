@@ -1,10 +1,15 @@
 """What is planned without a calibrated profile tunes itself, alike on all ranks, and settles."""
 
+import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +29,21 @@ pytestmark = pytest.mark.dist
 
 CASE = CASES["llama"]
 OPTIONS: dict[str, Any] = {"fallback": "error", "schedule": "planned"}
+
+
+def first_launch(case: Callable[..., Any]) -> Callable[..., Any]:
+    """`case` with an empty cache: no earlier launch has tuned anything."""
+
+    @functools.wraps(case)
+    def run(ctx: Ctx, *args: Any) -> Any:
+        with TemporaryDirectory() as folder, cache_in(Path(folder)):
+            return case(ctx, *args)
+
+    return run
+
+
+def cache_in(folder: Path) -> Any:
+    return mock.patch.dict(os.environ, {"GRAPHSHARD_CACHE_DIR": str(folder)})
 
 
 @contextmanager
@@ -86,6 +106,7 @@ def equal_step(ctx: Ctx, oracle: nn.Module, model: nn.Module, step: int) -> None
     assert_equal(train(oracle, CASE, ctx, 1, **told), train(model, CASE, ctx, 1, **told))
 
 
+@first_launch
 def settles(ctx: Ctx, options: dict[str, Any]) -> tuple[str, int]:
     """Trained on, equal to eager; the plan, and how many forwards it took to settle."""
     oracle = build(CASE, ctx)
@@ -110,6 +131,7 @@ def test_it_settles_within_12_steps_alike_on_all_ranks(pool: Pool, options: dict
     assert first[1] <= 12
 
 
+@first_launch
 def tries(ctx: Ctx, second_us: float) -> tuple[bool, bool]:
     """Was another plan run, and does it run still?"""
     oracle, model, plans = build(CASE, ctx), compiled(ctx), []
@@ -127,6 +149,7 @@ def test_a_plan_that_measures_slower_is_given_back(
     assert pool.run(2, tries, second_us) == [(True, stays)] * 2
 
 
+@first_launch
 def follows(ctx: Ctx) -> list[Phase]:
     """Steps become slower on the lowest rank alone, and stay so."""
     oracle = build(CASE, ctx)
@@ -152,6 +175,7 @@ def test_steps_that_stay_slower_are_measured_again(pool: Pool) -> None:
     assert set(first[:8]) == {Phase.SETTLED}
 
 
+@first_launch
 def lengths(ctx: Ctx, alike_until: int) -> tuple[list[Phase], bool]:
     """Ranks run different graphs at the same step, and not equally often: after `alike_until`."""
     with tunings() as made, measuring(lambda k: 1000.0 - k):
@@ -191,6 +215,7 @@ def test_ranks_may_run_different_graphs(pool: Pool, alike_until: int) -> None:
     assert changed or alike_until == 0
 
 
+@first_launch
 def stays_as_it_is(ctx: Ctx, options: dict[str, Any]) -> int:
     with tunings() as made:
         train(compiled(ctx, **options), CASE, ctx, 1)
@@ -204,3 +229,27 @@ def stays_as_it_is(ctx: Ctx, options: dict[str, Any]) -> int:
 )
 def test_what_tunes_itself(pool: Pool, options: dict[str, Any], number: int) -> None:
     assert pool.run(2, stays_as_it_is, options) == [number] * 2
+
+
+def launches(ctx: Ctx, folder: str) -> list[list[str]]:
+    """The plans of the steps of two launches; each rank has a disk of its own, or none has."""
+    launched = []
+    with cache_in(Path(folder) / str(ctx.rank)):
+        for _ in range(2):
+            torch._dynamo.reset()
+            oracle, model, plans = build(CASE, ctx), compiled(ctx), []
+            with measuring(lambda k: 1000.0 - k):
+                for step in range(13):
+                    equal_step(ctx, oracle, model, step)
+                    plans.append(order(graphshard.plans(model)[0]))
+            launched.append(plans)
+    return launched
+
+
+def test_the_next_launch_begins_with_what_was_tuned(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, launches, str(tmp_path))
+    assert first == second
+    before, after = first
+    assert before[0] != before[-1]
+    assert set(after) == {before[-1]}
+    assert [len(list((tmp_path / rank).glob("*.costs.json"))) for rank in "01"] == [1, 0]
