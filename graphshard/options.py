@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,12 @@ _CHOICES = {
 }
 
 
+class Device(Enum):
+    """A budget that is found where the model runs."""
+
+    MEMORY = "device"
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What the user asked for.
@@ -43,7 +50,8 @@ class Options:
     report_dir: folder for the plan, its page and its trace, of each graph and rank, or None.
     schedule: "planned": the planner decides what the user left open; "fsdp2": FSDP2's order and
     what it keeps, gathers one group ahead. None: "planned" with a budget or `reshard="auto"`.
-    memory_budget_bytes: hard limit on the predicted peak of a rank. None: FSDP2's predicted peak.
+    memory_budget: hard limit on the predicted peak of a rank in bytes, or what its device has.
+    None: FSDP2's predicted peak.
     reshard: "fsdp2" keeps gathered what FSDP2's settings say ("planned": what the user set, the
     planner decides the rest); "auto" leaves it to the planner for all groups.
     verify: "compile": the ranks agree on each new plan before it runs; "every": and on each forward
@@ -62,7 +70,7 @@ class Options:
     compute: str = "inductor"
     fallback: str = "warn"
     dump_dir: Path | None = None
-    memory_budget_bytes: int | None = None
+    memory_budget: int | Device | None = None
     reshard: str = "fsdp2"
     machine: str | None = None
     micro_steps: int = 1
@@ -78,19 +86,16 @@ class Options:
     def is_planned(self) -> bool:
         if self.schedule is not None:
             return self.schedule == "planned"
-        return self.memory_budget_bytes is not None or self.reshard == "auto"
+        return self.memory_budget is not None or self.reshard == "auto"
 
     def terms(self) -> dict[str, object]:
         """By name, what all ranks need alike: it decides what they ask each other and send, or
         what they do when one of them cannot go on."""
         names = ("verify", "fallback", "compute", "schedule", "reshard", "micro_steps")
         own = {name: getattr(self, name) for name in names}
-        return (
-            {DISABLE: False}
-            | own
-            | self.terms_of_calls()
-            | {"memory_budget": self.memory_budget_bytes}
-        )
+        budget = self.memory_budget
+        said = budget.value if isinstance(budget, Device) else budget
+        return {DISABLE: False} | own | self.terms_of_calls() | {"memory_budget": said}
 
     def terms_of_calls(self) -> dict[str, object]:
         """Those of them that act in each call, also in what was compiled with other options."""
@@ -124,7 +129,7 @@ def parse_options(
     code = {key: Given(value, IN_CODE) for key, value in (options or {}).items()}
     given = {**(configured() if elsewhere is None else elsewhere), **code}
     own = _without_weaker({key: given.pop(key) for key in _PARSERS if key in given})
-    values = {_FIELDS.get(key, key): _parsed(key, found) for key, found in own.items()}
+    values = {key: _parsed(key, found) for key, found in own.items()}
     parsed = Options(
         **values,  # type: ignore[arg-type]
         inductor=tuple(sorted(_inductor_settings(given, mode, own.get("compute")).items())),
@@ -244,9 +249,16 @@ def _path(key: str, given: Given) -> Path | None:
     return given.origin.path(value) if value else None
 
 
-def _bytes(key: str, given: Given) -> int | None:
+def _budget(key: str, given: Given) -> int | Device | None:
     """None: FSDP2's own."""
-    return None if given.value in (None, "fsdp2") else parse_bytes(key, given.value)
+    if given.value in (None, "fsdp2"):
+        return None
+    if given.value == Device.MEMORY.value:
+        return Device.MEMORY
+    try:
+        return parse_bytes(key, given.value)
+    except OptionsError as error:
+        raise OptionsError(error.code, f"{error.message}, or 'device' or 'fsdp2'") from error
 
 
 def _count(key: str, given: Given, least: int, default: int | None = None) -> int | None:
@@ -269,7 +281,7 @@ _PARSERS: dict[str, Callable[[str, Given], object]] = {
     "compute": _choice,
     "fallback": _choice,
     "dump_dir": _path,
-    "memory_budget": _bytes,
+    "memory_budget": _budget,
     "reshard": _choice,
     "machine": _machine,
     "micro_steps": partial(_count, least=1, default=1),
@@ -279,7 +291,6 @@ _PARSERS: dict[str, Callable[[str, Given], object]] = {
     "schedule": _choice,
     "report_dir": _path,
 }
-_FIELDS = {"memory_budget": "memory_budget_bytes"}  # where the field has another name
 
 
 def parse_count(key: str, value: object, least: int) -> int | None:

@@ -34,7 +34,7 @@ def test_pairs_are_read_as_python_or_json_writes_them(monkeypatch):
     text = " memory_budget=70GiB, replan_after=20,overlap_optimizer=True ,verify=every,machine=h100"
     monkeypatch.setenv(OPTIONS, text)
     assert parse_options(None) == Options(
-        memory_budget_bytes=70 * 2**30, replan_after=20, overlap_optimizer=True, verify="every",
+        memory_budget=70 * 2**30, replan_after=20, overlap_optimizer=True, verify="every",
         machine="h100",
     )  # fmt: skip
     monkeypatch.setenv(OPTIONS, "memory_budget=None,overlap_optimizer=false,dump_dir=null")

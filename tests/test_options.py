@@ -8,7 +8,9 @@ import torch
 from torch import _inductor
 
 import graphshard
+from graphshard.compiler.device_memory import STEP_BYTES
 from graphshard.compiler.planning_inputs import policy_of
+from graphshard.cost.presets import preset
 from graphshard.cost.profile import look_up
 from graphshard.errors import GraphshardError, OptionsError
 from graphshard.options import Options, is_disabled, parse_options
@@ -186,12 +188,12 @@ def test_graphshard_is_on_by_default():
     ("given", "size"), [(1000, 1000), ("70GiB", 70 * 2**30), ("1.5 MB", 1_500_000), ("12", 12)]
 )
 def test_a_memory_budget_is_a_number_of_bytes(given, size):
-    assert parse_options({"memory_budget": given}).memory_budget_bytes == size
+    assert parse_options({"memory_budget": given}).memory_budget == size
 
 
 def test_who_decides_about_the_schedule():
     def policy(**given):
-        return policy_of(parse_options(given))
+        return policy_of(parse_options(given), preset("h100-ib400"))
 
     assert policy() == policy(schedule="fsdp2") == PlanningPolicy(most_ahead=1)
     assert policy(memory_budget="fsdp2") == policy()
@@ -199,6 +201,9 @@ def test_who_decides_about_the_schedule():
     assert policy(schedule="planned") == planned
     assert policy(schedule="planned", memory_budget=10) == replace(planned, budget_bytes=10)
     assert policy(memory_budget=10) == replace(planned, budget_bytes=10)
+    device = policy(memory_budget="device")
+    assert replace(device, budget_bytes=None) == planned
+    assert 0.9 * 80e9 - STEP_BYTES < device.budget_bytes <= 0.9 * 80e9
     assert policy(reshard="auto") == replace(planned, reshard=Reshard.AUTO, recompute=False)
 
 

@@ -51,7 +51,12 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="machine: a preset such as h100-ib400, or a profile from `graphshard calibrate`",
     )
     plan.add_argument(
-        "--budget", metavar="SIZE", type=_budgets, default=[None], help="peak per rank, as 72GiB"
+        "--budget",
+        metavar="SIZE",
+        type=_budgets,
+        default=["fsdp2"],
+        help="peak per rank, as 72GiB; device: the machine's memory, less a tenth; "
+        "fsdp2 (default): the peak of FSDP2's own schedule",
     )
     plan.add_argument("--batch", metavar="N", type=_counts, help="sequences per rank")
     plan.add_argument("--seq", metavar="N", type=_counts, help="tokens per sequence")
@@ -78,8 +83,8 @@ def _counts(text: str) -> list[int]:
     return [count(word) for word in text.split(",")]
 
 
-def _budgets(text: str) -> list[int | None]:
-    return [size(word) for word in text.split(",")]
+def _budgets(text: str) -> list[int | str | None]:
+    return [word if word in ("device", "fsdp2") else size(word) for word in text.split(",")]
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -107,17 +112,16 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
 
     machines = [machine_of(name) for name in args.hw]
     given: dict[str, object] = {"reshard": args.reshard, "micro_steps": args.micro_steps}
-    policies = [
-        policy_of(parse_options({**given, "memory_budget": size}, elsewhere={}))
-        for size in args.budget
-    ]
+    asked = [parse_options({**given, "memory_budget": size}, elsewhere={}) for size in args.budget]
     batches: list[dict[str, int]] = [{"batch": n} for n in args.batch or ()] or [{}]
     lengths: list[dict[str, int]] = [{"seq": n} for n in args.seq or ()] or [{}]
     per_node, fused = args.per_node or RANKS_PER_NODE, is_fused(args.compute)
     points = tuple(
-        Point(world, per_node, machine, policy, target.sizes(batch | seq), fused)
-        for world, machine, policy, batch, seq in product(
-            args.world, machines, policies, batches, lengths
+        Point(
+            world, per_node, machine, policy_of(options, machine), target.sizes(batch | seq), fused
+        )
+        for world, machine, options, batch, seq in product(
+            args.world, machines, asked, batches, lengths
         )
     )
     if len(points) == 1:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
+from graphshard.compiler.device_memory import capacity_of, device_budget
 from graphshard.compiler.planning import PlanningInputs
 from graphshard.cost.machine import Machine
 from graphshard.cost.machine_text import from_text, to_text
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
 from graphshard.fsdp2.settings import settings_of
-from graphshard.options import Options
+from graphshard.options import Device, Options
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.runtime.agree import lead_costs
 from graphshard.runtime.ballot import Ballot
@@ -28,13 +29,16 @@ def planning_inputs(
     """The order for a graph of `groups`. Costs are the lowest rank's, so that all plan alike."""
     fsdp = [live.fsdp for live in groups]
     machine = machine_for(options.machine, fsdp[0].device)
+    if options.memory_budget is Device.MEMORY:
+        found = capacity_of(fsdp[0].device)
+        machine = replace(machine, processor=replace(machine.processor, capacity_bytes=found))
     if ballots:
         machine = from_text(lead_costs(ballots, to_text(machine)))
     fused = options.compute == "inductor"
     settings = settings_of(fsdp, exact_sums=not fused)
     if not ballots:  # all ranks have to make a process group, or none
         settings = tuple(replace(own, may_reduce_apart=False) for own in settings)
-    return PlanningInputs(settings, machine, policy_of(options), fused)
+    return PlanningInputs(settings, machine, policy_of(options, machine), fused)
 
 
 def costs_of(planning: PlanningInputs) -> str:
@@ -42,15 +46,18 @@ def costs_of(planning: PlanningInputs) -> str:
     return to_text(planning.machine)
 
 
-def policy_of(options: Options) -> PlanningPolicy:
+def policy_of(options: Options, machine: Machine) -> PlanningPolicy:
     """What the planner decides, of all that the user left open.
 
     In FSDP2's own schedule only the waits: what it keeps is kept, and like FSDP2 one group ahead.
+    Raises OptionsError (GS103) for the budget of a machine that does not say what it has.
     """
     count = options.micro_steps
     if not options.is_planned:
         return PlanningPolicy(most_ahead=1, micro_steps=count)
-    budget = options.memory_budget_bytes
+    budget = options.memory_budget
+    if isinstance(budget, Device):
+        budget = device_budget(machine)
     return PlanningPolicy(
         budget,
         reshard=Reshard.AUTO if options.reshard == "auto" else Reshard.OPEN,

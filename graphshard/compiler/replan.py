@@ -138,10 +138,15 @@ class Replanner:
         return Version(apply(copied(self.placed), plan), self.named(plan), problem)
 
     def change_to(
-        self, version: Version, groups: Sequence[LiveGroup], measured: Measured | None
+        self,
+        version: Version,
+        groups: Sequence[LiveGroup],
+        measured: Measured | None,
+        of: Plan | None = None,
     ) -> None:
-        """Run `version` from now on. measured: what the plan until now was measured at."""
-        running, before = self.running, self.running.plan
+        """Run `version` from now on. measured: what `of` was measured at; None: the plan until
+        now."""
+        running, before = self.running, of or self.running.plan
         if version.plan.reduces_apart and not running.problem.reduces_apart:
             part_reductions(groups)
         running.program, running.plan = version.program, version.plan

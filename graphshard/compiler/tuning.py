@@ -216,19 +216,26 @@ class Tuning:
             what = "stays" if stays else "is given back"
             logger.info("%s: another plan %s: %s", name, what, ", then ".join(took))
         self._unwatch()
-        if stays and leads(ballots):
-            trial.graph.remember()
-        elif not stays:
-            self._change(trial.graph, trial.before, groups, measured or was)
+        if not stays:
+            self._change(trial.graph, trial.before, groups, was, trial.before.plan)
+        else:
+            trial.graph.adopt(trial.graph.running.plan, measured)
+            if leads(ballots):
+                trial.graph.remember()
         self._settle()
 
     def _change(
-        self, own: Replanner, version: Version, groups: Sequence[LiveGroup], measured: Measured
+        self,
+        own: Replanner,
+        version: Version,
+        groups: Sequence[LiveGroup],
+        measured: Measured,
+        of: Plan | None = None,
     ) -> None:
         """`own` runs `version` now, and all graphs of its structure its plan, also those that a
         rank compiles from now on: at any forward others may run any of them."""
         shape, is_new = structure(own.running.plan), version.plan != own.running.plan
-        own.change_to(version, groups, measured)
+        own.change_to(version, groups, measured, of)
         if not is_new:
             return
         for graph in self.graphs:

@@ -1,7 +1,7 @@
 """What is written for the user's information never ends training.
 
 The one way in which a run writes what it does not need itself: logs, torch's structured trace,
-`dump_dir`, `report_dir`, the plan cache. Inside `informing` whatever fails (a folder that cannot be
+`dump_dir`, `report_dir`, the cache. Inside `informing` whatever fails (a folder that cannot be
 written to, a full disk, a name that no encoding knows) becomes one GraphshardWarning (GS1201) per
 cause, and the run goes on; `write_whole` leaves a whole file or none. Standard library only.
 """

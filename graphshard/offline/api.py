@@ -61,8 +61,9 @@ def plan(
             raise OptionsError("GS103", f"option {key}=None; give a number of ranks")
     options = {"memory_budget": memory_budget, "reshard": reshard, "micro_steps": micro_steps}
     given = {key: value for key, value in options.items() if value is not None}
-    policy = policy_of(parse_options(given, elsewhere={}))
-    point = Point(world_size, ranks_per_node, machine_of(hardware), policy, fused=is_fused(compute))
+    machine = machine_of(hardware)
+    policy = policy_of(parse_options(given, elsewhere={}), machine)
+    point = Point(world_size, ranks_per_node, machine, policy, fused=is_fused(compute))
 
     def build(sizes: Sizes) -> Made:
         return made_of(name, (_fresh(model), inputs, *(() if shard is None else (shard,))))

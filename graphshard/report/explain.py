@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,9 +12,15 @@ from graphshard.compiler.executable import Executable
 from graphshard.files.configuration import Given
 from graphshard.files.information import printable
 from graphshard.fsdp2 import fsdp_groups, states_under
+from graphshard.planner.problem import Problem
+from graphshard.planner.separate_group import plan_best
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan
 from graphshard.view.comparison import comparison_text
+from graphshard.view.gain import Gained, gain_lines
+
+MORE_BYTES = 2**30  # of which `explain` says what they would gain
+NEAR = 0.01  # of the lower bound, for that
 
 
 def plans(model: nn.Module) -> list[Plan]:
@@ -65,6 +71,7 @@ class Report:
     ops run one by one.
     options: those that were given, with where they stand; code goes over the environment, that over
     a file.
+    gained: over FSDP2's own schedule, by each plan that the cost model made.
     """
 
     plans: tuple[dict[str, Any], ...]
@@ -75,6 +82,7 @@ class Report:
     regions: dict[str, tuple[int, int]]
     unseen: int = 0
     options: tuple[tuple[str, Given], ...] = ()
+    gained: tuple[Gained, ...] = ()
 
     @property
     def graphs(self) -> int:
@@ -99,6 +107,9 @@ class Report:
             f"regions      {count} of compute in {name}, compiled from {distinct} distinct ones"
             for name, (count, distinct) in self.regions.items()
         ]
+        for gained in self.gained:
+            step, room = gain_lines(gained)
+            lines += [f"step         {step}", f"memory       {room}"]
         lines += [f"option       {name}={given}" for name, given in self.options]
         lines += [f"eager        {fqn}: because {reason}" for fqn, reason in self.reasons.items()]
         if self.unseen:
@@ -123,6 +134,7 @@ def explain(model: nn.Module) -> Report:
         regions={c.plan.name: found for c in compiled if (found := _regions(c)) is not None},
         unseen=unseen,
         options=_options(compiled),
+        gained=tuple(g for c in compiled if (g := _gained(c)) is not None),
     )
 
 
@@ -132,6 +144,32 @@ def _not_run(groups: int) -> str:
         '             after `model.compile(backend="graphshard")`. Only `model(...)` is compiled,\n'
         "             not `model.forward(...)` or other methods"
     )
+
+
+def _gained(compiled: CompiledPlan) -> Gained | None:
+    estimate, problem = compiled.plan.estimate, compiled.problem
+    if estimate is None or not isinstance(problem, Problem):
+        return None
+    own = Gained(
+        compiled.plan.name,
+        estimate.ours.step_time_us,
+        estimate.fsdp2.step_time_us,
+        estimate.ours.peak_bytes,
+        estimate.budget_bytes,
+        _measured_us(compiled),
+    )
+    if not _running(compiled).options.is_planned:
+        return own
+    # The same problem with more room: what is computed again stays.
+    more = plan_best(replace(problem, budget_bytes=estimate.budget_bytes + MORE_BYTES, near=NEAR))
+    return replace(own, more_bytes=MORE_BYTES, more_us=more.estimate.ours.step_time_us)
+
+
+def _measured_us(compiled: CompiledPlan) -> float | None:
+    """Of the plan that runs, not of one before it."""
+    found = _measurement(compiled)
+    is_own = found is not None and found.plan.schedules == compiled.plan.schedules
+    return found.measured.step_time_us if found is not None and is_own else None
 
 
 def _options(compiled: list[CompiledPlan]) -> tuple[tuple[str, Given], ...]:

@@ -159,3 +159,22 @@ def test_with_room_groups_stay_gathered_between_micro_steps(pool: Pool) -> None:
     (stays, planned_gathers, issued), _ = pool.run(2, accumulated, "1GiB")
     assert any(stays)
     assert issued < 2 * 3 * planned_gathers
+
+
+def on_device(ctx: Ctx) -> tuple[int, int]:
+    case = CASES["llama"]
+    expected = train(build(case, ctx), case, ctx, 2)
+    model = build(case, ctx)
+    options = {"fallback": "error", "memory_budget": "device"}
+    model.compile(backend="graphshard", fullgraph=True, options=options)
+    assert_equal(expected, train(model, case, ctx, 2))
+    (plan,) = graphshard.plans(model)
+    assert plan.estimate is not None
+    return plan.estimate.budget_bytes, plan.estimate.peak_bytes
+
+
+def test_the_devices_memory_is_a_budget(pool: Pool) -> None:
+    first, second = pool.run(2, on_device)
+    assert first == second
+    budget_bytes, peak_bytes = first
+    assert peak_bytes < budget_bytes < 2**50

@@ -119,8 +119,12 @@ def settles(ctx: Ctx, options: dict[str, Any]) -> tuple[str, int]:
         equal_step(ctx, oracle, model, count)
         count += 1
     (found,) = graphshard.measurements(model)
-    assert found is not None
     (plan,) = graphshard.plans(model)
+    assert found is not None
+    assert found.plan.schedules == plan.schedules, "what runs is what was measured"
+    (gained,) = graphshard.explain(model).gained
+    assert gained.measured_us == found.measured.step_time_us
+    assert gained.more_us is not None
     return plan.to_json(), count
 
 

@@ -191,7 +191,7 @@ def _options_apart(options: Options) -> Options:
         options,
         fallback="warn",
         schedule=None,
-        memory_budget_bytes=None,
+        memory_budget=None,
         reshard="fsdp2",
         machine=None,
         micro_steps=1,
