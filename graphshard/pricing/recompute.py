@@ -139,12 +139,14 @@ def _innermost(uses: Sequence[GroupUse]) -> Iterator[tuple[int, int, int]]:
 
 
 def _inside(ops: Sequence[fx.Node], returned: Collection[fx.Node]) -> dict[fx.Node, None]:
-    """Those of `ops` that only they themselves read, and that may run twice."""
+    """Those of `ops` that only they themselves read, and that may run twice. A result of an op with
+    several comes with that op: such an op itself cannot be saved."""
     own = set(ops)
     return {
         node: None
         for node in ops
         if _repeatable(node)
+        and (node.target is not operator.getitem or node.args[0] in own)
         and owner(node) not in returned
         and all(user in own or user.op == "output" for user in node.users)
     }
