@@ -103,7 +103,7 @@ def _free(part: Part) -> Part:
     return replace(
         part,
         gather=_at_no_cost(part.gather),
-        regather=None if part.regather is None else _at_no_cost(part.regather),
+        regather=None,  # measured apart wherever there is one
         gradient=gradient and replace(gradient, reduce=_at_no_cost(gradient.reduce)),
     )
 

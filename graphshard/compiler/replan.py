@@ -75,7 +75,7 @@ class Replanner:
         """
         running, forwards = self.running, lead.counters.forwards
         name = running.plan.name
-        plan = hashlib.sha256(running.plan.to_json().encode()).hexdigest()
+        plan = hashlib.sha256(running.plan.to_json(indent=None).encode()).hexdigest()
         key = f"measured after {forwards} forwards of {printable(lead.fqn)}"
         own = {direction: runs[-(most or 0) :] for direction, runs in samples_of(running).items()}
         said = told(ballots, key, f"{plan}\n{times.to_json(own)}")

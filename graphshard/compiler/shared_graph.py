@@ -97,10 +97,12 @@ class Shared:
         lives = self._callers(args)
         tenant = self._tenants[_root(lives[0])]
         replan, observer = tenant.replan, OBSERVER.get()
-        if replan is not None and (replan.is_measuring or observer is None):
+        if replan is not None and (replan.comes_first or observer is None):
             if lives[0].number == tenant.first:
                 replan.before_forward(partial(self.groups, args))
         elif observer is not None:
+            if replan is not None:
+                replan.pause()
             observer.before_forward(tenant.running)
         if self.options.verify != "off":
             every = self.options.verify == "every"

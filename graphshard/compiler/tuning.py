@@ -76,7 +76,12 @@ class Drift:
 
     def begin(self) -> None:
         """A plan has settled: what its steps take is usual."""
-        self.usual_us, self._last_s, self._num_moved = None, None, 0
+        self.usual_us, self._num_moved = None, 0
+        self.skip()
+
+    def skip(self) -> None:
+        """What goes on now is no usual step."""
+        self._last_s = None
         self._periods_us.clear()
 
     def median_us(self, now_s: float) -> float | None:
@@ -140,6 +145,13 @@ class Tuning:
             self._judge(own, groups())
         if self.phase is not Phase.SETTLED:
             self._watch(own)
+
+    def pause(self) -> None:
+        """Called before a forward that the user measures: what runs stays, and is measured anew
+        afterwards."""
+        self._unwatch()
+        self._since = self._forwards
+        self.drift.skip()
 
     @property
     def _is_due(self) -> bool:
@@ -282,8 +294,12 @@ class Tuned:
     graph: Replanner
 
     @property
-    def is_measuring(self) -> bool:
-        return self.tuning.phase is not Phase.SETTLED
+    def comes_first(self) -> bool:
+        """Who measures besides has to wait: the user has said when to plan again."""
+        return self.tuning.after is not None and self.tuning.phase is not Phase.SETTLED
+
+    def pause(self) -> None:
+        self.tuning.pause()
 
     def before_forward(self, groups: Callable[[], Sequence[LiveGroup]]) -> None:
         self.tuning.before_forward(self.graph, groups)

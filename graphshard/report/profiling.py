@@ -47,8 +47,8 @@ def profile(model: nn.Module, steps: int = 5) -> Iterator[None]:
     A step is a forward with its backward; of blocks that share a graph, each call is one. All ranks
     enter, run the same steps and leave; then they exchange their times, and
     `graphshard.plans(model)` have `measured`. A graph that is compiled inside is measured from its
-    second step on; one that `replan_after` is still measuring, afterwards. An exception that leaves
-    the block leaves the plans as they were.
+    second step on; one that `replan_after` is still measuring, afterwards. What tunes itself waits
+    meanwhile. An exception that leaves the block leaves the plans as they were.
 
     Raises MeasureError: GS801 if no graph ran a whole step, GS802 for `steps` below 1 or inside
     another profile; DivergedRanks (GS704) if a rank does not come.

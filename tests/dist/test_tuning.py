@@ -28,7 +28,7 @@ from graphshard.schedule.plan import Direction, Plan, StepKind
 pytestmark = pytest.mark.dist
 
 CASE = CASES["llama"]
-OPTIONS: dict[str, Any] = {"fallback": "error", "schedule": "planned"}
+OPTIONS: dict[str, Any] = {"fallback": "error", "replan_after": None}
 
 
 def first_launch(case: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,6 +233,34 @@ def stays_as_it_is(ctx: Ctx, options: dict[str, Any]) -> int:
 )
 def test_what_tunes_itself(pool: Pool, options: dict[str, Any], number: int) -> None:
     assert pool.run(2, stays_as_it_is, options) == [number] * 2
+
+
+@first_launch
+def profiled(ctx: Ctx) -> tuple[str, int]:
+    """The user measures while a plan is tried, and afterwards it is tried on."""
+    oracle = build(CASE, ctx)
+    with tunings() as made:
+        model = compiled(ctx)
+        assert_equal(train(oracle, CASE, ctx, 8), train(model, CASE, ctx, 8))
+        (one,) = made
+        phase, count = one.phase, 8
+        with graphshard.profile(model, steps=3):
+            for _ in range(5):
+                equal_step(ctx, oracle, model, count)
+                count += 1
+        assert one.phase is phase
+        (plan,) = graphshard.plans(model)
+        assert plan.measured is not None
+        while one.phase is not Phase.SETTLED:
+            equal_step(ctx, oracle, model, count)
+            count += 1
+    return plan.to_json(), count
+
+
+def test_a_profile_meanwhile_is_no_measurement_of_the_tuning(pool: Pool) -> None:
+    first, second = pool.run(2, profiled)
+    assert first == second
+    assert first[1] <= 8 + 5 + 6
 
 
 def launches(ctx: Ctx, folder: str) -> list[list[str]]:
