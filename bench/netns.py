@@ -63,10 +63,18 @@ def joined(tag: str) -> Iterator[Namespaces]:
 
 def limit(network: Namespaces, gbit: float) -> None:
     """What each rank may send, from now on."""
-    rate = f"{round(gbit * 1000)}mbit"
     for name in network.names:
-        tbf = ("tbf", "rate", rate, "burst", BURST, "latency", "100ms")
-        sh(*inside(name), "tc", "qdisc", "replace", "dev", DEVICE, "root", *tbf)
+        sh(*inside(name), "tc", "qdisc", "replace", "dev", DEVICE, "root", *_bucket(gbit))
+
+
+def limit_own(gbit: float) -> None:
+    """What this rank may send, from now on; called inside its namespace."""
+    sh("tc", "qdisc", "replace", "dev", DEVICE, "root", *_bucket(gbit))
+
+
+def _bucket(gbit: float) -> tuple[str, ...]:
+    rate = f"{round(gbit * 1000)}mbit"
+    return "tbf", "rate", rate, "burst", BURST, "latency", "100ms"
 
 
 def launch(network: Namespaces, command: Sequence[str], timeout_s: float) -> list[str]:

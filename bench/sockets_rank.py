@@ -7,6 +7,7 @@ stdout. Both ranks begin each step together.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -17,9 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.models import CONFIGS, Llama, WithLoss, make_batch
-from bench.modes import BY_NAME, NO_LIMIT_BYTES, WARM_UP_STEPS, Link, Planner, make_trainer
+from bench.modes import BY_NAME, NO_LIMIT_BYTES, Link, Planner, make_trainer
 from bench.rounds import turns
 from graphshard.calibrate.calibrate import calibrate
+
+# What tunes itself has settled then (docs/how-it-decides.md).
+WARM_UP_STEPS = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ def machine_us() -> float:
 
 def run(request: Request) -> Measured:
     torch.set_num_threads(1)
+    # Nothing is remembered of an earlier launch.
+    os.environ["GRAPHSHARD_CACHE_DIR"] = str(Path(request.folder) / f"cache{request.first}")
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))

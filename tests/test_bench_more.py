@@ -14,7 +14,8 @@ if str(ROOT) not in sys.path:
 
 from smoke import smoke  # noqa: E402
 
-from bench import apart, memory, netns, single, sockets  # noqa: E402
+from bench import adapt, apart, memory, netns, single, sockets  # noqa: E402
+from bench.adapt_rank import Trained  # noqa: E402
 from bench.memory import Spot  # noqa: E402
 from bench.single_launch import Measured as Alone  # noqa: E402
 from bench.sockets_rank import Measured, Times  # noqa: E402
@@ -66,6 +67,18 @@ def test_graphshard_is_compared_with_the_fastest_peer():
     rows = sockets.make_rows(1.0, ("fsdp2_tuned", "blocks_tuned", "fused"), launches)
     assert [row.against for row in rows] == ["", "", "blocks_tuned"]
     assert rows[-1].speedup.median == pytest.approx(1.5)
+
+
+def test_a_changed_rate_is_held_against_a_run_that_began_with_it():
+    before, after, late = adapt.SETTLE + adapt.USUAL, adapt.ADAPT, adapt.USUAL
+    step_us = (100e3,) * before + (300e3,) * after + (210e3,) * late
+    plan = (0,) * 8 + (1,) * (before - 8) + (1,) * 20 + (2,) * (after - 20 + late)
+    fresh = Trained((200e3,) * (adapt.SETTLE + adapt.USUAL), (0,), ())
+    found = adapt.result(Trained(step_us, plan, ()), fresh)
+    assert (found.before_ms, found.at_once_ms, found.adapted_ms) == (100, 300, 210)
+    assert found.ratio == pytest.approx(1.05)
+    assert found.adapted_after == 20
+    assert adapt.num_changes(Trained(step_us, plan, ())) == 1, "not counted until it had settled"
 
 
 @pytest.mark.slow
