@@ -32,8 +32,8 @@ class Mode:
     blocks, from the first one, that are resharded after forward; None leaves them to FSDP2, as the
     root always is. across: between micro-steps everything stays gathered. within: modes of whose
     measured peaks the mean is the planner's budget; ANY for no limit, none for no planner.
-    compute: of graphshard. bucket_mb: of Inductor's overlap and bucketing passes; None leaves them
-    off.
+    compute, schedule: of graphshard. bucket_mb: of Inductor's overlap and bucketing passes; None
+    leaves them off.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Mode:
     across: bool = False
     within: tuple[str, ...] = ()
     compute: str = "aten"
+    schedule: str = "planned"
     bucket_mb: float | None = None
 
     @property
@@ -115,8 +116,8 @@ MODES = (
     Mode("simple_fsdp_2mb", "SimpleFSDP, overlap, 2 MB", "simple_fsdp", "inductor", bucket_mb=2),
     Mode("simple_fsdp_4mb", "SimpleFSDP, overlap, 4 MB", "simple_fsdp", "inductor", bucket_mb=4),
     Mode("simple_fsdp_8mb", "SimpleFSDP, overlap, 8 MB", "simple_fsdp", "inductor", bucket_mb=8),
-    ours("graphshard", "one ahead"),
-    ours("graphshard_keep", "one ahead, keep", reshard=0.0),
+    ours("graphshard", "one ahead", schedule="fsdp2"),
+    ours("graphshard_keep", "one ahead, keep", schedule="fsdp2", reshard=0.0),
     ours("planned_low", "low budget", within=("fsdp2_tuned",)),
     ours("planned_middle", "middle budget", within=("fsdp2_tuned_half",)),
     ours("planned", "no limit", within=ANY),
@@ -236,7 +237,11 @@ def compile_with(
             overlap.use(link, mode.bucket_mb)
         model.compile(fullgraph=True)
     elif mode.is_ours:
-        options: dict[str, object] = {"fallback": "error", "compute": mode.compute}
+        options: dict[str, object] = {
+            "fallback": "error",
+            "compute": mode.compute,
+            "schedule": mode.schedule,
+        }
         if dist.get_backend() == emulator.BACKEND:
             options["verify"] = "off"  # there is nobody to agree with
         if planner is not None:

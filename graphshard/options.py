@@ -49,7 +49,7 @@ class Options:
     dump_dir: folder for the emitted Python and the plan of each graph, or None.
     report_dir: folder for the plan, its page and its trace, of each graph and rank, or None.
     schedule: "planned": the planner decides what the user left open; "fsdp2": FSDP2's order and
-    what it keeps, gathers one group ahead. None: "planned" with a budget or `reshard="auto"`.
+    what it keeps, gathers one group ahead.
     memory_budget: hard limit on the predicted peak of a rank in bytes, or what its device has.
     None: FSDP2's predicted peak.
     reshard: "fsdp2" keeps gathered what FSDP2's settings say ("planned": what the user set, the
@@ -77,16 +77,14 @@ class Options:
     overlap_optimizer: bool = False
     replan_after: int | None = None
     verify: str = "compile"
-    schedule: str | None = None
+    schedule: str = "planned"
     report_dir: Path | None = None
     inductor: tuple[tuple[str, object], ...] = ()
     given: tuple[tuple[str, Given], ...] = field(default=(), compare=False)
 
     @property
     def is_planned(self) -> bool:
-        if self.schedule is not None:
-            return self.schedule == "planned"
-        return self.memory_budget is not None or self.reshard == "auto"
+        return self.schedule == "planned"
 
     def terms(self) -> dict[str, object]:
         """By name, what all ranks need alike: it decides what they ask each other and send, or

@@ -38,7 +38,7 @@ def planned(compute, config=SMALL, **more):
 
 @pytest.fixture(scope="module")
 def plans():
-    return {compute: planned(compute) for compute in ("aten", "inductor")}
+    return {compute: planned(compute, schedule="fsdp2") for compute in ("aten", "inductor")}
 
 
 def test_fused_compute_is_faster_and_saves_less(plans):

@@ -195,16 +195,15 @@ def test_who_decides_about_the_schedule():
     def policy(**given):
         return policy_of(parse_options(given), preset("h100-ib400"))
 
-    assert policy() == policy(schedule="fsdp2") == PlanningPolicy(most_ahead=1)
-    assert policy(memory_budget="fsdp2") == policy()
+    assert policy(schedule="fsdp2") == PlanningPolicy(most_ahead=1)
     planned = PlanningPolicy(reshard=Reshard.OPEN, recompute=True, regroup=True)
-    assert policy(schedule="planned") == planned
+    assert policy() == policy(schedule="planned") == policy(memory_budget="fsdp2") == planned
     assert policy(schedule="planned", memory_budget=10) == replace(planned, budget_bytes=10)
     assert policy(memory_budget=10) == replace(planned, budget_bytes=10)
     device = policy(memory_budget="device")
     assert replace(device, budget_bytes=None) == planned
     assert 0.9 * 80e9 - STEP_BYTES < device.budget_bytes <= 0.9 * 80e9
-    assert policy(reshard="auto") == replace(planned, reshard=Reshard.AUTO, recompute=False)
+    assert policy(reshard="auto") == replace(planned, reshard=Reshard.AUTO)
 
 
 @pytest.mark.parametrize("key", ["memory_budget", "reshard"])

@@ -94,9 +94,9 @@ def as_published(config, batch):
 
 
 def point_of(row):
-    policy = policy_of(parse_options({}))
-    sizes = (("batch", row.batch),)
-    return Point(row.world, 8, preset(row.machine), policy, sizes, row.fused)
+    machine, sizes = preset(row.machine), (("batch", row.batch),)
+    policy = policy_of(parse_options({"schedule": "fsdp2"}), machine)
+    return Point(row.world, 8, machine, policy, sizes, row.fused)
 
 
 def predicted(row, plan):

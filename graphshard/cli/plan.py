@@ -61,6 +61,12 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     plan.add_argument("--batch", metavar="N", type=_counts, help="sequences per rank")
     plan.add_argument("--seq", metavar="N", type=_counts, help="tokens per sequence")
     plan.add_argument("--per-node", metavar="N", type=count, help="ranks per node (default: 8)")
+    plan.add_argument(
+        "--schedule",
+        choices=("planned", "fsdp2"),
+        default="planned",
+        help="of the planner (default), or FSDP2's own order",
+    )
     plan.add_argument("--reshard", choices=("fsdp2", "auto"), default="fsdp2", help="who decides")
     plan.add_argument(
         "--micro-steps", metavar="N", type=count, default=1, help="per optimizer step"
@@ -111,7 +117,7 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     from graphshard.options import parse_options
 
     machines = [machine_of(name) for name in args.hw]
-    given: dict[str, object] = {"reshard": args.reshard, "micro_steps": args.micro_steps}
+    given = {name: getattr(args, name) for name in ("schedule", "reshard", "micro_steps")}
     asked = [parse_options({**given, "memory_budget": size}, elsewhere={}) for size in args.budget]
     batches: list[dict[str, int]] = [{"batch": n} for n in args.batch or ()] or [{}]
     lengths: list[dict[str, int]] = [{"seq": n} for n in args.seq or ()] or [{}]

@@ -19,7 +19,7 @@ from graphshard.options import Device, Options
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.runtime.agree import lead_costs
 from graphshard.runtime.ballot import Ballot
-from graphshard.runtime.live import LiveGroup
+from graphshard.runtime.live import LiveGroup, roots_of
 from graphshard.schedule.plan import Reshard
 
 
@@ -38,7 +38,19 @@ def planning_inputs(
     settings = settings_of(fsdp, exact_sums=not fused)
     if not ballots:  # all ranks have to make a process group, or none
         settings = tuple(replace(own, may_reduce_apart=False) for own in settings)
-    return PlanningInputs(settings, machine, policy_of(options, machine), fused)
+    policy = policy_of(options, machine)
+    if not is_whole(groups) and policy.budget_bytes is None and policy.reshard is Reshard.OPEN:
+        policy = replace(policy, reshard=Reshard.FSDP2)
+    return PlanningInputs(settings, machine, policy, fused)
+
+
+def is_whole(groups: Sequence[LiveGroup]) -> bool:
+    """A graph of `groups` has all groups of its FSDP roots.
+
+    What others keep or hold meanwhile is not in its peak: within FSDP2's own peak of this graph,
+    keeping more than FSDP2 could still be above that of the model.
+    """
+    return {live for root in roots_of(groups) for live in root.groups.values()} <= set(groups)
 
 
 def costs_of(planning: PlanningInputs) -> str:
@@ -61,7 +73,7 @@ def policy_of(options: Options, machine: Machine) -> PlanningPolicy:
     return PlanningPolicy(
         budget,
         reshard=Reshard.AUTO if options.reshard == "auto" else Reshard.OPEN,
-        recompute=budget is not None or options.schedule == "planned",
+        recompute=True,
         regroup=True,
         micro_steps=count,
     )

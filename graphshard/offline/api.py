@@ -35,6 +35,7 @@ def plan(
     hardware: str,
     memory_budget: int | str | None = None,
     ranks_per_node: int = RANKS_PER_NODE,
+    schedule: str = "planned",
     reshard: str = "fsdp2",
     micro_steps: int = 1,
     compute: str = "aten",
@@ -46,10 +47,10 @@ def plan(
     model: on the meta device; or a function that makes one, which may call `fully_shard` itself.
     inputs: the arguments of one call on one rank, as a tuple, a dict or one tensor.
     world_size: ranks. hardware: a preset such as "h100-ib400", or a profile that `graphshard
-    calibrate` wrote. memory_budget: most bytes per rank, as in `options=`. compute: "aten" prices
-    the captured ops one by one, as the backend runs them with that option; "inductor" as fused
-    between two points of communication, about as the backend runs them by default. shard: calls
-    `fully_shard` on the model's parts and on the model.
+    calibrate` wrote. memory_budget, schedule, reshard, micro_steps: as in `options=`. compute:
+    "aten" prices the captured ops one by one, as the backend runs them with that option; "inductor"
+    as fused between two points of communication, about as the backend runs them by default. shard:
+    calls `fully_shard` on the model's parts and on the model.
 
     Raises OptionsError (GS103) for another `compute` or a number of ranks that is none,
     OfflineError if the model cannot be built or sharded, CaptureError if its step is not one graph,
@@ -59,7 +60,12 @@ def plan(
     for key, count in (("world_size", world_size), ("ranks_per_node", ranks_per_node)):
         if parse_count(key, count, least=1) is None:
             raise OptionsError("GS103", f"option {key}=None; give a number of ranks")
-    options = {"memory_budget": memory_budget, "reshard": reshard, "micro_steps": micro_steps}
+    options = {
+        "memory_budget": memory_budget,
+        "reshard": reshard,
+        "micro_steps": micro_steps,
+        "schedule": schedule,
+    }
     given = {key: value for key, value in options.items() if value is not None}
     machine = machine_of(hardware)
     policy = policy_of(parse_options(given, elsewhere={}), machine)

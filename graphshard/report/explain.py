@@ -32,7 +32,8 @@ def plans(model: nn.Module) -> list[Plan]:
 class Measurement:
     """What a plan was measured at, the same on all ranks; `str()` of it is a table for people.
 
-    plan: the plan that ran. If `replan_after` measured it, another one took its place then.
+    plan: the plan that ran. If `replan_after` measured it, another one took its place then; what
+    tunes itself ends with the measurement of the plan that stays.
     """
 
     plan: Plan
@@ -45,7 +46,7 @@ class Measurement:
 def measurements(model: nn.Module) -> list[Measurement | None]:
     """The last measurement behind each plan of `plans(model)`, in the same order.
 
-    None: nothing was measured. `graphshard.profile` measures, and `options={"replan_after": n}`.
+    None: nothing was measured. `graphshard.profile` measures, and what tunes itself.
     """
     return [_measurement(compiled) for compiled in _compiled(root_states_under(model))]
 

@@ -19,7 +19,8 @@ def main(rank: int, port: str, folder: str) -> None:
     for block in model:
         fully_shard(block)
     fully_shard(model)
-    model.compile(backend="graphshard", options={"fallback": "error", "report_dir": Path(folder)})
+    options = {"fallback": "error", "schedule": "fsdp2", "report_dir": Path(folder)}
+    model.compile(backend="graphshard", options=options)
     with graphshard.profile(model):
         for _ in range(3):
             model(torch.randn(4, 16)).sum().backward()

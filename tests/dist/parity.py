@@ -137,7 +137,7 @@ def _texts(model: nn.Module, plans: list[Plan]) -> list[str]:
     """The files of the plans, written once for as long as they are the same objects."""
     before, texts = _TEXTS.get(model, ([], []))
     if [id(plan) for plan in before] != [id(plan) for plan in plans]:
-        texts = [plan.to_json() for plan in plans]
+        texts = [plan.to_json(indent=None) for plan in plans]
         _TEXTS[model] = plans, texts
     return texts
 

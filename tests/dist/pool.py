@@ -273,6 +273,9 @@ def _worker_main(
 ) -> None:
     os.setsid()
     os.environ["GRAPHSHARD_COMPUTE"] = compute
+    # What tunes itself counts and orders collectives as its measurements come out: tests that are
+    # about that ask for it (`replan_after` None).
+    os.environ["GRAPHSHARD_OPTIONS"] = "replan_after=0"
     # As torchrun does. Regions are compiled beginning with different ones.
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     if compute == "inductor":

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from contract_loop import Loop, is_compiled, train_by
 from contract_models import CHAIN, cross_entropy, mesh_of, plain
 from contract_row import Row
-from contract_setups import compile_whole
+from contract_setups import STRICT, compile_whole
 from models import Batch
 from parity import local
 from pool import Ctx
@@ -109,8 +109,7 @@ def same_keys(loop: Loop, step: int) -> None:
 
 def compile_wrapped(model: nn.Module) -> None:
     """The wrapper that `torch.compile(model)` makes, which is no submodule of the model."""
-    options = {"fallback": "error"}
-    wrapper = torch.compile(model, backend="graphshard", fullgraph=True, options=options)
+    wrapper = torch.compile(model, backend="graphshard", fullgraph=True, options=STRICT)
     model.wrapper = (wrapper,)
 
 

@@ -117,7 +117,7 @@ def assert_alike(ranks: list[tuple[str, float]], text: str) -> None:
 def other_order(ctx: Ctx, mode: str) -> tuple[str, float]:
     model = blocks(ctx, own_mesh(ctx))
     model.order = [0, 1, 3] if ctx.rank == 1 else [0, 1, 2, 3]
-    model.compile(backend="graphshard", options={"fallback": mode})
+    model.compile(backend="graphshard", options={"fallback": mode, "schedule": "fsdp2"})
     found = caught(lambda: losses(model, ctx, range(1)))
     assert_clean(model)
     assert graphshard.plans(model) == []
@@ -278,7 +278,7 @@ def test_a_rank_that_does_not_answer_is_named(pool: Pool) -> None:
 
 def skipped_later(ctx: Ctx, mode: str) -> tuple[str, float]:
     model = blocks(ctx, own_mesh(ctx))
-    model.compile(backend="graphshard", options={"fallback": mode})
+    model.compile(backend="graphshard", options={"fallback": mode, "schedule": "fsdp2"})
     losses(model, ctx, range(2))
     if ctx.rank == 1:
         model.order = [0, 1, 3]

@@ -3,14 +3,16 @@
 from typing import Any
 
 import pytest
-from models import CASES
+import torch
+from models import CASES, shard_blocks
 from parity import assert_equal, build, train
 from pool import Ctx, Pool
 from test_memory import watch_gathered
+from torch import Tensor, nn
 
 import graphshard
 from graphshard.capture.root_state import root_states_under
-from graphshard.schedule.plan import StepKind
+from graphshard.schedule.plan import Reshard, StepKind
 
 pytestmark = pytest.mark.dist
 
@@ -178,3 +180,51 @@ def test_the_devices_memory_is_a_budget(pool: Pool) -> None:
     assert first == second
     budget_bytes, peak_bytes = first
     assert peak_bytes < budget_bytes < 2**50
+
+
+class InTwo(nn.Module):
+    """A graph break divides it, or not."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            if self.breaks and place == 2:
+                torch._dynamo.graph_break()
+            x = block(x).relu()
+        return x
+
+
+def in_two(ctx: Ctx, breaks: bool) -> set[Reshard]:
+    """Who says what stays gathered, in all plans of the model."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return shard_blocks(("blocks",), InTwo(breaks), ctx.mesh)
+
+    def trained(model: nn.Module) -> list[Tensor]:
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(torch.randn(4, 16)).sum()
+            loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    oracle, model = made(), made()
+    model.compile(backend="graphshard")
+    assert all(map(torch.equal, trained(oracle), trained(model)))
+    plans = graphshard.plans(model)
+    assert len(plans) == 1 + breaks
+    return {group.resharded_by for plan in plans for group in plan.groups}
+
+
+@pytest.mark.parametrize(("breaks", "who"), [(False, Reshard.OPEN), (True, Reshard.FSDP2)])
+def test_parts_of_a_model_keep_no_more_than_fsdp2(pool: Pool, breaks: bool, who: Reshard) -> None:
+    """What one part held would come on top of what the others hold."""
+    assert pool.run(2, in_two, breaks) == [{who}] * 2

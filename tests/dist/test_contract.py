@@ -20,6 +20,7 @@ import torch.distributed.fsdp as fsdp
 from contract_loop import assert_nothing_gathered
 from contract_models import GATED, plain
 from contract_rows import ROWS, Row
+from contract_setups import compile_whole
 from parity import assert_equal, count_collectives
 from patching import in_place
 from pool import Ctx, Pool, capped, device_type
@@ -164,10 +165,11 @@ HEAD = """\
 # FSDP2's features under graphshard
 
 Written by `make contract` from the results of `tests/dist/test_contract.py`, and compared with them
-in CI. Each row trains the same model with eager FSDP2 and with graphshard, on real processes, and
-asks for losses, gradients and parameters that are `torch.equal`, for the same state of every group
-afterwards, and for an eager step that goes on equally. Collectives are all-gathers, reduce-scatters
-and all-reduces of two steps, the same for both unless two triples are given (FSDP2's first).
+in CI. Each row trains the same model with eager FSDP2 and with graphshard in FSDP2's own order
+(`schedule="fsdp2"`, since collectives are counted), on real processes. It asks for losses,
+gradients and parameters that are `torch.equal`, for the same state of every group afterwards, and
+for an eager step that goes on equally. Collectives are all-gathers, reduce-scatters and all-reduces
+of two steps, the same for both unless two triples are given (FSDP2's first).
 """
 
 
@@ -268,7 +270,7 @@ def gather_order(ctx: Ctx, lists: dict[int, list[int]]) -> list[str]:
     for index, targets in lists.items():
         blocks = [model.blocks[t] for t in targets]
         model.blocks[index].set_modules_to_forward_prefetch(blocks)
-    model.compile(backend="graphshard", fullgraph=True, options={"fallback": "error"})
+    compile_whole(model)
     seen: list[str] = []
     sent, wait = gather.Gather.sent, gather.Gather.wait
 
@@ -306,7 +308,7 @@ def packed_gradients(ctx: Ctx, cap: int) -> int:
     torch.manual_seed(0)
     model = plain(GATED.build().to(ctx.device), ctx)
     model.set_reduce_scatter_max_input_buffers(cap)
-    model.compile(backend="graphshard", fullgraph=True, options={"fallback": "error"})
+    compile_whole(model)
     seen = [0]
     track = run.Run.track
 

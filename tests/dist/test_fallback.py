@@ -175,7 +175,7 @@ def test_exception_in_backward(pool: Pool, where: str) -> None:
 
 def collective_failure(ctx: Ctx) -> None:
     oracle, model = two_heads(ctx), two_heads(ctx)
-    model.compile(backend="graphshard", **STRICT)
+    model.compile(backend="graphshard", options={"fallback": "error", "schedule": "fsdp2"})
     assert_same(step(oracle, ctx), step(model, ctx))
     original, calls = buckets._copy_out, []
 

@@ -164,7 +164,7 @@ def test_other_meshes(pool: Pool) -> None:
 # -- options ---------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "replan_after": ({"replan_after": 3}, "replan_after is None on rank 0; 3 on rank 1"),
+    "replan_after": ({"replan_after": 3}, "replan_after is 0 on rank 0; 3 on rank 1"),
     "verify": ({"verify": "every"}, "verify is compile on rank 0; every on rank 1"),
     "nothing verified": ({"verify": "off"}, "verify is compile on rank 0; off on rank 1"),
     "overlap": (

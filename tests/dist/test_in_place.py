@@ -14,7 +14,7 @@ from parity import assert_equal, count_collectives, train, twin
 from patching import compiled_in_place, patched
 from poison import late
 from pool import Ctx, Pool
-from test_parity import STRICT
+from test_memory import STRICT
 
 from graphshard.runtime import buckets, reduce
 

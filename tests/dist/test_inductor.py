@@ -90,7 +90,8 @@ def test_parts_of_the_last_blocks_travel_alone_and_blocks_are_computed_again(
 def regions(ctx: Ctx, depth: int) -> dict[str, tuple[int, int]]:
     torch.manual_seed(0)
     model = shard_blocks(("blocks",), Llama(depth), ctx.mesh)
-    model.compile(backend="graphshard", fullgraph=True, options={"fallback": "error"})
+    options = {"fallback": "error", "schedule": "fsdp2"}
+    model.compile(backend="graphshard", fullgraph=True, options=options)
     model(torch.zeros(2, LENGTH, dtype=torch.int64)).sum().backward()
     return graphshard.explain(model).regions
 

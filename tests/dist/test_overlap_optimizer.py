@@ -16,8 +16,7 @@ from graphshard.runtime.live import LiveGroup
 
 pytestmark = pytest.mark.dist
 CASE = CASES["llama"]
-# Nothing tunes itself: gathers are counted over steps of one schedule.
-OPTIONS = {"compute": "aten", "fallback": "error", "overlap_optimizer": True, "replan_after": 0}
+OPTIONS = {"compute": "aten", "fallback": "error", "overlap_optimizer": True}
 
 
 def lives_of(model: nn.Module) -> list[LiveGroup]:
@@ -62,7 +61,7 @@ def whole_run(ctx: Ctx, options: dict[str, Any], micro_steps: int) -> int:
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"reshard": "auto"}], ids=["fsdp2", "auto"])
+@pytest.mark.parametrize("options", [{"schedule": "fsdp2"}, {}, {"reshard": "auto"}], ids=str)
 def test_trains_equally_and_gathers_no_more(
     pool: Pool, options: dict[str, Any], micro_steps: int
 ) -> None:
@@ -80,7 +79,7 @@ def in_backward(ctx: Ctx, overlaps: bool) -> tuple[list[Any], list[int], int]:
             p.grad = None
 
         param.register_post_accumulate_grad_hook(hook)
-    compiled(model, overlap_optimizer=overlaps)
+    compiled(model, overlap_optimizer=overlaps, schedule="fsdp2")
     ahead, losses = [], []
     for step in range(3):
         loss = CASE.loss(model, CASE.batch(step, ctx.rank, ctx.device))

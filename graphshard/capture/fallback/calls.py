@@ -190,7 +190,7 @@ def _options_apart(options: Options) -> Options:
     return replace(
         options,
         fallback="warn",
-        schedule=None,
+        schedule="fsdp2",
         memory_budget=None,
         reshard="fsdp2",
         machine=None,
