@@ -283,5 +283,5 @@ def test_the_next_launch_begins_with_what_was_tuned(pool: Pool, tmp_path: Path) 
     assert first == second
     before, after = first
     assert before[0] != before[-1]
-    assert set(after) == {before[-1]}
+    assert after[0] == before[-1], "what follows its own measurements say"
     assert [len(list((tmp_path / rank).glob("*.costs.json"))) for rank in "01"] == [1, 0]
