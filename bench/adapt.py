@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -59,11 +58,11 @@ class Result:
 def launch(network: netns.Namespaces, request: Request) -> Trained:
     """The slower rank's steps; plans are the same on both. With a cache of its own: nothing is
     remembered. Raises RuntimeError if a rank fails."""
-    command = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "bench.adapt_rank"]
+    netns.limit(network, request.rates[0][0])
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["GRAPHSHARD_CACHE_DIR"] = folder
-        netns.limit(network, request.rates[0][0])
-        outputs = netns.launch(network, [*command, json.dumps(asdict(request))], LIMIT_S)
+        command = ["env", f"PYTHONPATH={ROOT}", f"GRAPHSHARD_CACHE_DIR={folder}", sys.executable]
+        command += ["-m", "bench.adapt_rank", json.dumps(asdict(request))]
+        outputs = netns.launch(network, command, LIMIT_S)
     ranks: list[Any] = [rounds.last_line(output) for output in outputs]
     if ranks[0]["plan"] != ranks[1]["plan"]:
         raise RuntimeError("the ranks ran different plans")
