@@ -7,6 +7,7 @@ same losses, as near as sums in another order can be.
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -72,4 +73,7 @@ def save(state: dict[str, Tensor]) -> None:
     if dist.get_rank() == 0:
         norm = sum(value.double().square().sum() for value in state.values()) ** 0.5
         print(f"saved {len(state)} tensors, norm {norm:.7f}", flush=True)
+    # Gloo's threads free what they reduced last, and need Python for it. Where Python ends first,
+    # the process now and then hangs or aborts: github.com/pytorch/pytorch/pull/179291.
+    time.sleep(0.2)
     dist.destroy_process_group()

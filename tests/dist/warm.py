@@ -1,5 +1,6 @@
 """Processes that need not import torch again, and scripts and modules that run in them."""
 
+import faulthandler
 import multiprocessing as mp
 import os
 import runpy
@@ -79,7 +80,7 @@ def _said_by_first(
     with tempfile.TemporaryDirectory(prefix="graphshard-warm-") as name:
         places = [Path(name) / str(index) for index in range(len(environments))]
         processes = [
-            warm_context().Process(target=_main, args=(args, environment, place))
+            warm_context().Process(target=_main, args=(args, environment, place, limit_s))
             for environment, place in zip(environments, places, strict=True)
         ]
         try:
@@ -87,8 +88,9 @@ def _said_by_first(
                 process.start()
             for process in processes:
                 process.join(limit_s)
+            codes = [process.exitcode for process in processes]  # None: still running at the limit
             said = "\n".join(place.with_suffix(".err").read_text() for place in places)
-            assert [process.exitcode for process in processes] == [0] * len(processes), said
+            assert codes == [0] * len(processes), f"exit codes {codes}\n{said}"
             return places[0].with_suffix(".out").read_text()
         finally:
             for process in processes:
@@ -96,11 +98,16 @@ def _said_by_first(
                 process.join()
 
 
-def _main(args: Sequence[str], environment: Mapping[str, str], place: Path) -> None:
+def _main(
+    args: Sequence[str], environment: Mapping[str, str], place: Path, limit_s: float | None
+) -> None:
     os.environ.update(environment)
     for stream, number in ((".out", 1), (".err", 2)):
         with place.with_suffix(stream).open("w") as file:
             os.dup2(file.fileno(), number)
+    faulthandler.enable()
+    if limit_s is not None:  # what a process that hangs is at, before it is killed
+        faulthandler.dump_traceback_later(max(1.0, limit_s - 5.0))
     torch.set_num_threads(1)
     if args[0] == "-m":
         sys.argv = list(args[1:])
