@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from numbers_data import Numbers
 from pool import Ctx, Pool
 from test_freed import WIDTH, Blocks, in_place, sharded
 from test_namesakes import Student, facts, gradients
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import graphshard
 from graphshard.runtime.live import _LIVE
@@ -134,17 +134,6 @@ def two_threads(ctx: Ctx) -> None:
     assert [facts(s.model) for s in students] == [ALL, ALL]
 
 
-class Numbers(Dataset[Tensor]):
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self.model = model
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((WIDTH,), float(index))
-
-
 def data_workers(ctx: Ctx, how: str, holds_model: bool) -> None:
     """Batches from worker processes that are started after the model was compiled."""
     # A daemon may have no children by default; the pool kills the whole group of its workers.
@@ -152,10 +141,11 @@ def data_workers(ctx: Ctx, how: str, holds_model: bool) -> None:
     student = Student(ctx, 1, in_place)
     student.step()
     loader = DataLoader(
-        Numbers(student.model if holds_model else None),
+        Numbers(WIDTH, student.model if holds_model else None),
         batch_size=4,
         num_workers=2,
         multiprocessing_context=how,
+        persistent_workers=how == "spawn",  # fresh ones take seconds
     )
     for _ in range(2):
         for batch in loader:

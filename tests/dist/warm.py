@@ -18,6 +18,7 @@ PRELOADED = [
     "pytest",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
+    "torch.distributed.tensor.experimental",
     "torch.distributed.tensor.parallel",
     "torch._dynamo.backends.registry",
     "torch._dynamo.repro.after_dynamo",
