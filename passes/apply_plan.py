@@ -29,13 +29,16 @@ def apply_plan(program: Program, plan: Plan) -> Program:
 
 def _keep(graph: fx.Graph, program: Program, schedule: Schedule) -> None:
     """Hand the plan's decisions to the releases."""
-    kept = {s.group for s in schedule.of_kind(StepKind.RELEASE) if s.kept}
+    releases = list(schedule.of_kind(StepKind.RELEASE))
+    kept = {s.group for s in releases if s.kept}
+    on_node = {s.group for s in releases if s.on_node}
     for node, step in steps(graph, StepKind.RELEASE):
         info = program.groups[step.group]
         decided = info.resharded_by
         if node.target == "release_for_backward" and decided is not Reshard.FSDP2:
             final = {"final": True} if decided is Reshard.AUTO else {}
-            node.kwargs = {"keep": step.group in kept, **final}
+            held = {"on_node": True} if step.group in on_node else {}
+            node.kwargs = {"keep": step.group in kept, **held, **final}
         elif schedule.direction is Direction.BACKWARD and info.between_micro_steps:
             node.kwargs = {"between_micro_steps": True}
 

@@ -6,6 +6,7 @@ more. Two partial schedules that have done the same are compared; the one that i
 is dropped. A bound on what is still to come cuts off what cannot beat `best_us`.
 """
 
+from dataclasses import replace
 from itertools import chain, combinations, product
 
 from graphshard.planner.choices import Choices, Cuts
@@ -229,26 +230,29 @@ def all_cuts(problem, *, gathers):
 
 
 def all_kept(problem):
-    """Every set of groups that may be kept, and between micro-steps."""
-    free, bound = [], []
+    """Every set of groups that may be kept, and between micro-steps, and held by nodes."""
+    free, bound, nodes = [], [], set()
     for g in problem.groups:
         if any(g.use_in(d) is None for d in Direction) or g.post_forward is not None:
             continue
         if g.reshard is None:
             free.append(g.id)
+            nodes |= {g.id} if g.node is not None else set()
         elif not g.reshard:
             bound.append(g.id)
     for more in subsets(free):
         kept = tuple(sorted((*bound, *more)))
         for across in subsets(kept) if problem.micro_steps > 1 else [()]:
-            yield kept, across
+            for on_node in subsets(sorted(nodes - set(kept))):
+                yield kept, across, on_node
 
 
 def distinct_stages(memo, direction, base, cuts_list, weights):
     """One (stages) per really different cutting."""
     seen = {}
     for cuts in cuts_list:
-        choices = Choices(base.kept, base.across, base.recompute, *cuts)
+        cut = Choices(base.kept, base.across, base.recompute, *cuts)
+        choices = replace(cut, on_node=base.on_node)
         stages = [
             stage_of(memo, choices, direction, micro) for micro, _ in micro_steps_of(memo.problem)
         ]
@@ -263,8 +267,8 @@ def optimum(problem, budget, best_us):
     memo = Memo(problem)
     found = None
     for recompute in subsets(range(len(problem.recompute))):
-        for kept, across in all_kept(problem):
-            base = Choices(kept, across, recompute)
+        for kept, across, on_node in all_kept(problem):
+            base = Choices(kept, across, recompute, on_node=on_node)
             us = _both(memo, budget, base, weights, best_us if found is None else found)
             if us is not None:
                 found = us

@@ -10,6 +10,7 @@ from graphshard.planner.problem import (
     Gradient,
     Group,
     Part,
+    PostForwardMesh,
     Problem,
     Recompute,
     Region,
@@ -106,6 +107,25 @@ def random_problem(
         regroup_gathers=regroup,
         regroup_reductions=regroup and r.random() < 0.5,
     )
+
+
+def with_nodes(problem, ranks=4, faster=10.0):
+    """The same problem over several nodes of `ranks` ranks, with links `faster` inside."""
+    mesh_lane = len(problem.lanes)
+    lane = CollectiveLane("node", min(x.launch_us for x in problem.lanes) / faster)
+
+    def part(one):
+        return replace(one, node_gather=replace(one.gather, us=one.gather.us / faster))
+
+    groups = (
+        replace(
+            g,
+            parts=tuple(map(part, g.parts)),
+            node=PostForwardMesh(g.gathered_bytes // ranks, mesh_lane),
+        )
+        for g in problem.groups
+    )
+    return replace(problem, groups=tuple(groups), lanes=(*problem.lanes, lane))
 
 
 def with_absent(problem, seed):

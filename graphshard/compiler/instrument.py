@@ -88,6 +88,6 @@ def issued(problem: Problem, direction: Direction, steps: Sequence[Step]) -> dic
         if step.group is None or step.kind not in ISSUES:
             continue
         group = problem.groups[step.group]
-        lane = group.lane_of(step.kind, direction)
+        lane = group.lane_of(step, direction)
         found[index] = Issued(lane, sum(t.us for _, t in travelling(problem, direction, step)))
     return found

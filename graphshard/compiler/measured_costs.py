@@ -99,11 +99,12 @@ def _without_costs(problem: Problem) -> Problem:
 
 
 def _free(part: Part) -> Part:
-    gradient = part.gradient
+    gradient, node_gather = part.gradient, part.node_gather
     return replace(
         part,
         gather=_at_no_cost(part.gather),
         regather=None,  # measured apart wherever there is one
+        node_gather=node_gather and _at_no_cost(node_gather),
         gradient=gradient and replace(gradient, reduce=_at_no_cost(gradient.reduce)),
     )
 

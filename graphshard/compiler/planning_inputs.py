@@ -36,12 +36,17 @@ def planning_inputs(
         machine = from_text(lead_costs(ballots, to_text(machine)))
     fused = options.compute == "inductor"
     settings = settings_of(fsdp, exact_sums=not fused)
-    if not ballots:  # all ranks have to make a process group, or none
-        settings = tuple(replace(own, may_reduce_apart=False) for own in settings)
+    if not may_add_process_groups(ballots):
+        settings = tuple(replace(own, may_reduce_apart=False, node_ranks=0) for own in settings)
     policy = policy_of(options, machine)
     if not is_whole(groups) and policy.budget_bytes is None and policy.reshard is Reshard.OPEN:
         policy = replace(policy, reshard=Reshard.FSDP2)
     return PlanningInputs(settings, machine, policy, fused)
+
+
+def may_add_process_groups(ballots: Sequence[Ballot]) -> bool:
+    """All ranks of a process group have to make it, or none: they agree on one plan for all."""
+    return len(ballots) == 1
 
 
 def is_whole(groups: Sequence[LiveGroup]) -> bool:

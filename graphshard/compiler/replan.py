@@ -26,7 +26,7 @@ from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import reductions_apart
 from graphshard.runtime.agree import told
 from graphshard.runtime.ballot import Ballot
-from graphshard.runtime.live import LiveGroup, part_reductions
+from graphshard.runtime.live import LiveGroup, give_process_groups
 from graphshard.schedule import measured as times
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan, Reshard
@@ -147,8 +147,7 @@ class Replanner:
         """Run `version` from now on. measured: what `of` was measured at; None: the plan until
         now."""
         running, before = self.running, of or self.running.plan
-        if version.plan.reduces_apart and not running.problem.reduces_apart:
-            part_reductions(groups)
+        give_process_groups(groups, version.plan)
         running.program, running.plan = version.program, version.plan
         running.problem = version.problem
         self.adopt(before, measured)

@@ -33,8 +33,8 @@ from graphshard.runtime.live import (
     LiveGroup,
     Root,
     ballots_of,
+    give_process_groups,
     lookup,
-    part_reductions,
     roots_of,
 )
 from graphshard.runtime.run import Body
@@ -129,8 +129,7 @@ class Shared:
             root_state_of(root).add(self.name, tenant.compiled)
             if self.options.overlap_optimizer:
                 follow_optimizers(root)
-        if tenant.compiled.plan.reduces_apart:
-            part_reductions(groups)
+        give_process_groups(groups, tenant.compiled.plan)
         if known and self.options.verify != "off":
             terms = self.options.terms_of_calls()
             join(ballots_of(groups), tenant.compiled.plan, terms, self.costs)

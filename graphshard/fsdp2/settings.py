@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from graphshard.fsdp2.group import FsdpGroup
+from graphshard.fsdp2.node_group import local_world_size, ranks_on_node
 from graphshard.fsdp2.param import FsdpParam, hooks_of
 from graphshard.fsdp2.separate_group import may_reduce_apart
 from graphshard.fsdp2.state import is_root
@@ -39,6 +39,7 @@ class GroupSettings:
     process group of their own. has_all_reduce_hook: FSDP2's, which may wait for ranks outside the
     mesh (torchft's replicas, say) that have a plan of their own. post_forward_ranks,
     post_forward_lane: the smaller mesh of an int `reshard_after_forward`; 0 and "" without one.
+    node_ranks: of its ranks on one node, if a plan may have these hold it after forward; else 0.
     """
 
     reshard: bool | None
@@ -62,6 +63,7 @@ class GroupSettings:
     has_all_reduce_hook: bool = False
     post_forward_ranks: int = 0
     post_forward_lane: str = ""
+    node_ranks: int = 0
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
 
@@ -101,7 +103,7 @@ def settings_of(
     ranks_per_node: None takes torchrun's `LOCAL_WORLD_SIZE`, without which all ranks are taken to
     be on one node.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if ranks_per_node is None else ranks_per_node
+    local = local_world_size() if ranks_per_node is None else ranks_per_node
     places = {group.state: place for place, group in enumerate(groups)}
     lanes: list[dist.ProcessGroup | None] = []
 
@@ -140,6 +142,7 @@ def settings_of(
             has_all_reduce_hook=group.has_all_reduce_hook,
             post_forward_ranks=(smaller := post_forward(group))[0],
             post_forward_lane=smaller[1],
+            node_ranks=len(ranks_on_node(group, local)),
             forward_prefetch=listed(group, Direction.FORWARD),
             backward_prefetch=listed(group, Direction.BACKWARD),
         )

@@ -29,7 +29,8 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """kept: groups gathered from forward to backward. across: also between micro-steps.
+    """kept: groups gathered from forward to backward. across: also between micro-steps. on_node:
+    groups of which the ranks of each node hold a shard between forward and backward.
 
     recompute: indices of Problem.recompute that are taken. delays: (first group of a reduction,
     regions that it waits for after its gradients are ready). All tuples in rising order.
@@ -42,6 +43,7 @@ class Choices:
     backward: Cuts = Cuts()
     reduce: Cuts = Cuts()
     delays: tuple[tuple[int, int], ...] = ()
+    on_node: tuple[int, ...] = ()
 
     def cuts_in(self, direction: Direction) -> Cuts:
         return self.forward if direction is Direction.FORWARD else self.backward
@@ -69,6 +71,8 @@ def gather_buckets(memo: Memo, choices: Choices, direction: Direction) -> list[B
     used = [g for g in _by_first_use(memo, direction) if g.id not in kept]
     # Gathered in the first micro-step only, or from a smaller group of ranks.
     alone = {*choices.across, *(g.id for g in used if g.post_forward is not None)}
+    if direction is Direction.BACKWARD:
+        alone.update(choices.on_node)
     found = _cut(
         used,
         choices.cuts_in(direction) if problem.regroup_gathers else Cuts(),

@@ -182,22 +182,28 @@ def _activations(
 
 
 def gather_events(
-    problem: Problem, bucket: Bucket, direction: Direction, *, resident: bool = False
+    problem: Problem,
+    bucket: Bucket,
+    direction: Direction,
+    *,
+    resident: bool = False,
+    on_node: bool = False,
 ) -> tuple[Event, Event]:
-    """Issue and wait of one all-gather. `resident`: still gathered, so that nothing runs."""
+    """Issue and wait of one all-gather. `resident`: still gathered, so that nothing runs. on_node:
+    from what the ranks of the node hold."""
     parts = list(parts_of(problem, bucket))
     first = problem.groups[bucket.groups[0]]
     kept = resident and direction is Direction.BACKWARD
     kinds = (StepKind.GATHER_ISSUE, StepKind.GATHER_WAIT)
-    steps = [replace(_step(problem, bucket, kind), kept=kept) for kind in kinds]
+    steps = [replace(_step(problem, bucket, kind), kept=kept, on_node=on_node) for kind in kinds]
     if resident:
         return Event(steps[0]), Event(steps[1])
-    transfers = [gather_of(part, direction) for _, part in parts]
+    transfers = [gather_of(part, direction, on_node=on_node) for _, part in parts]
     params = tuple(Allocation(Category.UNSHARDED_PARAM, g.room_of(p), g.id) for g, p in parts)
     pack_us = sum(t.before_us for t in transfers)
     if first.world_size == 1:
         return Event(steps[0], us=pack_us, takes=params), Event(steps[1])
-    lane = first.lane_in(direction)
+    lane = first.lane_in(direction, on_node=on_node)
     in_place = all(t.in_place for t in transfers)
     flight = tuple(Allocation(Category.ALL_GATHER, c.bytes, c.group) for c in params)
     issue = Event(
@@ -207,7 +213,12 @@ def gather_events(
         comm_us=transfer_us([t.us for t in transfers], problem.lanes[lane].launch_us),
         job=_job(problem, bucket, 0),
         takes=params if in_place else flight,
-        gives=_post_forward_allocations(problem, bucket) if direction is Direction.BACKWARD else (),
+        gives=tuple(
+            held
+            for number in bucket.groups
+            if direction is Direction.BACKWARD
+            for held in _held_by_smaller_mesh(problem, number, on_node=on_node)
+        ),
     )
     unpack_us = sum(t.after_us for t in transfers)
     if in_place:
@@ -215,11 +226,13 @@ def gather_events(
     return issue, Event(steps[1], us=unpack_us, job=issue.job, takes=params, gives=flight)
 
 
-def _post_forward_allocations(problem: Problem, bucket: Bucket) -> tuple[Allocation, ...]:
-    groups = (problem.groups[n] for n in bucket.groups)
-    return tuple(
-        Allocation(Category.UNSHARDED_PARAM, g.held_bytes, g.id) for g in groups if g.held_bytes
-    )
+def _held_by_smaller_mesh(
+    problem: Problem, number: int, *, on_node: bool
+) -> tuple[Allocation, ...]:
+    """What stays between forward and backward although the group is resharded."""
+    mesh = problem.groups[number].smaller_mesh(on_node=on_node)
+    held_bytes = 0 if mesh is None else mesh.held_bytes
+    return (Allocation(Category.UNSHARDED_PARAM, held_bytes, number),) if held_bytes else ()
 
 
 def release_event(
@@ -235,10 +248,11 @@ def release_event(
     if number in choices.across and not micro.last:
         return Event(step)
     gathered = (Allocation(Category.UNSHARDED_PARAM, group.room_bytes, number),)
-    held = (
-        _post_forward_allocations(problem, Bucket((number,))) if forward and backward_needs else ()
-    )
-    return Event(step, takes=held, gives=gathered)
+    if not (forward and backward_needs):
+        return Event(step, gives=gathered)
+    on_node = number in choices.on_node
+    held = _held_by_smaller_mesh(problem, number, on_node=on_node)
+    return Event(replace(step, on_node=on_node), takes=held, gives=gathered)
 
 
 # -- reductions ----------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class What(StrEnum):
 
     KEPT = "kept"
     ACROSS = "across"
+    ON_NODE = "on_node"
     RECOMPUTE = "recompute"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -56,7 +57,8 @@ class Move:
 
 
 def apply(choices: Choices, move: Move) -> Choices:
-    """`choices` with `move` flipped. What is kept between micro-steps is kept from forward too."""
+    """`choices` with `move` flipped. What is kept between micro-steps is kept from forward too, and
+    of what is kept a node needs no shard."""
     if move.what is What.RECOMPUTE:
         return replace(choices, recompute=_toggled(choices.recompute, move.item))
     if move.what is What.DELAY:
@@ -65,15 +67,26 @@ def apply(choices: Choices, move: Move) -> Choices:
             delays[move.item] = move.slots
         return replace(choices, delays=tuple(sorted(delays.items())))
     if move.what is What.KEPT:
-        across = tuple(n for n in choices.across if n != move.item)
-        return replace(choices, kept=_toggled(choices.kept, move.item), across=across)
+        choices = _without(choices, move.item, What.ACROSS, What.ON_NODE)
+        return replace(choices, kept=_toggled(choices.kept, move.item))
+    if move.what is What.ON_NODE:
+        choices = _without(choices, move.item, What.ACROSS, What.KEPT)
+        return replace(choices, on_node=_toggled(choices.on_node, move.item))
     if move.what is What.ACROSS:
+        choices = _without(choices, move.item, What.ON_NODE)
         kept = tuple(sorted({*choices.kept, move.item}))
         return replace(choices, kept=kept, across=_toggled(choices.across, move.item))
     cuts: Cuts = getattr(choices, move.what)
     field = "split" if move.split else "joined"
     changed: Any = replace(cuts, **{field: _toggled(getattr(cuts, field), move.item)})
     return replace(choices, **{str(move.what): changed})
+
+
+def _without(choices: Choices, item: int, *fields: What) -> Choices:
+    for what in fields:
+        left: Any = tuple(i for i in getattr(choices, what) if i != item)
+        choices = replace(choices, **{str(what): left})
+    return choices
 
 
 def _toggled(items: tuple[int, ...], item: int) -> tuple[int, ...]:
@@ -85,7 +98,7 @@ def _toggled(items: tuple[int, ...], item: int) -> tuple[int, ...]:
 def unmoved(choices: Choices, family: Iterable[Move]) -> Choices:
     """`choices` with nothing of `family` taken."""
     for what in dict.fromkeys(m.what for m in family):
-        if what in (What.KEPT, What.ACROSS, What.RECOMPUTE):
+        if what in (What.KEPT, What.ACROSS, What.ON_NODE, What.RECOMPUTE):
             items = {m.item for m in family if m.what is what}
             left: Any = tuple(i for i in getattr(choices, what) if i not in items)
             choices = replace(choices, **{str(what): left})
@@ -100,6 +113,7 @@ def unmoved(choices: Choices, family: Iterable[Move]) -> Choices:
 def moves(memo: Memo) -> list[Move]:
     """Every open decision, those that usually matter most first."""
     found = list(_kept_moves(memo, _by_need(memo)))
+    found += _node_moves(memo, _by_need(memo))
     found += [Move(What.RECOMPUTE, i) for i in _by_price(memo)]
     for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
         found += _joins(memo, what)
@@ -116,6 +130,7 @@ def families(memo: Memo) -> list[list[Move]]:
         [Move(What.RECOMPUTE, i) for i in _by_price(memo)],
         dense,
         list(_kept_moves(memo, _by_need(memo))),
+        _node_moves(memo, _by_need(memo)),
         across,
     ]
     for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
@@ -165,6 +180,12 @@ def _kept_moves(memo: Memo, groups: Iterable[Group]) -> Iterable[Move]:
     for group in groups:
         if group.reshard is None and not _must_keep(memo, group):
             yield Move(What.KEPT, group.id)
+
+
+def _node_moves(memo: Memo, groups: Iterable[Group]) -> list[Move]:
+    """Groups that may leave a shard on each node where they may be kept, but are not."""
+    open_groups = (move.item for move in _kept_moves(memo, groups))
+    return [Move(What.ON_NODE, n) for n in open_groups if memo.problem.groups[n].node is not None]
 
 
 def _carried(memo: Memo) -> list[Group]:

@@ -28,12 +28,13 @@ from graphshard.schedule.steps import ISSUE_OF, WAIT_OF
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Part `part` of group `group` in one collective of a direction."""
+    """Part `part` of group `group` in one collective of a direction; `on_node`: see `Step`."""
 
     direction: Direction
     kind: StepKind
     group: int
     part: int
+    on_node: bool = False
 
 
 Seen = Mapping[Key, tuple[Transfer, Transfer]]  # predicted, measured
@@ -76,11 +77,15 @@ def _regions(regions: Sequence[Region], segments: Sequence[Segment]) -> tuple[Re
 
 
 def _part(group: Group, place: int, part: Part, seen: Seen) -> Part:
-    def moved(transfer: Transfer, direction: Direction, kind: StepKind) -> Transfer:
-        key = Key(direction, kind, group.id, place)
-        return seen[key][1] if key in seen else _as_usual(transfer, kind, seen)
+    def moved(
+        transfer: Transfer, direction: Direction, kind: StepKind, *, on_node: bool = False
+    ) -> Transfer:
+        key = Key(direction, kind, group.id, place, on_node)
+        return seen[key][1] if key in seen else _as_usual(transfer, key, seen)
 
-    gradient, backward = part.gradient, Direction.BACKWARD
+    gradient, backward, node_gather = part.gradient, Direction.BACKWARD, part.node_gather
+    if node_gather is not None:
+        node_gather = moved(node_gather, backward, StepKind.GATHER_ISSUE, on_node=True)
     if gradient is not None:
         reduce = moved(gradient.reduce, backward, StepKind.REDUCE_ISSUE)
         gradient = replace(gradient, reduce=reduce)
@@ -88,14 +93,17 @@ def _part(group: Group, place: int, part: Part, seen: Seen) -> Part:
         part,
         gather=moved(part.gather, Direction.FORWARD, StepKind.GATHER_ISSUE),
         regather=moved(gather_of(part, backward), backward, StepKind.GATHER_ISSUE),
+        node_gather=node_gather,
         gradient=gradient,
     )
 
 
-def _as_usual(transfer: Transfer, kind: StepKind, seen: Seen) -> Transfer:
-    """`transfer`, off by as much as the median of its kind."""
+def _as_usual(transfer: Transfer, key: Key, seen: Seen) -> Transfer:
+    """`transfer`, off by as much as the median of its kind, over links of its kind."""
     alike = [
-        (_times(before), _times(after)) for key, (before, after) in seen.items() if key.kind is kind
+        (_times(before), _times(after))
+        for other, (before, after) in seen.items()
+        if (other.kind, other.on_node) == (key.kind, key.on_node)
     ]
     factors = [
         median([after[i] / before[i] for before, after in alike if before[i] > 0] or [1.0])
@@ -126,7 +134,7 @@ def _seen(
             continue
         unpack_us = waits[step.identity]
         rows = list(travelling(problem, direction, segment.step))
-        lane = problem.groups[rows[0][0].group].lane_of(step.kind, direction)
+        lane = problem.groups[rows[0][0].group].lane_of(step, direction)
         comm_us += problem.lanes[lane].launch_us * (len(rows) - 1)
         own = [predicted for _, predicted in rows]
         columns = (
@@ -146,9 +154,9 @@ def travelling(
         for place, part in enumerate(problem.groups[number].parts):
             if step.params and part.params[0] not in step.params:
                 continue
-            key = Key(direction, step.kind, number, place)
+            key = Key(direction, step.kind, number, place, step.on_node)
             if step.kind is StepKind.GATHER_ISSUE:
-                yield key, gather_of(part, direction)
+                yield key, gather_of(part, direction, on_node=step.on_node)
             elif part.gradient is not None:
                 yield key, part.gradient.reduce
 

@@ -7,7 +7,7 @@ by it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.alap import just_in_time, lean
@@ -18,12 +18,15 @@ from graphshard.planner.infeasible import shortage_of
 from graphshard.planner.memo import Memo
 from graphshard.planner.problem import Problem, checked, together, with_copies
 from graphshard.planner.reasons import reasons_of
-from graphshard.planner.score import Candidate, SearchContext
+from graphshard.planner.score import Candidate, SearchContext, candidate
 from graphshard.planner.search import search
 from graphshard.planner.simulate import Simulation
 from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Schedule
 from graphshard.schedule.reasons import Decision, Reason
+
+# Of the step: what shards that nodes hold until backward have to gain.
+NODES_WORTH = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ def fsdp2(problem: Problem, place: Place = fsdp2_placement) -> Candidate:
 
 def _chosen(context: SearchContext, own: Candidate) -> Candidate | None:
     """What the search found, just in time; FSDP2's own schedule where that is as good."""
-    best = search(context, [own.choices])
+    best = _found(context, own)
     if own.peak_bytes <= context.budget_bytes and (best is None or own.us <= best.us):
         return own
     if best is None:
@@ -110,6 +113,25 @@ def _chosen(context: SearchContext, own: Candidate) -> Candidate | None:
     both = zip(context.problem.directions, late, strict=True)
     leaner = Candidate(best.choices, tuple(lean(context, best.choices, d, s) for d, s in both))
     return leaner if own.peak_bytes > context.budget_bytes or leaner.us <= own.us else chosen
+
+
+def _found(context: SearchContext, own: Candidate) -> Candidate | None:
+    """What the search finds; with shards that nodes hold, where that may be worth it: they cost a
+    communicator, and add to what has to be searched."""
+    problem = context.problem
+    if not any(group.node for group in problem.groups):
+        return search(context, [own.choices])
+    groups = tuple(replace(group, node=None) for group in problem.groups)
+    without = Memo(replace(problem, groups=groups))
+    best = search(SearchContext(without, context.budget_bytes, context.enough_us), [own.choices])
+    if best is None:
+        return search(context, [own.choices])
+    compute_us = sum(r.us for direction in problem.directions for r in problem.regions(direction))
+    if best.us - problem.micro_steps * compute_us < NODES_WORTH * best.us:
+        return candidate(context, best.choices)
+    found = search(context, [own.choices, best.choices])
+    is_worth = found is not None and found.us <= (1 - NODES_WORTH) * best.us
+    return found if is_worth else candidate(context, best.choices)
 
 
 def _figures(found: Simulation) -> Figures:

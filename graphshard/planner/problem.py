@@ -7,13 +7,13 @@ problem is a value: equal problems get equal plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from graphshard.errors import PlanError
 from graphshard.schedule.plan import Allocation as Allocation
 from graphshard.schedule.plan import Category as Category
-from graphshard.schedule.plan import Direction, StepKind
+from graphshard.schedule.plan import Direction, Step, StepKind
 
 # Times are rounded to multiples of this (about 1 ns). Sums of such numbers below 2**43 us are
 # exact in float64, so equal schedules have equal times and gains add up without a remainder.
@@ -105,6 +105,7 @@ class Part:
 
     params: their places in the group, in rising order; needed only where a group has several parts.
     regather: the gather in backward where it differs (an int `reshard_after_forward`).
+    node_gather: that of what the ranks of a node hold, if the plan may have them do so.
     """
 
     gathered_bytes: int
@@ -113,12 +114,13 @@ class Part:
     backward: Use | None = None
     gradient: Gradient | None = None
     regather: Transfer | None = None
+    node_gather: Transfer | None = None
     params: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PostForwardMesh:
-    """An int `reshard_after_forward`: between forward and backward `held_bytes` stay, spread
+    """As of an int `reshard_after_forward`: between forward and backward `held_bytes` stay, spread
     over a smaller group of ranks that gathers on `lane`."""
 
     held_bytes: int
@@ -131,7 +133,8 @@ class Group:
 
     reshard: what the user set (bound), or None: the planner decides. is_root: FSDP2 keeps it from
     forward to backward where nothing is set. keep_across: the user's `reshard_after_backward`
-    (False means True here), None: the planner decides.
+    (False means True here), None: the planner decides. post_forward: the mesh of an int
+    `reshard_after_forward`. node: that of the ranks of a node, for the planner to use or not.
     forward_prefetch, backward_prefetch: groups that the user named to be gathered ahead of it.
     """
 
@@ -145,6 +148,7 @@ class Group:
     is_root: bool = False
     keep_across: bool | None = None
     post_forward: PostForwardMesh | None = None
+    node: PostForwardMesh | None = None
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
 
@@ -161,23 +165,25 @@ class Group:
         """Nothing where one rank reads its shards in place."""
         return 0 if self.world_size == 1 and part.gather.in_place else part.gathered_bytes
 
-    @property
-    def held_bytes(self) -> int:
-        """What stays between forward and backward although the group is resharded."""
-        return self.post_forward.held_bytes if self.post_forward is not None else 0
+    def smaller_mesh(self, *, on_node: bool) -> PostForwardMesh | None:
+        """Where it stays sharded between forward and backward; on_node: the plan says so."""
+        return self.node if on_node else self.post_forward
 
     @property
     def kept_by_fsdp2(self) -> bool:
         """Gathered from forward to backward in FSDP2."""
         return self.is_root if self.reshard is None else not self.reshard
 
-    def lane_in(self, direction: Direction) -> int:
-        smaller = self.post_forward if direction is Direction.BACKWARD else None
+    def lane_in(self, direction: Direction, *, on_node: bool = False) -> int:
+        """Where it is gathered. on_node: from what the ranks of the node hold."""
+        smaller = self.smaller_mesh(on_node=on_node) if direction is Direction.BACKWARD else None
         return self.gather_lane if smaller is None else smaller.lane
 
-    def lane_of(self, issue: StepKind, direction: Direction) -> int:
+    def lane_of(self, issue: Step, direction: Direction) -> int:
         """Where the collective of an issuing step runs."""
-        return self.reduce_lane if issue is StepKind.REDUCE_ISSUE else self.lane_in(direction)
+        if issue.kind is StepKind.REDUCE_ISSUE:
+            return self.reduce_lane
+        return self.lane_in(direction, on_node=issue.on_node)
 
     def use_in(self, direction: Direction) -> Use | None:
         """From the first use of any part to the last."""
@@ -261,15 +267,22 @@ def use_of(part: Part, direction: Direction) -> Use | None:
     return part.forward if direction is Direction.FORWARD else part.backward
 
 
-def gather_of(part: Part, direction: Direction) -> Transfer:
-    regather = part.regather if direction is Direction.BACKWARD else None
-    return part.gather if regather is None else regather
+def gather_of(part: Part, direction: Direction, *, on_node: bool = False) -> Transfer:
+    """on_node: from what the ranks of the node hold, in backward."""
+    if direction is Direction.FORWARD:
+        return part.gather
+    other = part.node_gather if on_node else part.regather
+    return part.gather if other is None else other
 
 
 def transfers_of(group: Group, part: Part) -> Iterator[tuple[int, Transfer]]:
     """Every collective that may carry `part`, with its lane."""
     yield group.gather_lane, part.gather
-    yield group.lane_in(Direction.BACKWARD), gather_of(part, Direction.BACKWARD)
+    for on_node in (False, True) if group.node is not None else (False,):
+        yield (
+            group.lane_in(Direction.BACKWARD, on_node=on_node),
+            gather_of(part, Direction.BACKWARD, on_node=on_node),
+        )
     if part.gradient is not None:
         yield group.reduce_lane, part.gradient.reduce
 
@@ -294,12 +307,19 @@ def checked(problem: Problem) -> Problem:
 
 
 def _exact_part(part: Part) -> Part:
-    gradient = part.gradient
-    if gradient is not None:
-        gradient = replace(gradient, reduce=_exact_transfer(gradient.reduce))
-    regather = None if part.regather is None else _exact_transfer(part.regather)
-    gather = _exact_transfer(part.gather)
-    return replace(part, gather=gather, regather=regather, gradient=gradient)
+    return _with_transfers(part, _exact_transfer)
+
+
+def _with_transfers(part: Part, changed: Callable[[Transfer], Transfer]) -> Part:
+    """`part` with `changed` done to each of its collectives."""
+    gradient, regather, node_gather = part.gradient, part.regather, part.node_gather
+    return replace(
+        part,
+        gather=changed(part.gather),
+        regather=regather and changed(regather),
+        node_gather=node_gather and changed(node_gather),
+        gradient=gradient and replace(gradient, reduce=changed(gradient.reduce)),
+    )
 
 
 def _exact_transfer(transfer: Transfer) -> Transfer:
@@ -328,13 +348,7 @@ def with_copies(problem: Problem) -> Problem:
 
 
 def _copied(part: Part) -> Part:
-    gradient, regather = part.gradient, part.regather
-    if gradient is not None:
-        gradient = replace(gradient, reduce=replace(gradient.reduce, in_place=False))
-    if regather is not None:
-        regather = replace(regather, in_place=False)
-    gather = replace(part.gather, in_place=False)
-    return replace(part, gather=gather, regather=regather, gradient=gradient)
+    return _with_transfers(part, lambda transfer: replace(transfer, in_place=False))
 
 
 def _faults(problem: Problem) -> Iterator[str]:
@@ -353,7 +367,10 @@ def _faults(problem: Problem) -> Iterator[str]:
             yield f"{group.fqn} has no parts"
         if len(group.parts) > 1 and not all(p.params for p in group.parts):
             yield f"{group.fqn} has several parts that do not say which parameters they hold"
-        lanes = (group.gather_lane, group.reduce_lane, group.lane_in(Direction.BACKWARD))
+        meshes = [mesh for mesh in (group.post_forward, group.node) if mesh is not None]
+        lanes = (group.gather_lane, group.reduce_lane, *(mesh.lane for mesh in meshes))
+        if len(meshes) > 1:
+            yield f"{group.fqn} has two smaller meshes"
         if not all(0 <= lane < len(problem.lanes) for lane in lanes):
             yield f"{group.fqn} names a lane that does not exist"
         for part in group.parts:

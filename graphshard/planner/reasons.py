@@ -87,6 +87,8 @@ def _way(
 def _choices(own: Choices, chosen: Choices) -> Iterator[tuple[Decision, Choices]]:
     now = replace(own, kept=chosen.kept, across=chosen.across)
     yield Decision.KEPT, now
+    now = replace(now, on_node=chosen.on_node)
+    yield Decision.ON_NODE, now
     now = replace(now, forward=chosen.forward, backward=chosen.backward, reduce=chosen.reduce)
     yield Decision.BUCKETS, now
     yield Decision.RECOMPUTE, replace(now, recompute=chosen.recompute)
@@ -121,7 +123,7 @@ def _keeps(memo: Memo, theirs: Choices, chosen: Choices) -> Iterator[Reason]:
         rule = None
         if group.reshard is not None:
             rule = HoldRule.USER
-        elif (group.id in kept) == (group.id in before):
+        elif (group.id in kept) == (group.id in before) and group.id not in chosen.on_node:
             rule = HoldRule.FSDP2
         yield Hold(
             group=group.id,
@@ -130,6 +132,7 @@ def _keeps(memo: Memo, theirs: Choices, chosen: Choices) -> Iterator[Reason]:
             held_us=_held_us(memo, group),
             held_bytes=group.gathered_bytes,
             across=group.id in across,
+            on_node=group.id in chosen.on_node,
             rule=rule,
         )
 
@@ -152,7 +155,9 @@ def _cuts(memo: Memo, chosen: Choices) -> Iterator[Reason]:
 
 def _cut(memo: Memo, cuts: Cuts, direction: Direction, kind: StepKind) -> Iterator[Reason]:
     def launch_us(group: Group) -> float:
-        return memo.problem.lanes[group.lane_of(kind, direction)].launch_us
+        reduces = kind is StepKind.REDUCE_ISSUE
+        lane = group.reduce_lane if reduces else group.lane_in(direction)
+        return memo.problem.lanes[lane].launch_us
 
     groups = memo.problem.groups
     for number in cuts.joined:

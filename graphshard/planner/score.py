@@ -97,7 +97,8 @@ def candidate(context: SearchContext, choices: Choices) -> Candidate | None:
 def _scored(context: SearchContext, choices: Choices, direction: Direction) -> Scored | None:
     forward = direction is Direction.FORWARD
     own = (choices.forward,) if forward else (choices.backward, choices.reduce, choices.delays)
-    key = (direction, choices.kept, choices.across, choices.recompute, own)
+    stays = choices.kept, choices.across, choices.on_node
+    key = (direction, stays, choices.recompute, own)
     if key not in context.scores:
         context.scores[key] = place(context, choices, direction)
     return context.scores[key]
@@ -182,7 +183,8 @@ def _handed_over(context: SearchContext, choices: Choices) -> list[int]:
             events = [*(e for _, e in stage.fixed), *(j.issue for j in stage.gathers)]
             return sum(e.alloc_bytes - e.free_bytes for e in events)
 
-        key = ("handed over", micro, choices.kept, choices.across, choices.recompute)
+        stays = choices.kept, choices.across, choices.on_node
+        key = ("handed over", micro, stays, choices.recompute)
         found.append(once(context.memo, key, left))
     return found
 
@@ -193,6 +195,7 @@ def all_policies(problem: Problem, direction: Direction) -> tuple[FillPolicy, ..
     if direction is Direction.FORWARD:
         return (FillPolicy(most),)
     lanes = {g.lane_in(direction) for g in problem.groups}
+    lanes |= {g.node.lane for g in problem.groups if g.node is not None}
     shared = any(g.reduce_lane in lanes for g in problem.groups)
     ahead = dict.fromkeys(min(most, count) for count in (AHEAD if shared else AHEAD[:2]))
     return tuple(FillPolicy(*values) for values in product(ahead, BUFFERS, ROOM))

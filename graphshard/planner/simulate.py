@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from graphshard.errors import PlanError
@@ -152,8 +152,7 @@ def simulate(
 
     recompute: indices of the options taken. across: groups kept gathered between micro-steps.
     """
-    kept = tuple(sorted(s.group for s in _kept_releases(schedules[0]) if s.group is not None))
-    choices = Choices(kept=kept, recompute=recompute, across=across)
+    choices = replace(_stays(schedules[0]), recompute=recompute, across=across)
     programs = {
         micro: [events_of(problem, schedule, choices, micro) for schedule in schedules]
         for micro, _ in micro_steps_of(problem)
@@ -168,8 +167,13 @@ def simulated_as(problem: Problem, plan: Plan) -> Simulation:
     return simulate(problem, plan.schedules, again, across)
 
 
-def _kept_releases(schedule: Schedule) -> list[Step]:
-    return [s for s in schedule.of_kind(StepKind.RELEASE) if s.kept]
+def _stays(forward: Schedule) -> Choices:
+    """What its releases leave until backward."""
+    releases = [(s, s.group) for s in forward.of_kind(StepKind.RELEASE) if s.group is not None]
+    return Choices(
+        kept=tuple(sorted(group for step, group in releases if step.kept)),
+        on_node=tuple(sorted(group for step, group in releases if step.on_node)),
+    )
 
 
 def report(
@@ -290,7 +294,8 @@ def _event(
         return reduce_events(problem, bucket, micro)[0 if issues else 1]
     carried = direction is Direction.FORWARD and not micro.first and step.group in choices.across
     resident = step.kept or carried
-    return gather_events(problem, bucket, direction, resident=resident)[0 if issues else 1]
+    events = gather_events(problem, bucket, direction, resident=resident, on_node=step.on_node)
+    return events[0 if issues else 1]
 
 
 def _parts(problem: Problem, step: Step) -> tuple[int, ...]:

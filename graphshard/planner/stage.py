@@ -99,7 +99,7 @@ def stage_of(memo: Memo, choices: Choices, direction: Direction, micro: MicroSte
     key = (
         forward,
         micro,
-        choices.kept if not forward else (),
+        (choices.kept, choices.on_node) if not forward else (),
         across,
         choices.cuts_in(direction),
     )
@@ -115,7 +115,7 @@ def stage_of(memo: Memo, choices: Choices, direction: Direction, micro: MicroSte
     releases = recently(
         memo,
         "releases",
-        (forward, micro, choices.kept if forward else (), across, stride),
+        (forward, micro, (choices.kept, choices.on_node) if forward else (), across, stride),
         lambda: _releases(memo, choices, direction, micro, stride),
     )
     reductions: tuple[Job, ...] = ()
@@ -136,6 +136,7 @@ def _gathers(
     """The stride, the waits (issues of what is kept too) and the gathers to be placed."""
     backward = direction is Direction.BACKWARD
     kept = set(choices.kept) if backward else set()
+    on_node = set(choices.on_node) if backward else set()
     across = set(choices.across) if not (backward or micro.first) else set()
     buckets = [*_quiet(memo, choices, direction), *gather_buckets(memo, choices, direction)]
     first_uses = [(first_use(memo, bucket, direction), bucket) for bucket in buckets]
@@ -148,7 +149,8 @@ def _gathers(
         at = region * stride + GATHER_WAIT + 2 * taken[region]
         taken[region] += 1
         first = bucket.groups[0]
-        issue, wait = _gather(memo, bucket, direction, first in kept or first in across)
+        resident = first in kept or first in across
+        issue, wait = _gather(memo, bucket, direction, resident, first in on_node)
         fixed.extend([(at, issue), (at, wait)] if first in kept else [(at, wait)])
         if first not in kept:
             jobs.append(Job(bucket, issue, wait, at, issue.alloc_bytes))
@@ -168,12 +170,12 @@ def _quiet(memo: Memo, choices: Choices, direction: Direction) -> list[Bucket]:
 
 
 def _gather(
-    memo: Memo, bucket: Bucket, direction: Direction, resident: bool
+    memo: Memo, bucket: Bucket, direction: Direction, resident: bool, on_node: bool
 ) -> tuple[Event, Event]:
     return once(
         memo,
-        ("gather", bucket, direction, resident),
-        lambda: gather_events(memo.problem, bucket, direction, resident=resident),
+        ("gather", bucket, direction, resident, on_node),
+        lambda: gather_events(memo.problem, bucket, direction, resident=resident, on_node=on_node),
     )
 
 
@@ -187,12 +189,12 @@ def _regions(
 def _releases(
     memo: Memo, choices: Choices, direction: Direction, micro: MicroStep, stride: int
 ) -> list[tuple[int, Event]]:
-    kept, across = set(choices.kept), set(choices.across)
+    chosen = [set(items) for items in (choices.kept, choices.across, choices.on_node)]
 
     def event(number: int) -> Event:
         return once(
             memo,
-            ("release", number, direction, number in kept, number in across, micro),
+            ("release", number, direction, *(number in items for items in chosen), micro),
             lambda: release_event(memo.problem, number, choices, direction, micro),
         )
 

@@ -170,19 +170,19 @@ def _group(
         reshard=decided.get(reshard, info.reshard_after_forward),
         is_root=own.is_root,
         keep_across=True if own.kept_after_backward else None,
-        post_forward=_post_forward(info, own, list(lanes)),
+        post_forward=_smaller_mesh(info, _post_forward_ranks(own), list(lanes)),
+        node=_smaller_mesh(info, _node_ranks(own), list(lanes)),
         forward_prefetch=own.forward_prefetch,
         backward_prefetch=own.backward_prefetch,
     )
 
 
-def _post_forward(
-    info: GroupInfo, own: GroupSettings, lanes: Sequence[str]
+def _smaller_mesh(
+    info: GroupInfo, ranks: Ranks | None, lanes: Sequence[str]
 ) -> PostForwardMesh | None:
-    if not own.post_forward_ranks:
+    if ranks is None:
         return None
-    held_bytes = info.gathered_bytes // own.post_forward_ranks
-    return PostForwardMesh(held_bytes, lanes.index(own.post_forward_lane))
+    return PostForwardMesh(info.gathered_bytes // int(ranks.ranks), lanes.index(ranks.name))
 
 
 def _parts(info: GroupInfo, reads: Mapping[int, int]) -> list[tuple[int, ...]]:
@@ -217,12 +217,13 @@ def _part(
         return _share(whole, lanes[ranks.name], size_bytes, info.gathered_bytes)
 
     whole = len(params) == len(info.params)
-    smaller = _post_forward_ranks(own)
+    smaller, node = _post_forward_ranks(own), _node_ranks(own)
     uses = {d: _use(stage, info.id, () if whole else params) for d, stage in stages.items()}
     return Part(
         gathered_bytes=size_bytes,
         gather=share(Ranks(own.ranks, own.ranks_per_node, own.gather_lane)),
         regather=None if smaller is None else share(smaller),
+        node_gather=None if node is None else share(node),
         forward=uses[Direction.FORWARD],
         backward=uses.get(Direction.BACKWARD),
         gradient=_gradient(info, params, own, stages, lanes, machine),
@@ -246,6 +247,13 @@ def _post_forward_ranks(own: GroupSettings) -> Ranks | None:
         return None
     on_a_node = min(own.post_forward_ranks, own.ranks_per_node)
     return Ranks(own.post_forward_ranks, on_a_node, own.post_forward_lane)
+
+
+def _node_ranks(own: GroupSettings) -> Ranks | None:
+    """Those of one node, where the plan may have them hold the group after forward."""
+    if not own.node_ranks or own.reshard is not None:
+        return None
+    return Ranks(own.node_ranks, own.node_ranks, f"{own.gather_lane}, node")
 
 
 def _share(whole: Transfer, launch_us: float, part_bytes: int, whole_bytes: int) -> Transfer:
@@ -334,9 +342,9 @@ def _collectives(
     trained = [param for param in info.params if param.trainable]
     ranks = Ranks(own.ranks, own.ranks_per_node, own.reduce_lane)
     yield reduce, ranks, _input_bytes(trained or info.params, own)
-    smaller = _post_forward_ranks(own)
-    if smaller is not None:
-        yield gather, smaller, info.gathered_bytes
+    for smaller in (_post_forward_ranks(own), _node_ranks(own)):
+        if smaller is not None:
+            yield gather, smaller, info.gathered_bytes
 
 
 def _links(settings: Sequence[GroupSettings]) -> dict[str, str]:

@@ -81,7 +81,7 @@ def agree_on_plan(
             tell(set(found) - {ballot}, plan.name, error)
             raise
     # A process group needs all ranks: that of one plan for all, and of no other.
-    return plan if len(found) == 1 else replace(plan, reduces_apart=False)
+    return plan if len(found) == 1 else plan.on_fsdp2_groups()
 
 
 def tell(ballots: Iterable[Ballot], graph: str, error: DivergedRanks) -> None:
@@ -113,7 +113,7 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
         (text,) = ballot.store.multi_get([f"{number}/{lead}/plan"])
         plan = replace(Plan.from_json(text.decode()), name=plan.name)
     else:
-        plan = replace(plan, reduces_apart=False)
+        plan = plan.on_fsdp2_groups()
     ballot.agreed.append((plan, vote.terms))
     if not is_running(votes):
         ballot.voted = plan.name

@@ -164,13 +164,15 @@ class Gather:
         for buffer in buffers:
             give_back(live, buffer)
 
-    def release_to(self, group: dist.ProcessGroup) -> None:
+    def release_to(self, group: dist.ProcessGroup, *, by_plan: bool = False) -> None:
         """Keep this rank's part of each parameter, spread over the smaller `group`."""
         buffers, live = self._taken(), self._live
         size, rank = group.size(), group.rank()
         flats = {i: f for r in buffers for i, f in zip(r.layout.indices, r.flats, strict=True)}
         parts = tuple(flats[i].chunk(size)[rank].clone() for i in live.places)
-        live.kept = KeptParams(self._dtypes, self._versions, parts=parts, part_of=group)
+        live.kept = KeptParams(
+            self._dtypes, self._versions, parts=parts, part_of=group, by_plan=by_plan
+        )
         for buffer in buffers:
             give_back(live, buffer)
 

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import FsdpGroup, State
+from graphshard.fsdp2.node_group import node_process_group
 from graphshard.fsdp2.separate_group import reduce_apart
 from graphshard.runtime.ballot import Ballot
+from graphshard.schedule.plan import Plan, StepKind
 
 if TYPE_CHECKING:  # what other modules of the runtime keep with a group
     from torch.autograd.graph import Node
@@ -43,9 +45,9 @@ class KeptParams:
 
     buffers: where they stand, if they are whole.
     versions: of the shards that they were gathered from. parts, part_of: this rank's part of each,
-    and the smaller group over which they are spread (an int `reshard_after_forward`). by_plan:
-    FSDP2 would have resharded them, so a forward that finds them asks whether they still hold
-    (`graphshard.runtime.doubt`).
+    and the smaller group over which they are spread (an int `reshard_after_forward`, or the ranks
+    of a node). by_plan: FSDP2 would have resharded them, so a forward that finds them asks whether
+    they still hold (`graphshard.runtime.doubt`).
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -77,8 +79,8 @@ class Root:
     """The groups of one FSDP root. finishing: the engine run after which they are finished.
 
     ballots: what its ranks agree on, one per mesh. opening: what optimizers issue ahead,
-    if the user asked for it. reduce_groups: process groups
-    that plans gave to reductions, by rank.
+    if the user asked for it. reduce_groups, node_groups: process groups that plans gave to
+    reductions, and to the ranks of this node, by rank.
     """
 
     groups: dict[State, LiveGroup]
@@ -86,6 +88,7 @@ class Root:
     finishing: int = -1
     opening: Opening | None = None
     reduce_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    node_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -104,6 +107,7 @@ class LiveGroup:
     trail: what its mesh issues (`graphshard.runtime.issued.Trail`), if ranks compare it.
     tuning: of the graphs that begin with it (`graphshard.compiler.tuning.Tuning`).
     calls: forward calls whose backward has not run (`graphshard.runtime.calls.PendingCall`).
+    node_group: of the ranks of this node, once a plan has them hold the group after forward.
     """
 
     number: int
@@ -128,6 +132,7 @@ class LiveGroup:
     root: Root | None = None
     trail: Trail | None = None
     tuning: object = None
+    node_group: dist.ProcessGroup | None = None
     reduced_in: int = -1
 
     @property
@@ -236,8 +241,14 @@ def ballots_of(groups: Sequence[LiveGroup]) -> list[Ballot]:
     return [ballot for root in roots_of(groups) for ballot in root.ballots]
 
 
-def part_reductions(lives: Sequence[LiveGroup]) -> None:
-    """Give the reductions of `lives` process groups of their own. On all of their ranks alike."""
-    for live in lives:
-        if live.root is not None:
+def give_process_groups(lives: Sequence[LiveGroup], plan: Plan) -> None:
+    """Give `lives`, by their number in `plan`, the process groups that it needs beside FSDP2's. On
+    all of their ranks alike."""
+    on_node = {step.group for step in plan.forward.of_kind(StepKind.RELEASE) if step.on_node}
+    for number, live in enumerate(lives):
+        if live.root is None:
+            continue
+        if plan.reduces_apart:
             reduce_apart(live.fsdp, live.root.reduce_groups)
+        if number in on_node and live.node_group is None:
+            live.node_group = node_process_group(live.fsdp, live.root.node_groups)

@@ -112,6 +112,7 @@ class Run:
         for state in live.fsdp.prefetches(self.direction):
             target = None if live.root is None else live.root.groups.get(state)
             if target is not None and target not in self._gathered:
+                self.make_certain(target)
                 prefetch(target)
 
     def free_inputs(self, cap: int | None) -> None:
@@ -213,16 +214,22 @@ class OpenGroup:
         planned = between_micro_steps and not fsdp.reduces
         gather.release(keep=stays or goes_on or planned, by_plan=planned and not stays)
 
-    def release_for_backward(self, *, keep: bool | None = None, final: bool = False) -> None:
+    def release_for_backward(
+        self, *, keep: bool | None = None, on_node: bool = False, final: bool = False
+    ) -> None:
         """Last use in forward is over; backward needs the group again.
 
-        FSDP2's `reshard_after_forward`, read now, says whether it stays gathered. keep: the plan's
-        decision, which counts if the user left the setting to FSDP2, or if it is `final`.
+        FSDP2's `reshard_after_forward`, read now, says whether it stays gathered. keep, on_node:
+        the plan's decision (the ranks of each node hold a shard), which counts if the user left the
+        setting to FSDP2, or if it is `final`.
         """
-        fsdp = self.live.fsdp
+        fsdp, node_group = self.live.fsdp, self.live.node_group
         if (group := fsdp.post_forward_process_group) is not None:
             self.gather().release_to(group)
         elif keep is not None and (final or fsdp.reshard_is_automatic):
+            if on_node and node_group is not None:
+                self.gather().release_to(node_group, by_plan=True)
+                return
             self.gather().release(keep=keep, by_plan=keep and fsdp.reshard_after_forward)
         else:
             self.gather().release(keep=not fsdp.reshard_after_forward)

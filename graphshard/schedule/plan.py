@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -115,6 +115,15 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 of the collective signature; equal on ranks that may run together."""
         return signature.fingerprint(self.collective_signature)
+
+    def on_fsdp2_groups(self) -> Plan:
+        """The same with FSDP2's process groups alone: for ranks that do not run one plan."""
+        return replace(
+            self,
+            forward=_off_node(self.forward),
+            backward=None if self.backward is None else _off_node(self.backward),
+            reduces_apart=False,
+        )
 
     def residency(self) -> tuple[Residency, ...]:
         """When each group is gathered, over the forward steps followed by the backward steps."""
@@ -286,6 +295,10 @@ def _has_bucket(group: GroupInfo) -> bool:
     return group.world_size > 1 and not group.gathers_in_place
 
 
+def _off_node(schedule: Schedule) -> Schedule:
+    return replace(schedule, steps=tuple(replace(s, on_node=False) for s in schedule.steps))
+
+
 def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> SignatureEntry:
     if step.kind is StepKind.GATHER_ISSUE:
         dtypes = [g.params[p].dtype for g in groups for p in step.params or range(len(g.params))]
@@ -293,8 +306,8 @@ def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> Signatu
         dtypes = [g.reduce_dtype for g in groups]
     uniform = len(dict.fromkeys(dtypes)) == 1
     dtype = dtypes[0] if uniform else "bytes"
-    fqns = " + ".join(g.fqn for g in groups)
-    return SignatureEntry(str(direction), str(step.lane), fqns, dtype, size_bytes(step, groups))
+    fqns, size = " + ".join(g.fqn for g in groups), size_bytes(step, groups)
+    return SignatureEntry(str(direction), str(step.lane), fqns, dtype, size, step.on_node)
 
 
 def numel(shape: tuple[int, ...]) -> int:

@@ -22,6 +22,7 @@ class Decision(StrEnum):
     SEPARATE_GROUP = "separate_group"
     IN_PLACE = "in_place"
     KEPT = "kept"
+    ON_NODE = "on_node"
     BUCKETS = "buckets"
     RECOMPUTE = "recompute"
     REDUCTIONS = "reductions"
@@ -67,7 +68,8 @@ class Hold:
     """Whether a group stays gathered from forward to backward.
 
     saved_us: of gathers in backward, if it does. held_us: compute over which it then holds
-    `held_bytes`. across: it stays between micro-steps, too. rule: None if the planner decided.
+    `held_bytes`. across: it stays between micro-steps, too. on_node: it does not, but the ranks of
+    each node hold a shard of it. rule: None if the planner decided.
     """
 
     group: Count
@@ -76,6 +78,7 @@ class Hold:
     held_us: Amount
     held_bytes: Count
     across: bool = False
+    on_node: bool = False
     rule: HoldRule | None = None
     what: Literal["hold"] = "hold"
 

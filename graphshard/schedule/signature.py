@@ -22,7 +22,8 @@ class SignatureEntry:
 
     direction: "forward" or "backward". kind: "all_gather" or "reduce_scatter". group: FQN of the
     group, several that travel together joined by " + ". dtype: on the wire; parameters of several
-    dtypes travel as "bytes". size_bytes: of the whole bucket, all ranks' parts.
+    dtypes travel as "bytes". size_bytes: of the whole bucket, all ranks' parts. on_node: among the
+    ranks of each node only.
     """
 
     direction: str
@@ -30,9 +31,10 @@ class SignatureEntry:
     group: str
     dtype: str
     size_bytes: int
+    on_node: bool = False
 
     def __str__(self) -> str:
-        what = f"{self.direction} {self.kind} of {self.group}"
+        what = f"{self.direction} {self.kind} of {self.group}{' on each node' * self.on_node}"
         return f"{what} ({self.dtype}, {self.size_bytes:,} bytes)"
 
 

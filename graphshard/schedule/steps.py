@@ -52,6 +52,8 @@ class Step:
     gathered until backward; on a GATHER_ISSUE: it is expected to be still gathered, so that no
     collective runs. `with_groups`: further groups that travel in the same collective. `params`:
     the places of the parameters of `group` that travel in it, where a group is split (empty: all).
+    `on_node` on a RELEASE of forward: the ranks of each node hold a shard of it until backward; on
+    the gather in backward: it is gathered from that.
     """
 
     kind: StepKind
@@ -61,6 +63,7 @@ class Step:
     kept: bool = False
     with_groups: tuple[Count, ...] = ()
     params: tuple[Count, ...] = ()
+    on_node: bool = False
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -100,6 +103,9 @@ class Schedule:
         return sum(1 for _ in self.of_kind(StepKind.REDUCE_ISSUE))
 
 
+RARE = ("with_groups", "params", "on_node")
+
+
 def to_json(value: Any, indent: int | None = None) -> str:
     """Dataclasses as objects. What only some steps have is written for those steps only."""
     return json.dumps(value, indent=indent, default=_fields)
@@ -108,7 +114,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 def _fields(value: Any) -> dict[str, Any]:
     found = {name: getattr(value, name) for name in value.__dataclass_fields__}
     if isinstance(value, Step):
-        return {k: v for k, v in found.items() if v or k not in ("with_groups", "params")}
+        return {k: v for k, v in found.items() if v or k not in RARE}
     return found
 
 

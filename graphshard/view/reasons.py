@@ -25,6 +25,7 @@ DECISIONS = {
     Decision.SEPARATE_GROUP: "reductions on a process group of their own",
     Decision.IN_PLACE: "collectives in place, without copies",
     Decision.KEPT: "what stays gathered",
+    Decision.ON_NODE: "shards that the ranks of a node hold until backward",
     Decision.BUCKETS: "merged and split collectives",
     Decision.RECOMPUTE: "recomputation of activations",
     Decision.REDUCTIONS: "order and waits of reductions",
@@ -76,6 +77,8 @@ def _hold(reason: Hold) -> str:
     )
     if reason.across:
         text += "; kept between micro-steps too"
+    if reason.on_node:
+        text += "; the ranks of each node hold a shard of it instead"
     return text + ("" if reason.rule is None else RULES[reason.rule])
 
 

@@ -107,7 +107,10 @@ def step_text(step: Step, names: dict[int, str]) -> str:
     words = STEP_WORDS[step.kind]
     if step.kept:
         words = "keep gathered" if step.kind is StepKind.RELEASE else "already gathered:"
-    return f"{words} {'' if step.group is None else names[step.group]}".rstrip()
+    if step.on_node and step.kind is StepKind.RELEASE:
+        words = "keep on each node a shard of"
+    on_node = " on each node" if step.on_node and step.kind is not StepKind.RELEASE else ""
+    return f"{words} {'' if step.group is None else names[step.group]}{on_node}".rstrip()
 
 
 def ranks_text(plan: Plan) -> str:

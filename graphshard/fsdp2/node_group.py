@@ -1,0 +1,52 @@
+"""The ranks of one node among those that a group is sharded over, and their process group.
+
+As of an int `reshard_after_forward`, which the user did not set: between forward and backward they
+may hold the group among them, so that backward gathers over the links of the node only.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from graphshard.fsdp2.group import FsdpGroup
+
+
+def local_world_size() -> int:
+    """torchrun's; 0 without it: nothing is known of nodes."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+
+
+def ranks_on_node(group: FsdpGroup, ranks_per_node: int) -> tuple[int, ...]:
+    """Global ranks of this rank's node. Empty where no node can hold the group by itself: another
+    mesh or all-gather is set, all ranks are on one node or each is alone on its own, or not every
+    node has as many.
+
+    Assumed: ranks are numbered node by node, as torchrun does it.
+    """
+    process_group = group.gather_process_group
+    if process_group is None or not ranks_per_node or not group.gathers_plainly:
+        return ()
+    nodes: dict[int, list[int]] = {}
+    for rank in dist.get_process_group_ranks(process_group):
+        nodes.setdefault(rank // ranks_per_node, []).append(rank)
+    sizes = {len(ranks) for ranks in nodes.values()}
+    if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
+        return ()
+    return tuple(nodes[dist.get_rank() // ranks_per_node])
+
+
+def node_process_group(
+    group: FsdpGroup, made: dict[tuple[int, ...], dist.ProcessGroup]
+) -> dist.ProcessGroup | None:
+    """Of the ranks of this node; None where `ranks_on_node` has none.
+
+    made: those that exist already, by rank; a new one is added. All ranks of the group call this.
+    """
+    ranks = ranks_on_node(group, local_world_size())
+    if ranks and ranks not in made:
+        made[ranks] = dist.new_group(
+            list(ranks), use_local_synchronization=True, group_desc="graphshard_node"
+        )
+    return made.get(ranks)
