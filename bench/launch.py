@@ -44,6 +44,12 @@ class Request:
     budget_bytes: int | None = None  # for a mode that is planned
     micro_steps: int = 1
     compute: str = ""  # folder of what `bench.profile` measured
+    ranks_per_node: int = 0  # 0: all on one node
+    inside: float = 1.0  # how many times faster links are inside a node
+
+    @property
+    def nodes(self) -> emulator.Nodes | None:
+        return emulator.Nodes(self.ranks_per_node, self.inside) if self.ranks_per_node else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +135,14 @@ def run(request: Request) -> Measured:
         request.num_ranks,
         gbit=request.gbits[0],
         alpha_us=request.alpha_us,
+        nodes=request.nodes,
         poison=request.poison,
     )
     mesh = init_device_mesh("cpu", (request.num_ranks,))
     losses: list[float] = []
     rates: list[Rate] = []
     for gbit in request.gbits:
-        emulator.set_rate(network, gbit=gbit, alpha_us=request.alpha_us)
+        emulator.set_rate(network, gbit=gbit, alpha_us=request.alpha_us, nodes=request.nodes)
         torch._dynamo.reset()
         training = start(request, gbit, network, mesh)
         rates.append(measure(training, request.num_steps))
@@ -157,6 +164,7 @@ def start(request: Request, gbit: float, network: Any, mesh: DeviceMesh) -> Trai
                 num_ranks=request.num_ranks,
                 gbit=gbit,
                 alpha_us=request.alpha_us,
+                nodes=request.nodes,
             )
             planner = Planner(request.budget_bytes, path, request.micro_steps)
         link = Link(request.num_ranks, gbit, request.alpha_us)

@@ -6,6 +6,7 @@ backward, optimizer. After it no communication is in flight.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from bench import emulator, overlap, peers
 from bench.models import WithLoss
 from graphshard.capture.root_state import root_states_under
+from graphshard.compiler import planning_inputs
 from graphshard.schedule.plan import Estimate
 
 
@@ -32,8 +34,9 @@ class Mode:
     blocks, from the first one, that are resharded after forward; None leaves them to FSDP2, as the
     root always is. across: between micro-steps everything stays gathered. within: modes of whose
     measured peaks the mean is the planner's budget; ANY for no limit, none for no planner.
-    compute, schedule: of graphshard. bucket_mb: of Inductor's overlap and bucketing passes; None
-    leaves them off.
+    on_node: the ranks of each node hold the blocks from forward to backward (an int
+    `reshard_after_forward`); a planner may decide so. compute, schedule: of graphshard. bucket_mb:
+    of Inductor's overlap and bucketing passes; None leaves them off.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Mode:
     tuned: bool = False
     reshard: float | None = None
     across: bool = False
+    on_node: bool = False
     within: tuple[str, ...] = ()
     compute: str = "aten"
     schedule: str = "planned"
@@ -89,8 +93,8 @@ def ours(name: str, title: str, **more: Any) -> Mode:
     return Mode(name, f"graphshard, {title}", compiler="graphshard", **more)
 
 
-def fused(name: str, title: str, *within: str) -> Mode:
-    return ours(name, f"Inductor, {title}", within=within, compute="inductor")
+def fused(name: str, title: str, *within: str, **more: Any) -> Mode:
+    return ours(name, f"Inductor, {title}", within=within, compute="inductor", **more)
 
 
 MODES = (
@@ -112,6 +116,11 @@ MODES = (
         reshard=0.0,
         across=True,
     ),
+    Mode("fsdp2_tuned_node", "FSDP2, tuned, node", tuned=True, reshard=1.0, on_node=True),
+    Mode(
+        "blocks_tuned_node", "FSDP2, Inductor, node", "fsdp2", "blocks",
+        tuned=True, reshard=1.0, on_node=True,
+    ),
     Mode("simple_fsdp", "SimpleFSDP", "simple_fsdp", "inductor"),
     Mode("simple_fsdp_2mb", "SimpleFSDP, overlap, 2 MB", "simple_fsdp", "inductor", bucket_mb=2),
     Mode("simple_fsdp_4mb", "SimpleFSDP, overlap, 4 MB", "simple_fsdp", "inductor", bucket_mb=4),
@@ -128,7 +137,11 @@ MODES = (
     fused("fused_between", "half-way", "blocks_tuned", "blocks_tuned_across"),
     fused("fused_across", "keep all", "blocks_tuned_across"),
     fused("fused_free", "no limit", *ANY),
-)
+    ours("planned_mesh", "node, without", within=("fsdp2_tuned_node",)),
+    ours("planned_node", "node", within=("fsdp2_tuned_node",), on_node=True),
+    fused("fused_mesh", "node, without", "blocks_tuned_node"),
+    fused("fused_node", "node", "blocks_tuned_node", on_node=True),
+)  # fmt: skip
 NO_LIMIT_BYTES = 10**12
 BY_NAME = {mode.name: mode for mode in MODES}
 PLANNED = {mode.compute: mode for mode in MODES if mode.within == ANY}
@@ -212,7 +225,11 @@ def make_trainer(
     elif mode.sharding:
         resharded = len(blocks) * (mode.reshard or 0.0)
         for place, block in enumerate(blocks):
-            after_forward = None if mode.reshard is None else place < resharded
+            after_forward: bool | int | None = None
+            if mode.reshard is not None:
+                after_forward = place < resharded
+            if mode.on_node and mode.tuned:
+                after_forward = int(os.environ["LOCAL_WORLD_SIZE"])
             fully_shard(block, mesh=mesh, reshard_after_forward=after_forward)
         fully_shard(model, mesh=mesh)
     if mode.tuned:
@@ -244,6 +261,8 @@ def compile_with(
         }
         if dist.get_backend() == emulator.BACKEND:
             options["verify"] = "off"  # there is nobody to agree with
+            if mode.on_node:  # the ranks that this process stands for do agree
+                planning_inputs.may_add_process_groups = lambda ballots: True
         if planner is not None:
             options |= {
                 "memory_budget": planner.budget_bytes,

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import emulator
+from bench.emulator import Nodes
 from bench.models import CONFIGS, Config, make_batch, make_model
 from bench.modes import (
     NO_LIMIT_BYTES,
@@ -44,18 +45,40 @@ STEPS = 12
 
 
 def with_network(
-    profile: CostProfile, *, num_ranks: int, gbit: float, alpha_us: float
+    profile: CostProfile,
+    *,
+    num_ranks: int,
+    gbit: float,
+    alpha_us: float,
+    nodes: Nodes | None = None,
 ) -> CostProfile:
-    curve = line(alpha_us, gbit * emulator.BYTES_PER_US_OF_ONE_GBIT)
-    samples = tuple(Sample(amount, float(curve_us(curve, amount))) for amount in AMOUNTS)
-    group = RankGroup(num_ranks, num_ranks, emulator.BACKEND)
-    comm = tuple(CommFit(kind, group, Fit(curve, samples)) for kind in CollectiveKind)
+    per_node = num_ranks if nodes is None else nodes.ranks_per_node
+    comm = _fits(RankGroup(num_ranks, per_node, emulator.BACKEND), gbit, alpha_us)
+    if nodes is not None:
+        inside = RankGroup(per_node, per_node, emulator.BACKEND)
+        comm += _fits(inside, gbit * nodes.faster, alpha_us / nodes.faster)
     return replace(profile, comm=comm)
 
 
-def write(folder: Path, compute: Path, *, num_ranks: int, gbit: float, alpha_us: float) -> Path:
+def _fits(group: RankGroup, gbit: float, alpha_us: float) -> tuple[CommFit, ...]:
+    curve = line(alpha_us, gbit * emulator.BYTES_PER_US_OF_ONE_GBIT)
+    samples = tuple(Sample(amount, float(curve_us(curve, amount))) for amount in AMOUNTS)
+    return tuple(CommFit(kind, group, Fit(curve, samples)) for kind in CollectiveKind)
+
+
+def write(
+    folder: Path,
+    compute: Path,
+    *,
+    num_ranks: int,
+    gbit: float,
+    alpha_us: float,
+    nodes: Nodes | None = None,
+) -> Path:
     """A profile of one rate of the link, with the compute that was measured into `compute`."""
-    profile = with_network(read_profile(compute), num_ranks=num_ranks, gbit=gbit, alpha_us=alpha_us)
+    profile = with_network(
+        read_profile(compute), num_ranks=num_ranks, gbit=gbit, alpha_us=alpha_us, nodes=nodes
+    )
     path = folder / f"{gbit:g}_gbit.json"
     path.write_text(profile.to_json())
     return path

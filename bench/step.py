@@ -8,7 +8,8 @@ on stdout, progress on stderr. Exit status 1 if the losses of two modes differ: 
 of FSDP2 where ops run one by one, by more than TOLERANCE where Inductor computes. Of one process
 only the first step counts (later ones differ, because the emulated ranks all hold rank 0's shards).
 
-A budget is the measured peak of another mode, so that both are compared at the same memory.
+A budget is the measured peak of another mode, so that both are compared at the same memory, or, for
+all modes that have one, what --budget-mb says.
 """
 
 from __future__ import annotations
@@ -75,8 +76,13 @@ def check_losses(measured: dict[str, Measured], modes: Sequence[Mode]) -> None:
                 )
 
 
-def budgets(modes: Sequence[Mode], request: Request) -> dict[str, int | None]:
-    """Of each mode that is planned: the peak of others, each shown by one short launch."""
+def budgets(
+    modes: Sequence[Mode], request: Request, budget_mb: float | None = None
+) -> dict[str, int | None]:
+    """Of each mode that is planned: the peak of others, each shown by one short launch, or what is
+    given."""
+    if budget_mb is not None:
+        return {mode.name: int(1e6 * budget_mb) if mode.within else None for mode in modes}
     peaks = dict.fromkeys(ANY, NO_LIMIT_BYTES)
     for name in dict.fromkeys(name for mode in modes for name in mode.within):
         if name not in peaks:
@@ -120,6 +126,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=8, help="ranks that one process stands for")
     parser.add_argument("--gbit", type=numbers, default=(0.8, 1.6, 3.2), help="rates of the link")
     parser.add_argument("--alpha-us", type=float, default=300.0, help="latency of a collective")
+    parser.add_argument("--ranks-per-node", type=int, default=0, help="0: all on one node")
+    parser.add_argument("--inside", type=float, default=10.0, help="times --gbit inside a node")
+    parser.add_argument("--budget-mb", type=float, help="of modes with a budget, 1e6 bytes")
     parser.add_argument("--micro-steps", type=int, default=1, help="of each optimizer step")
     parser.add_argument("--launches", type=int, default=6, help="of each mode; 6 give 95 %%")
     parser.add_argument("--steps", type=int, default=6, help="measured steps at each rate")
@@ -145,7 +154,7 @@ def main() -> int:
     args = arguments()
     request = Request(
         "", args.config, args.ranks, args.gbit, args.alpha_us, args.steps,
-        micro_steps=args.micro_steps,
+        micro_steps=args.micro_steps, ranks_per_node=args.ranks_per_node, inside=args.inside,
     )  # fmt: skip
     emulator.load_extension()  # compiled once, here
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +170,7 @@ def main() -> int:
             return 1
     print(
         f"config {args.config}: {CONFIGS[args.config].seq_len} tokens, {args.micro_steps} "
-        f"micro-step{'s' * (args.micro_steps > 1)}, {args.ranks} ranks "
+        f"micro-step{'s' * (args.micro_steps > 1)}, {args.ranks} ranks {_nodes_text(args)}"
         f"(emulated), {args.alpha_us:g} us a collective, {args.launches} launches of each mode, "
         "virtual clock\n"
     )
@@ -169,6 +178,12 @@ def main() -> int:
     if near:
         print(f"\n{limits.render(near)}")
     return 0
+
+
+def _nodes_text(args: argparse.Namespace) -> str:
+    if not args.ranks_per_node:
+        return ""
+    return f"on nodes of {args.ranks_per_node}, {args.inside:g} times faster inside "
 
 
 def measure(
@@ -183,7 +198,7 @@ def measure(
             for path in (Path(request.compute).glob("*.json") if request.compute else ())
         },
     }
-    within = budgets(args.modes, request)
+    within = budgets(args.modes, request, args.budget_mb)
     rounds: list[dict[str, Measured]] = []
     rows: list[table.Row] = []
     near: list[limits.Limit] = []

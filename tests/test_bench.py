@@ -154,6 +154,30 @@ def test_a_lane_that_comes_later_slows_the_first_one_down(extension, network, la
     assert network.in_flight() == 1
 
 
+def test_links_inside_nodes_are_of_their_own(extension, network):
+    emulator.set_rate(network, gbit=1.0, alpha_us=ALPHA_US, nodes=emulator.Nodes(2, 10.0))
+    between = extension.EmulatedBackend(0, RANKS, network)
+    inside, other = (extension.EmulatedBackend(0, 2, network, emulator.INSIDE) for _ in range(2))
+    works = [gather(between), inside._allgather_base(torch.empty(NUMEL), torch.ones(NUMEL // 2))]
+    for work in works:
+        work.wait()
+    far, near = network.timeline()
+    # Neither takes anything from the other; latency and rate are those of the link.
+    assert far.end_us == pytest.approx(ALPHA_US + RING_US)
+    assert near.end_us == pytest.approx(ALPHA_US / 10 + NUMEL * 4 / 2 / (10 * BYTES_PER_US))
+    began_us = network.now_us()
+    both = [
+        lane._allgather_base(torch.empty(NUMEL), torch.ones(NUMEL // 2)) for lane in (inside, other)
+    ]
+    for work in both:
+        work.wait()
+    assert network.now_us() - began_us == pytest.approx(
+        ALPHA_US / 10 + 2 * NUMEL * 4 / 2 / (10 * BYTES_PER_US)
+    )
+    with pytest.raises(ValueError, match="without a gap"):
+        network.set_link(3, bytes_per_us=1.0, alpha_us=1.0)
+
+
 def test_nothing_may_be_in_flight_where_a_measurement_begins(network, lane):
     work = gather(lane)
     with pytest.raises(RuntimeError, match="in flight"):
@@ -266,6 +290,16 @@ def test_modes_by_inductor_train_nearly_the_same(extension):
 def test_no_mode_misses_a_wait(extension):
     names = ("fsdp2", "fsdp2_tuned", "graphshard", "fused")
     check_losses(launched(names, poison=True), [BY_NAME[name] for name in names])
+
+
+@pytest.mark.slow
+def test_ranks_on_nodes_train_the_same(extension):
+    names = ("fsdp2_tuned", "fsdp2_tuned_node")
+    found = launched(names, ranks_per_node=2, inside=10.0)
+    check_losses(found, [BY_NAME[name] for name in names])
+    apart, node = (found[name].rates[0].steps[0] for name in names)
+    assert node.link_bytes < apart.link_bytes  # half of a group comes from the node, not 3 quarters
+    assert node.lane_us < apart.lane_us
 
 
 FORGETFUL = """
@@ -395,6 +429,18 @@ def test_the_profile_has_the_emulators_arithmetic(network, lane):
         (sent,) = network.timeline()
         took_us = collective_us(machine, kind, ranks, 4 * NUMEL)
         assert took_us == pytest.approx(sent.end_us - sent.start_us)
+
+
+def test_the_profile_tells_links_inside_nodes_from_those_between():
+    empty = CostProfile(ORIGIN, (), (), (), Fit(line(1.0, 1.0), ()))
+    nodes = emulator.Nodes(2, 10.0)
+    told = profile.with_network(empty, num_ranks=RANKS, gbit=1.0, alpha_us=ALPHA_US, nodes=nodes)
+    machine = calibrated(preset("cpu"), CostProfile.from_json(told.to_json()))
+    gather = CollectiveKind.ALL_GATHER
+    between = collective_us(machine, gather, RankGroup(RANKS, 2, "lane 0"), 4 * NUMEL)
+    inside = collective_us(machine, gather, RankGroup(2, 2, "lane 0, node"), 4 * NUMEL)
+    assert between == pytest.approx(ALPHA_US + RING_US)
+    assert inside == pytest.approx(ALPHA_US / 10 + 4 * NUMEL / 2 / (10 * BYTES_PER_US))
 
 
 def test_peaks_follow_addresses():

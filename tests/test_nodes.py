@@ -15,8 +15,11 @@ from graphshard.errors import InfeasibleBudget, PlanError
 from graphshard.planner.plan_step import NODES_WORTH, fsdp2, plan_step
 from graphshard.planner.problem import PostForwardMesh, checked
 from graphshard.planner.simulate import simulate
-from graphshard.schedule.plan import Direction, Plan, StepKind
+from graphshard.schedule import signature
+from graphshard.schedule.plan import GroupInfo, Plan, StepKind
 from graphshard.schedule.reasons import Decision, Gain, Hold
+from graphshard.view.moves import moves
+from graphshard.view.text import step_text
 
 SLOW = layers(8, gather_us=600.0, reduce_us=20.0)
 
@@ -110,15 +113,31 @@ def test_small_problems_are_near_the_optimum():
     assert mean(gaps) <= 0.01
 
 
+def planned(problem):
+    found = plan_step(problem)
+    groups = tuple(GroupInfo(g.id, g.fqn, (), 8, True, g.gathered_bytes) for g in problem.groups)
+    return Plan("p", "2.13.0", groups, *found.schedules)
+
+
 def test_a_plan_file_has_what_nodes_hold():
-    planned = plan_step(with_nodes(within(SLOW)))
-    forward, backward = planned.schedules
-    plan = Plan("p", "2.13.0", (), forward, backward)
+    plan = planned(with_nodes(within(SLOW)))
     assert {s.on_node for s in plan.forward.steps} == {True, False}
     text = plan.to_json()
     assert '"on_node": true' in text
     assert '"on_node": false' not in text
     off = plan.on_fsdp2_groups()
     assert not any(s.on_node for schedule in off.schedules for s in schedule.steps)
-    assert [s.kind for s in off.forward.steps] == [s.kind for s in forward.steps]
-    assert off.backward.direction is Direction.BACKWARD
+    assert [s.kind for s in off.forward.steps] == [s.kind for s in plan.forward.steps]
+    assert off.fingerprint != plan.fingerprint
+
+
+def test_views_say_what_nodes_hold():
+    before, after = planned(within(SLOW)), planned(with_nodes(within(SLOW)))
+    rows = {row.groups: row.text for row in moves(before, after)}
+    assert rows["layers.0",] == "held until backward by the ranks of each node"
+    names = {g.id: g.fqn for g in after.groups}
+    texts = [step_text(step, names) for schedule in after.schedules for step in schedule.steps]
+    assert "keep on each node a shard of layers.0" in texts
+    assert "issue all-gather layers.0 on each node" in texts
+    differs = signature.difference({0: before.collective_signature, 1: after.collective_signature})
+    assert " on each node (" in differs

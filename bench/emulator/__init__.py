@@ -1,9 +1,10 @@
 """An emulated network behind torch.distributed: this process is rank 0 of N ranks.
 
-In: the number of ranks, the rate of the link, the latency of a collective. Out: a process group
-whose collectives take the time that `network.h` gives them, on a virtual clock, and a timeline of
-them. The clock is the CPU time of this thread plus what it waited for, so other processes on the
-machine hardly disturb it. The first use on a machine compiles the C++ part (about a minute).
+In: the number of ranks, the rate of the link, the latency of a collective; for several nodes those
+of the link inside each. Out: a process group whose collectives take the time that `network.h` gives
+them, on a virtual clock, and a timeline of them. The clock is the CPU time of this thread plus what
+it waited for, so other processes on the machine hardly disturb it. The first use on a machine
+compiles the C++ part (about a minute).
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import importlib.util
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 BACKEND = "emulated"
+BETWEEN, INSIDE = 0, 1  # links, by their numbers in network.h
 SOURCES = ("network.h", "backend.cpp")
 FOLDER = Path(__file__).parent
 CACHE = FOLDER.parents[1] / "build" / "emulator"
@@ -92,22 +96,52 @@ def make_network(*, gbit: float, alpha_us: float, cpu_clock: bool = True) -> Any
     )
 
 
-def set_rate(network: Any, *, gbit: float, alpha_us: float) -> None:
-    network.set_link(bytes_per_us=gbit * BYTES_PER_US_OF_ONE_GBIT, alpha_us=alpha_us)
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Ranks are numbered node by node. faster: how many times the rate of the link inside each node
+    is that of the one between them; its latency is as many times less."""
+
+    ranks_per_node: int
+    faster: float
 
 
-def join(num_ranks: int, *, gbit: float, alpha_us: float, poison: bool = False) -> Any:
+def set_rate(network: Any, *, gbit: float, alpha_us: float, nodes: Nodes | None = None) -> None:
+    """Of the link between nodes; that inside each follows."""
+    rate = gbit * BYTES_PER_US_OF_ONE_GBIT
+    network.set_link(BETWEEN, bytes_per_us=rate, alpha_us=alpha_us)
+    if nodes is not None:
+        faster = nodes.faster
+        network.set_link(INSIDE, bytes_per_us=rate * faster, alpha_us=alpha_us / faster)
+
+
+def join(
+    num_ranks: int,
+    *,
+    gbit: float,
+    alpha_us: float,
+    nodes: Nodes | None = None,
+    poison: bool = False,
+) -> Any:
     """Make this process rank 0 of `num_ranks`, once per process; returns its network.
 
-    poison: what a collective writes is NaN until somebody waits for it.
+    nodes: None for one link for all. poison: what a collective writes is NaN until somebody waits
+    for it.
     """
     extension = load_extension()
     network = make_network(gbit=gbit, alpha_us=alpha_us)
     network.poison = poison
+    per_node = num_ranks if nodes is None else nodes.ranks_per_node
+    set_rate(network, gbit=gbit, alpha_us=alpha_us, nodes=nodes)
 
-    def create(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
-        return extension.EmulatedBackend(rank, size, network)
+    def create(options: Any, backend_options: Any) -> Any:
+        ranks = options.global_ranks_in_group or range(num_ranks)
+        is_inside = nodes is not None and len({rank // per_node for rank in ranks}) == 1
+        link = INSIDE if is_inside else BETWEEN
+        return extension.EmulatedBackend(options.group_rank, options.group_size, network, link)
 
-    dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+    # The other ranks of a new group do not come to its barrier.
+    distributed_c10d._store_based_barrier = lambda *args, **kwargs: None  # type: ignore[assignment]
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
     dist.init_process_group(BACKEND, rank=0, world_size=num_ranks, store=dist.HashStore())
     return network

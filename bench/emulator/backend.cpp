@@ -71,8 +71,8 @@ class EmulatedWork : public Work {
 
 class EmulatedBackend : public c10d::Backend {
  public:
-  EmulatedBackend(int rank, int size, NetworkPtr network)
-      : Backend(rank, size), network_(std::move(network)), lane_(network_->add_lane()) {}
+  EmulatedBackend(int rank, int size, NetworkPtr network, int64_t link)
+      : Backend(rank, size), network_(std::move(network)), lane_(network_->add_lane(link)) {}
 
   const std::string getBackendName() const override { return "emulated"; }
 
@@ -203,8 +203,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<double, double, bool>(), py::kw_only(), py::arg("bytes_per_us"),
            py::arg("alpha_us"), py::arg("cpu_clock"))
       .def_readwrite("poison", &Network::poison)
-      .def("set_link", &Network::set_link, py::kw_only(), py::arg("bytes_per_us"),
-           py::arg("alpha_us"))
+      .def("set_link", &Network::set_link, py::arg("link"), py::kw_only(),
+           py::arg("bytes_per_us"), py::arg("alpha_us"))
       .def("now_us", &Network::now_us)
       .def("compute_us", &Network::compute_us)
       .def("in_flight", &Network::in_flight)
@@ -212,7 +212,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("timeline", &Network::timeline);
   py::class_<EmulatedBackend, c10d::Backend, c10::intrusive_ptr<EmulatedBackend>>(
       m, "EmulatedBackend")
-      .def(py::init([](int rank, int size, NetworkPtr network) {
-        return c10::make_intrusive<EmulatedBackend>(rank, size, std::move(network));
-      }));
+      .def(py::init([](int rank, int size, NetworkPtr network, int64_t link) {
+             return c10::make_intrusive<EmulatedBackend>(rank, size, std::move(network), link);
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("network"),
+           py::arg("link") = Network::kBetween);
 }

@@ -8,6 +8,11 @@
 // several lanes that are on the link at one time share it equally, so a second process group does
 // not add bandwidth. Latency does not grow with the number of ranks, and a collective costs the
 // host nothing but the call in Python.
+//
+// There may be two links: one between nodes, and one inside each node, with a rate and a latency of
+// its own. A lane whose ranks are on several nodes uses the one between them alone: the hops of its
+// ring inside the nodes are the faster ones, and take none of the other link's rate. A lane whose
+// ranks are on one node uses the one inside alone.
 #pragma once
 
 #include <time.h>
@@ -36,29 +41,40 @@ struct Transfer {
   bool ended() const { return end_us >= 0; }
 };
 
+struct Link {
+  double bytes_per_us = 1;
+  double alpha_us = 0;
+};
+
 class Network {
  public:
+  static constexpr int64_t kBetween = 0, kInside = 1;
   bool poison = false;
 
   // cpu_clock: compute takes the CPU time of the calling thread, so other processes on the machine
   // do not count. Without it compute takes what `compute_us` says.
   Network(double bytes_per_us, double alpha_us, bool cpu_clock)
       : cpu_clock_(cpu_clock), owner_(std::this_thread::get_id()) {
-    set_link(bytes_per_us, alpha_us);
+    set_link(kBetween, bytes_per_us, alpha_us);
     offset_us_ = -source_us();
   }
 
-  void set_link(double bytes_per_us, double alpha_us) {
+  void set_link(int64_t link, double bytes_per_us, double alpha_us) {
     if (!(bytes_per_us > 0) || !(alpha_us >= 0)) {
       throw std::invalid_argument("bytes_per_us must be positive, alpha_us not negative");
     }
     if (in_flight() > 0) throw std::logic_error("the link changes while transfers are in flight");
-    bytes_per_us_ = bytes_per_us;
-    alpha_us_ = alpha_us;
+    if (link < 0 || link > static_cast<int64_t>(links_.size())) {
+      throw std::invalid_argument("links are numbered from 0 on, without a gap");
+    }
+    if (link == static_cast<int64_t>(links_.size())) links_.emplace_back();
+    links_[link] = {bytes_per_us, alpha_us};
   }
 
-  int64_t add_lane() {
+  int64_t add_lane(int64_t link) {
+    links_.at(link);
     lanes_.emplace_back();
+    link_of_.push_back(link);
     return static_cast<int64_t>(lanes_.size()) - 1;
   }
 
@@ -70,7 +86,7 @@ class Network {
     advance(now_us());
     auto index = static_cast<int64_t>(timeline_.size());
     Transfer sent{kind, lane, link_bytes, now_us()};
-    sent.latency_left_us = alpha_us_;
+    sent.latency_left_us = links_[link_of_.at(lane)].alpha_us;
     sent.bytes_left = static_cast<double>(link_bytes);
     timeline_.push_back(sent);
     lanes_.at(lane).push_back(index);
@@ -148,19 +164,22 @@ class Network {
   // False if nothing is in flight.
   bool next_event(double limit_us) {
     std::vector<int64_t> heads;
-    int64_t on_link = 0;
+    std::vector<int64_t> on_link(links_.size());
     for (const auto& lane : lanes_) {
       if (lane.empty()) continue;
       Transfer& head = timeline_[lane.front()];
       if (!head.started()) head.start_us = reached_us_;
-      if (head.latency_left_us == 0) on_link++;
+      if (head.latency_left_us == 0) on_link[link_of_[head.lane]]++;
       heads.push_back(lane.front());
     }
     if (heads.empty()) return false;
-    double rate = bytes_per_us_ / static_cast<double>(std::max<int64_t>(on_link, 1));
+    auto rate = [&](int64_t index) {
+      auto link = link_of_[timeline_[index].lane];
+      return links_[link].bytes_per_us / static_cast<double>(std::max<int64_t>(on_link[link], 1));
+    };
     double step_us = limit_us - reached_us_;
-    for (auto index : heads) step_us = std::min(step_us, phase_us(timeline_[index], rate));
-    for (auto index : heads) run(timeline_[index], step_us, rate);
+    for (auto index : heads) step_us = std::min(step_us, phase_us(timeline_[index], rate(index)));
+    for (auto index : heads) run(timeline_[index], step_us, rate(index));
     reached_us_ += step_us;
     for (auto& lane : lanes_) retire(lane);
     return true;
@@ -190,12 +209,12 @@ class Network {
 
   bool cpu_clock_;
   std::thread::id owner_;
-  double bytes_per_us_ = 1;
-  double alpha_us_ = 0;
   double offset_us_ = 0;     // waits and compute_us, less what was paused
   double reached_us_ = 0;    // the lanes are simulated up to here
   bool paused_ = false;
   double paused_at_us_ = 0;
   std::vector<Transfer> timeline_;
   std::vector<std::deque<int64_t>> lanes_;
+  std::vector<int64_t> link_of_;  // by lane
+  std::vector<Link> links_;
 };

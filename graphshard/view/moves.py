@@ -19,13 +19,19 @@ WORDS = {
     StepKind.REDUCE_WAIT: ("reduce-scatter", "awaited"),
 }
 
+STAYS = {
+    "kept": "kept gathered until backward",
+    "on node": "held until backward by the ranks of each node",
+    "resharded": "resharded after forward",
+}
+
 # A communication step of a direction, by the names of its groups.
 Key = tuple[StepKind, tuple[str, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRow:
-    """groups: FQNs. what: "kept", "resharded", "recomputed", "not recomputed", "together", "split",
+    """groups: FQNs. what: a key of STAYS, "recomputed", "not recomputed", "together", "split",
     "alone", "earlier" or "later"; the last two with `num_ops`: over so many ops."""
 
     what: str
@@ -48,17 +54,18 @@ def moves(before: Plan, after: Plan) -> Iterator[MoveRow]:
 
 def _kept(before: Plan, after: Plan) -> Iterator[MoveRow]:
     """From forward to backward."""
-    old, new = ([_keeps(plan, group.fqn) for group in before.groups] for plan in (before, after))
-    for group, was, is_now in zip(before.groups, old, new, strict=True):
-        if was != is_now:
-            text = "kept gathered until backward" if is_now else "resharded after forward"
-            yield MoveRow("kept" if is_now else "resharded", (group.fqn,), text)
+    old, new = _stays(before), _stays(after)
+    for group in before.groups:
+        is_now = new.get(group.fqn, "resharded")
+        if is_now != old.get(group.fqn, "resharded"):
+            yield MoveRow(is_now, (group.fqn,), STAYS[is_now])
 
 
-def _keeps(plan: Plan, fqn: str) -> bool:
+def _stays(plan: Plan) -> dict[str, str]:
+    """What is left of each group until backward, by FQN; nothing of those that are missing."""
     groups = {group.id: group.fqn for group in plan.groups}
-    released = plan.forward.of_kind(StepKind.RELEASE)
-    return any(step.kept and fqn in [groups[g] for g in step.groups] for step in released)
+    released = [s for s in plan.forward.of_kind(StepKind.RELEASE) if s.kept or s.on_node]
+    return {groups[g]: "kept" if s.kept else "on node" for s in released for g in s.groups}
 
 
 def _recomputed(before: Plan, after: Plan) -> Iterator[MoveRow]:
