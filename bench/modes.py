@@ -35,8 +35,9 @@ class Mode:
     root always is. across: between micro-steps everything stays gathered. within: modes of whose
     measured peaks the mean is the planner's budget; ANY for no limit, none for no planner.
     on_node: the ranks of each node hold the blocks from forward to backward (an int
-    `reshard_after_forward`); a planner may decide so. compute, schedule: of graphshard. bucket_mb:
-    of Inductor's overlap and bucketing passes; None leaves them off.
+    `reshard_after_forward`); a planner may decide so. tunes: on the emulated network too, the plan
+    is made of the preset's costs, and again of the first steps. compute, schedule: of graphshard.
+    bucket_mb: of Inductor's overlap and bucketing passes; None leaves them off.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Mode:
     reshard: float | None = None
     across: bool = False
     on_node: bool = False
+    tunes: bool = False
     within: tuple[str, ...] = ()
     compute: str = "aten"
     schedule: str = "planned"
@@ -137,6 +139,9 @@ MODES = (
     fused("fused_between", "half-way", "blocks_tuned", "blocks_tuned_across"),
     fused("fused_across", "keep all", "blocks_tuned_across"),
     fused("fused_free", "no limit", *ANY),
+    ours("default", "no options", compute="inductor", tunes=True),
+    ours("default_half", "no options, half", compute="inductor", tunes=True, reshard=0.5),
+    ours("default_keep", "no options, keep", compute="inductor", tunes=True, reshard=0.0),
     ours("planned_mesh", "node, without", within=("fsdp2_tuned_node",)),
     ours("planned_node", "node", within=("fsdp2_tuned_node",), on_node=True),
     fused("fused_mesh", "node, without", "blocks_tuned_node"),
@@ -146,6 +151,7 @@ NO_LIMIT_BYTES = 10**12
 BY_NAME = {mode.name: mode for mode in MODES}
 PLANNED = {mode.compute: mode for mode in MODES if mode.within == ANY}
 WARM_UP_STEPS = 3  # the first one compiles and makes the optimizer's state
+TUNING_STEPS = 16  # after these a plan has settled
 PREFETCHED = 2  # groups that tuned FSDP2 gathers ahead
 
 
@@ -261,6 +267,8 @@ def compile_with(
         }
         if dist.get_backend() == emulator.BACKEND:
             options["verify"] = "off"  # there is nobody to agree with
+            if not mode.tunes:
+                options["replan_after"] = 0
             if mode.on_node:  # the ranks that this process stands for do agree
                 planning_inputs.may_add_process_groups = lambda ballots: True
         if planner is not None:

@@ -369,6 +369,7 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch.utils._python_dispatch": {
         "TorchDispatchMode": None,
+        "_disable_current_modes": None,
         "is_traceable_wrapper_subclass": "t",
     },
     "torch.utils._pytree": {

@@ -203,7 +203,7 @@ def decide(
     if plan.recompute:
         units = tuple(u for u in costs.units if costs.groups[u.group].fqn in plan.recompute)
         plain = None if without is None else PlannedPartition(parts, problem, without)
-        planned = _better(_repeating(again(units), plan.recompute, planning, problem), plain)
+        planned = _better(_repeating(again(units), plan, planning, problem), plain)
     return replace(planned, plan=replace(planned.plan, priced_on=priced_on(planning)))
 
 
@@ -219,19 +219,24 @@ def _better(
 
 
 def _repeating(
-    parts: Partition, names: tuple[str, ...], planning: PlanningInputs, baseline: Problem
+    parts: Partition, chosen: Plan, planning: PlanningInputs, baseline: Problem
 ) -> PlannedPartition | InfeasibleBudget:
-    """The plan of `parts`, whose backward computes groups `names` again, or why there is none."""
+    """The plan of `parts`, whose backward computes again what `chosen` says, or why there is none.
+
+    The budget stays that of `chosen`: FSDP2's own peak is that of the graph that saves everything.
+    """
     costs = graph_costs(
         parts.placed, planning.machine,
         recompute=False, fused=planning.fused, parts=planning.in_parts,
     )  # fmt: skip
-    problem = problem_of(costs, planning)
+    assert chosen.estimate is not None
+    budget_bytes = chosen.estimate.budget_bytes
+    problem = replace(problem_of(costs, planning), budget_bytes=budget_bytes)
     try:
         plan = plan_with_costs(costs, problem, planning.policy.reshard, baseline)
     except InfeasibleBudget as error:
         return error
-    return PlannedPartition(parts, problem, replace(plan, recompute=names))
+    return PlannedPartition(parts, problem, replace(plan, recompute=chosen.recompute))
 
 
 def priced_on(planning: PlanningInputs) -> PricedOn:

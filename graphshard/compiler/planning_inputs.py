@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import log
 from pathlib import Path
 
 import torch
 
 from graphshard.compiler.device_memory import capacity_of, device_budget
 from graphshard.compiler.planning import PlanningInputs
-from graphshard.cost.machine import Machine
+from graphshard.cost.comm import CollectiveKind, RankGroup
+from graphshard.cost.curve import Trust
+from graphshard.cost.machine import Machine, observed_collective
 from graphshard.cost.machine_text import from_text, to_text
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
-from graphshard.fsdp2.settings import settings_of
+from graphshard.fsdp2.settings import GroupSettings, settings_of
 from graphshard.options import Device, Options
 from graphshard.pricing.problem import PlanningPolicy
-from graphshard.runtime.agree import lead_costs
+from graphshard.runtime.agree import lead_costs, say_costs
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.live import LiveGroup, roots_of
+from graphshard.runtime.probe import probe
 from graphshard.schedule.plan import Reshard
+
+# What is measured is rounded to a power of this, so that the next launch finds the same plan.
+GRID = 1.1
 
 
 def planning_inputs(
@@ -36,12 +43,37 @@ def planning_inputs(
         machine = from_text(lead_costs(ballots, to_text(machine)))
     fused = options.compute == "inductor"
     settings = settings_of(fsdp, exact_sums=not fused)
+    if may_tune(options, machine):
+        machine = seen_on(machine, groups, settings, ballots)
     if not may_add_process_groups(ballots):
         settings = tuple(replace(own, may_reduce_apart=False, node_ranks=0) for own in settings)
     policy = policy_of(options, machine)
     if not is_whole(groups) and policy.budget_bytes is None and policy.reshard is Reshard.OPEN:
         policy = replace(policy, reshard=Reshard.FSDP2)
     return PlanningInputs(settings, machine, policy, fused)
+
+
+def seen_on(
+    machine: Machine,
+    groups: Sequence[LiveGroup],
+    settings: Sequence[GroupSettings],
+    ballots: Sequence[Ballot],
+) -> Machine:
+    """`machine` with collectives as they are in this job, if it does not have them yet: its lowest
+    rank's costs have them from the first plan of a root on."""
+    if any(curve.trust is Trust.MEASURED for curve in machine.measured):
+        return machine
+    found = probe(groups, ballots)
+    for one in found:
+        own = settings[groups.index(one.live)]
+        gathers = one.kind is CollectiveKind.ALL_GATHER
+        lane = own.gather_lane if gathers else own.reduce_lane
+        ranks = RankGroup(own.ranks, own.ranks_per_node, lane)
+        sample = one.size_bytes, GRID ** round(log(max(one.us, 1.0), GRID))
+        machine = observed_collective(machine, one.kind, ranks, [sample])
+    if found:
+        say_costs(ballots, to_text(machine))
+    return machine
 
 
 def may_add_process_groups(ballots: Sequence[Ballot]) -> bool:
@@ -86,7 +118,8 @@ def policy_of(options: Options, machine: Machine) -> PlanningPolicy:
 
 def may_tune(options: Options, machine: Machine) -> bool:
     """The planner decides, by costs that nobody measured here, and the user said nothing of it."""
-    return options.is_planned and options.replan_after is None and not machine.measured
+    calibrated = any(curve.trust is Trust.CALIBRATED for curve in machine.measured)
+    return options.is_planned and options.replan_after is None and not calibrated
 
 
 def machine_for(given: str | None, device: torch.device) -> Machine:

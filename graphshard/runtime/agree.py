@@ -131,9 +131,17 @@ def lead_costs(ballots: Iterable[Ballot], own: str) -> str:
     ballot = found[0]
     lead, keys = ballot.ranks[0], {ballot.ranks[0]: "costs"}
     if ballot.rank == lead:
-        ballot.store.set("costs", own)
+        ballot.store.set("costs", ballot.costs or own)
     look = partial(look_for, ballot, keys, {})
     return collect(ballot, keys, "plan", ballot.limit_s, look)[lead]
+
+
+def say_costs(ballots: Iterable[Ballot], costs: str) -> None:
+    """These are the lowest rank's costs from now on. On all ranks alike, before any plan."""
+    for ballot in ballots:
+        ballot.costs = costs
+        if ballot.rank == ballot.ranks[0]:
+            ballot.store.set("costs", costs)
 
 
 def join(ballots: Iterable[Ballot], plan: Plan, terms: Terms, costs: str) -> None:
@@ -143,6 +151,7 @@ def join(ballots: Iterable[Ballot], plan: Plan, terms: Terms, costs: str) -> Non
     """
     for ballot in ballots:
         ballot.agreed.append((plan, terms))
+        ballot.store.set(f"joined/{ballot.rank}", "")
         if ballot.rank == ballot.ranks[0]:
             ballot.store.set("costs", costs)
 

@@ -49,8 +49,8 @@ class Ballot:
     name: in `shared`, the job's store. signature: reads what FSDP2 would send for the groups now.
     group_limit_s: time limit of the groups' collectives. is_open: the ranks have begun to run this
     root together (`graphshard.runtime.roll`). is_aside: this one without asking. is_lost: the store
-    did not answer. also: what else is answered while a collective is late
-    (`graphshard.runtime.issued`).
+    did not answer. costs: what its plans are made with, once that was measured. also: what else is
+    answered while a collective is late (`graphshard.runtime.issued`).
     """
 
     store: OwnStore
@@ -72,6 +72,7 @@ class Ballot:
     is_open: bool = False
     is_aside: bool = False
     is_lost: bool = False
+    costs: str = ""
     also: Callable[[], None] | None = None
 
     @property
