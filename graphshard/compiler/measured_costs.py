@@ -34,8 +34,12 @@ class Posed:
 
 
 def posed_by(planned: PlannedPartition) -> Posed:
-    """Before anything of it was measured."""
-    key = key_of(planned.problem, None, planned.plan.groups, torch_version())
+    """Before anything of it was measured but what a few collectives take, which is never twice the
+    same: the key has no costs, only whose they are."""
+    priced_on = planned.plan.priced_on
+    machine = "" if priced_on is None else priced_on.machine
+    problem = _without_costs(planned.problem)
+    key = key_of(problem, None, planned.plan.groups, f"{torch_version()} {machine}")
     return Posed(key, planned.problem)
 
 

@@ -24,7 +24,7 @@ from graphshard.capture.dynamo import input_example, tracing_context
 from graphshard.codegen.emit import with_run_input
 from graphshard.compiler.planning import (
     PlanningInputs,
-    best_plans,
+    agreed_plans,
     is_worth,
     place,
     plan_with_costs,
@@ -198,24 +198,32 @@ def decide(
         parts.placed, planning.machine, recompute=recompute, fused=fused, parts=planning.in_parts
     )
     problem = problem_of(costs, planning)
-    plan, without = best_plans(costs, planning, problem)
+    plan, without = agreed_plans(costs, planning, problem)
     planned = PlannedPartition(parts, problem, plan)
     if plan.recompute:
         units = tuple(u for u in costs.units if costs.groups[u.group].fqn in plan.recompute)
         plain = None if without is None else PlannedPartition(parts, problem, without)
-        planned = _better(_repeating(again(units), plan, planning, problem), plain)
+        is_agreed = plan.recompute == planning.recompute_as
+        found = _repeating(again(units), plan, planning, problem)
+        planned = _better(found, plain, is_agreed=is_agreed)
     return replace(planned, plan=replace(planned.plan, priced_on=priced_on(planning)))
 
 
 def _better(
-    repeating: PlannedPartition | InfeasibleBudget, plain: PlannedPartition | None
+    repeating: PlannedPartition | InfeasibleBudget,
+    plain: PlannedPartition | None,
+    *,
+    is_agreed: bool,
 ) -> PlannedPartition:
-    """The second, unless the first is worth it. Raises what the first is if there is no second."""
+    """The second, unless the first is agreed on or worth it. Raises what the first is if there is
+    no second."""
     if isinstance(repeating, InfeasibleBudget):
         if plain is None:
             raise repeating
         return plain
-    return repeating if plain is None or is_worth(repeating.plan, plain.plan) else plain
+    if plain is None or is_agreed or is_worth(repeating.plan, plain.plan):
+        return repeating
+    return plain
 
 
 def _repeating(

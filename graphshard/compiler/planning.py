@@ -65,12 +65,15 @@ class PlanningInputs:
     """What a plan with the cost model needs to know.
 
     fused: compute is priced as a compiler fuses it (see `graphshard.pricing.op_costs.graph_costs`).
+    recompute_as: FQNs of the groups that the ranks have agreed to compute again in a graph of these
+    groups; None if they have none yet.
     """
 
     settings: tuple[GroupSettings, ...]
     machine: Machine
     policy: PlanningPolicy
     fused: bool = False
+    recompute_as: tuple[str, ...] | None = None
 
     @property
     def in_parts(self) -> bool:
@@ -109,6 +112,23 @@ def best_plans(
     if without is not None and not is_worth(chosen, without):
         return without, None
     return chosen, without
+
+
+def agreed_plans(
+    costs: GraphCosts, planning: PlanningInputs, problem: Problem
+) -> tuple[Plan, Plan | None]:
+    """As `best_plans`, with what the ranks have agreed to compute again; freely where nothing is
+    agreed, or where that is not possible.
+
+    Other ranks may run a graph of theirs beside this one (a batch of another length): of graphs
+    that compute other things again the collectives differ.
+    """
+    names = planning.recompute_as
+    plan = None if names is None else _or_none(costs, problem, planning.policy.reshard)
+    offers = {costs.groups[unit.group].fqn for unit in costs.units}
+    if names is None or plan is None or not offers.issuperset(names):
+        return best_plans(costs, planning, problem)
+    return (replace(plan, recompute=names), plan) if names else (plan, None)
 
 
 def is_worth(repeating: Plan, without: Plan) -> bool:

@@ -20,8 +20,8 @@ from graphshard.cost.profile import calibrated, read_profile
 from graphshard.fsdp2.settings import GroupSettings, settings_of
 from graphshard.options import Device, Options
 from graphshard.pricing.problem import PlanningPolicy
-from graphshard.runtime.agree import lead_costs, say_costs
 from graphshard.runtime.ballot import Ballot
+from graphshard.runtime.costs import agreed_recompute, lead_costs, say_costs
 from graphshard.runtime.live import LiveGroup, roots_of
 from graphshard.runtime.probe import probe
 from graphshard.schedule.plan import Reshard
@@ -50,7 +50,8 @@ def planning_inputs(
     policy = policy_of(options, machine)
     if not is_whole(groups) and policy.budget_bytes is None and policy.reshard is Reshard.OPEN:
         policy = replace(policy, reshard=Reshard.FSDP2)
-    return PlanningInputs(settings, machine, policy, fused)
+    again = agreed_recompute(ballots, tuple(live.fqn for live in groups))
+    return PlanningInputs(settings, machine, policy, fused, again)
 
 
 def seen_on(

@@ -26,9 +26,10 @@ from graphshard.fsdp2 import modules_of
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import Program
 from graphshard.options import Options
-from graphshard.runtime.agree import check_call, join
+from graphshard.runtime.agree import check_call
 from graphshard.runtime.ahead import follow_optimizers
 from graphshard.runtime.ballot import Terms
+from graphshard.runtime.costs import join
 from graphshard.runtime.live import (
     LiveGroup,
     Root,

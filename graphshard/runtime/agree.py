@@ -120,42 +120,6 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
     return plan
 
 
-def lead_costs(ballots: Iterable[Ballot], own: str) -> str:
-    """The costs of the lowest rank, for this rank to plan with; `own` if there are several meshes.
-
-    Raises DivergedRanks (GS703, GS704, GS707) if that rank does not plan.
-    """
-    found = list(ballots)
-    if len(found) != 1:
-        return own
-    ballot = found[0]
-    lead, keys = ballot.ranks[0], {ballot.ranks[0]: "costs"}
-    if ballot.rank == lead:
-        ballot.store.set("costs", ballot.costs or own)
-    look = partial(look_for, ballot, keys, {})
-    return collect(ballot, keys, "plan", ballot.limit_s, look)[lead]
-
-
-def say_costs(ballots: Iterable[Ballot], costs: str) -> None:
-    """These are the lowest rank's costs from now on. On all ranks alike, before any plan."""
-    for ballot in ballots:
-        ballot.costs = costs
-        if ballot.rank == ballot.ranks[0]:
-            ballot.store.set("costs", costs)
-
-
-def join(ballots: Iterable[Ballot], plan: Plan, terms: Terms, costs: str) -> None:
-    """This rank runs `plan` for roots that it had no question about: it has the graph already.
-
-    A rank that compiles it for them asks, and finds the costs here; this one answers (`answer`).
-    """
-    for ballot in ballots:
-        ballot.agreed.append((plan, terms))
-        ballot.store.set(f"joined/{ballot.rank}", "")
-        if ballot.rank == ballot.ranks[0]:
-            ballot.store.set("costs", costs)
-
-
 def told(ballots: Iterable[Ballot], key: str, text: str) -> list[str]:
     """What every rank says under `key`, in rank order; `text` alone if there is no other rank.
 

@@ -70,13 +70,13 @@ def all_come(ballots: Sequence[Ballot]) -> bool:
     """Whether all ranks of the one mesh will run the same collectives now: before the first plan of
     this root.
 
-    A rank that comes says so and waits for the others. One that has answered the first question
+    A rank that comes says so and waits for the others. One that has answered the ballot's question
     without coming, or has the graph already, will not come, and all see that.
     """
-    if len(ballots) != 1 or ballots[0].slot or ballots[0].agreed:
+    if len(ballots) != 1 or ballots[0].agreed:
         return False
     (ballot,) = ballots
-    keys = {rank: f"comes/{rank}" for rank in ballot.ranks}
+    keys = {rank: f"{ballot.slot}/{rank}/comes" for rank in ballot.ranks}
     ballot.store.set(keys[ballot.rank], "comes")
     seen: dict[int, tuple[bytes, float]] = {}
 
@@ -98,7 +98,9 @@ class _Away(Exception):
 
 
 def _is_away(ballot: Ballot, rank: int) -> bool:
-    return any(ballot.store.check([key]) for key in (f"0/{rank}/vote", f"joined/{rank}"))
+    return any(
+        ballot.store.check([key]) for key in (f"{ballot.slot}/{rank}/vote", f"joined/{rank}")
+    )
 
 
 Run = tuple[LiveGroup, CollectiveKind, int, Callable[[], Any]]
