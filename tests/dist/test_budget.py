@@ -1,17 +1,20 @@
 """`options={"memory_budget": ...}`: the plan keeps to it, and no bit changes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from models import CASES, shard_blocks
 from parity import assert_equal, build, train
+from patching import patched
 from pool import Ctx, Pool
 from test_memory import watch_gathered
 from torch import Tensor, nn
 
 import graphshard
 from graphshard.capture.root_state import root_states_under
+from graphshard.cost import presets
 from graphshard.schedule.plan import Reshard, StepKind
 
 pytestmark = pytest.mark.dist
@@ -180,6 +183,33 @@ def test_the_devices_memory_is_a_budget(pool: Pool) -> None:
     assert first == second
     budget_bytes, peak_bytes = first
     assert peak_bytes < budget_bytes < 2**50
+
+
+def slow_network(ctx: Ctx) -> tuple[tuple[str, ...], int, int, int]:
+    """Without any budget, where gathers take a thousand times what compute does."""
+
+    def said(original: Any) -> Any:
+        return lambda *args: replace(original(*args), intra_bytes_per_us=1.0)
+
+    case = CASES["llama"]
+    expected = train(build(case, ctx), case, ctx, 2)
+    with patched(presets, "_network", said):
+        model = build(case, ctx)
+        model.compile(backend="graphshard", fullgraph=True, options={"fallback": "error"})
+        assert_equal(expected, train(model, case, ctx, 2))
+    (plan,) = graphshard.plans(model)
+    assert plan.estimate is not None
+    budget_bytes, theirs = plan.estimate.budget_bytes, plan.estimate.fsdp2
+    return plan.recompute, budget_bytes, plan.estimate.peak_bytes, theirs.peak_bytes
+
+
+def test_what_is_computed_again_makes_room_within_fsdp2s_own_peak(pool: Pool) -> None:
+    """Of the graph that saves everything: the other one needs less, and could keep nothing."""
+    first, second = pool.run(2, slow_network)
+    assert first == second
+    recompute, budget_bytes, peak_bytes, theirs_bytes = first
+    assert recompute
+    assert peak_bytes <= budget_bytes == theirs_bytes
 
 
 class InTwo(nn.Module):
