@@ -23,7 +23,6 @@ from bench import emulator, profile
 from bench.models import CONFIGS, Config, make_batch, make_model
 from bench.modes import (
     BY_NAME,
-    TUNING_STEPS,
     WARM_UP_STEPS,
     Link,
     Planner,
@@ -50,6 +49,7 @@ class Request:
     compute: str = ""  # folder of what `bench.profile` measured
     ranks_per_node: int = 0  # 0: all on one node
     inside: float = 1.0  # how many times faster links are inside a node
+    warm_up: int = WARM_UP_STEPS  # steps before the first that is measured
 
     @property
     def nodes(self) -> emulator.Nodes | None:
@@ -187,7 +187,7 @@ def start(request: Request, gbit: float, network: Any, mesh: DeviceMesh) -> Trai
         link = Link(request.num_ranks, gbit, request.alpha_us)
         trainer = make_trainer(mode, make_model(config, request.num_ranks), mesh, link, planner)
         training = Training(trainer, network, config, request.micro_steps, [])
-        for _ in range(TUNING_STEPS if mode.tunes else WARM_UP_STEPS):
+        for _ in range(request.warm_up):
             training.advance()
     return training
 

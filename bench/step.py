@@ -32,7 +32,15 @@ sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common n
 from bench import emulator, limits, table  # noqa: E402
 from bench.launch import Measured, Rate, Request, StepTimes  # noqa: E402
 from bench.models import CONFIGS  # noqa: E402
-from bench.modes import ANY, BY_NAME, MODES, NO_LIMIT_BYTES, Mode  # noqa: E402
+from bench.modes import (  # noqa: E402
+    ANY,
+    BY_NAME,
+    MODES,
+    NO_LIMIT_BYTES,
+    TUNING_STEPS,
+    WARM_UP_STEPS,
+    Mode,
+)
 from bench.rounds import header, last_line, python, say, turns, write  # noqa: E402
 
 USUAL = (
@@ -155,6 +163,7 @@ def main() -> int:
     request = Request(
         "", args.config, args.ranks, args.gbit, args.alpha_us, args.steps,
         micro_steps=args.micro_steps, ranks_per_node=args.ranks_per_node, inside=args.inside,
+        warm_up=TUNING_STEPS if any(mode.tunes for mode in args.modes) else WARM_UP_STEPS,
     )  # fmt: skip
     emulator.load_extension()  # compiled once, here
     with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,9 @@ import torch.distributed as dist
 # given up, rank 0 and the others: they end when the other ranks leave.
 LEAVE_S = 8.0, 20.0
 ANSWER_S = 2.0  # for calls that are answered at once or never
+# Gloo's threads free the tensors of the last collectives, and need the interpreter for it: where it
+# is torn down meanwhile, the process aborts (github.com/pytorch/pytorch/pull/179291).
+LET_GO_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -100,13 +103,17 @@ def _let_calls_end() -> None:
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     most_s = LEAVE_S[0 if first else 1]
-    began = time.monotonic()
+    began, called = time.monotonic(), False
     for thread in threading.enumerate():
         if isinstance(thread, _CallingThread):
+            called = True
             ends = began + (most_s if thread.leave_s is None else thread.leave_s)
             while thread.is_calling and time.monotonic() < ends:
                 with contextlib.suppress(KeyboardInterrupt):
                     time.sleep(0.01)  # then it stands at its queue, where nothing wakes it
+    if called:
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(LET_GO_S)
 
 
 atexit.register(_let_calls_end)
