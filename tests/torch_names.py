@@ -87,6 +87,7 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_disable_side_effect_safety_checks_for_current_subtracer": "fn args kwargs",
     },
     "torch._functorch._aot_autograd.descriptors": {
+        "InputMutationAOTOutput": None,
         "PlainAOTInput": None,
         "PlainAOTOutput": None,
         "SubclassGetAttrAOTInput": None,

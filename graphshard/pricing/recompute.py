@@ -2,7 +2,8 @@
 
 In: a placed program and its costs. Out: one `RecomputeUnit` per group that saves anything, with the
 nodes to tag for the partition, the bytes that this frees and the time that it costs. Random and
-writing ops are never repeated, nor what the user's own checkpointing already decides.
+writing ops are never repeated, nor what reads what the graph writes to (a norm's running
+statistics), nor what the user's own checkpointing already decides.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.graph.owners import owner
@@ -51,9 +53,10 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
     returned = set(map(owner, results))
     times = dict(zip(compute, us, strict=True))
     readers = _first_reader(program.backward.graph)
+    written = _written(program.forward.graph)
     found = []
     for group, first, last in _innermost(forward.uses):
-        inside = _inside(compute[first : last + 1], returned)
+        inside = _inside(compute[first : last + 1], returned, written)
         freed = [n for n in saved if n in inside and owner(n) in inside and n.name in readers]
         repeated = _ancestors(freed, inside)
         size = sum(map(tensor_bytes, _owners(freed)))
@@ -138,7 +141,17 @@ def _innermost(uses: Sequence[GroupUse]) -> Iterator[tuple[int, int, int]]:
             yield span
 
 
-def _inside(ops: Sequence[fx.Node], returned: Collection[fx.Node]) -> dict[fx.Node, None]:
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs that have another value in backward: AOTAutograd returns what the graph writes to
+    them, and copies it there when forward is over."""
+    described = output_node(graph).meta.get("desc", ())
+    inputs = [d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)]
+    return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in inputs}
+
+
+def _inside(
+    ops: Sequence[fx.Node], returned: Collection[fx.Node], written: Collection[fx.Node]
+) -> dict[fx.Node, None]:
     """Those of `ops` that only they themselves read, and that may run twice. A result of an op with
     several comes with that op: such an op itself cannot be saved."""
     own = set(ops)
@@ -148,8 +161,16 @@ def _inside(ops: Sequence[fx.Node], returned: Collection[fx.Node]) -> dict[fx.No
         if _repeatable(node)
         and (node.target is not operator.getitem or node.args[0] in own)
         and owner(node) not in returned
+        and not _reads(node, written)
         and all(user in own or user.op == "output" for user in node.users)
     }
+
+
+def _reads(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
+    """Whether `node`, or the op of which it is a result, reads one of `inputs`."""
+    source = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(source, fx.Node)
+    return any(owner(read) in inputs for read in source.all_input_nodes)
 
 
 def _repeatable(node: fx.Node) -> bool:

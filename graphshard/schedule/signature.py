@@ -43,7 +43,8 @@ CollectiveSignature = tuple[SignatureEntry, ...]
 
 def to_text(signature: CollectiveSignature) -> str:
     """Canonical JSON: one list per entry, no spaces."""
-    return json.dumps([astuple(entry) for entry in signature], separators=(",", ":"))
+    rows = [row if row[-1] else row[:-1] for row in map(astuple, signature)]  # on_node is rare
+    return json.dumps(rows, separators=(",", ":"))
 
 
 def from_text(text: str) -> CollectiveSignature:

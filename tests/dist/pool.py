@@ -341,13 +341,11 @@ def _run_case(ctx: Ctx, payload: bytes) -> Any:
 
 def _settle(ctx: Ctx, what: bytes) -> int:
     """How many process groups are left."""
-    if what == _KEEP:
-        gc.collect(1)  # what is kept is not looked through each time
-    else:
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
-        gc.collect()
-        gc.freeze()  # modules and caches: later collections pass them over
+    if what == _RESET and "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()  # modules and what the first case left: later collections pass them over
     dist.barrier()
     return len(dist.distributed_c10d._world.pg_map)
 

@@ -185,13 +185,13 @@ def test_the_devices_memory_is_a_budget(pool: Pool) -> None:
     assert peak_bytes < budget_bytes < 2**50
 
 
-def slow_network(ctx: Ctx) -> tuple[tuple[str, ...], int, int, int]:
+def slow_network(ctx: Ctx, name: str) -> tuple[tuple[str, ...], int, int, int]:
     """Without any budget, where gathers take a thousand times what compute does."""
 
     def said(original: Any) -> Any:
         return lambda *args: replace(original(*args), intra_bytes_per_us=1.0)
 
-    case = CASES["llama"]
+    case = CASES[name]
     expected = train(build(case, ctx), case, ctx, 2)
     with patched(presets, "_network", said):
         model = build(case, ctx)
@@ -203,12 +203,14 @@ def slow_network(ctx: Ctx) -> tuple[tuple[str, ...], int, int, int]:
     return plan.recompute, budget_bytes, plan.estimate.peak_bytes, theirs.peak_bytes
 
 
-def test_what_is_computed_again_makes_room_within_fsdp2s_own_peak(pool: Pool) -> None:
-    """Of the graph that saves everything: the other one needs less, and could keep nothing."""
-    first, second = pool.run(2, slow_network)
+@pytest.mark.parametrize("name", ["llama", "convnet"])
+def test_what_is_computed_again_makes_room_within_fsdp2s_own_peak(pool: Pool, name: str) -> None:
+    """Of the graph that saves everything: the other one needs less, and could keep nothing. What
+    reads a norm's running statistics is not computed again: forward has changed them."""
+    first, second = pool.run(2, slow_network, name)
     assert first == second
     recompute, budget_bytes, peak_bytes, theirs_bytes = first
-    assert recompute
+    assert recompute or name == "convnet"
     assert peak_bytes <= budget_bytes == theirs_bytes
 
 
