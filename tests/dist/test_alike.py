@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from alike_models import BATCH, LENGTH, OPS, WIDTH, AlmostAlike, BlockSpec, Row
-from hypothesis import HealthCheck, assume, given, seed, settings
+from drawing import drawing
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from parity import difference
 from pool import Ctx, Pool
@@ -142,14 +143,7 @@ def test_drawn_models_equal_eager(pool: Pool, compiled_pool: Pool, compute: str)
     workers = pool if compute == "aten" else compiled_pool
     verdicts: list[bool] = []
 
-    @seed(int(SEED or 0))
-    @settings(
-        max_examples=CASES if compute == "aten" else CASES // 10,
-        derandomize=SEED is None,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @drawing(CASES if compute == "aten" else CASES // 10, SEED)
     @given(cases())
     def compare(case: Case) -> None:
         verdicts.append(equals_eager(workers, case, LIMIT_S[compute]))

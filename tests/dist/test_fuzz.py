@@ -9,10 +9,11 @@ import os
 from collections import Counter
 
 import pytest
+from drawing import drawing
 from fuzz_cases import FuzzCase, has
 from fuzz_draw import fuzz_cases
 from fuzz_run import DIFFERS, REFUSED, Outcome, run_case, run_oracle
-from hypothesis import HealthCheck, assume, given, seed, settings
+from hypothesis import assume, given
 from pool import Pool, WorkerError, capped
 
 pytestmark = pytest.mark.dist
@@ -35,14 +36,7 @@ def tally() -> Counter[str]:
 @pytest.mark.timeout(int(CASES * LIMIT_S))
 @pytest.mark.skipif(capped(2) < 2, reason="needs 2 ranks")
 def test_equals_eager(pool: Pool, tally: Counter[str]) -> None:
-    @seed(int(SEED or 0))
-    @settings(
-        max_examples=CASES,
-        derandomize=SEED is None,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @drawing(CASES, SEED)
     @given(fuzz_cases(most_ranks=capped(4)))
     def compare(case: FuzzCase) -> None:
         outcome = outcome_of(pool, case)

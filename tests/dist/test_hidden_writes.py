@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, seed, settings
+from drawing import drawing
+from hypothesis import example, given
 from hypothesis import strategies as st
 from models import CASES
 from parity import sgd, twin
@@ -105,14 +106,7 @@ THROUGH_NUMPY = Writes("through_numpy", ("between micro-steps",), 0)
 @pytest.mark.slow
 @pytest.mark.timeout(COUNT * 60)
 def test_equals_eager(pool: Pool) -> None:
-    @seed(int(SEED or 0))
-    @settings(
-        max_examples=COUNT,
-        derandomize=SEED is None,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @drawing(COUNT, SEED)
     @given(cases)
     @example(Case("ahead", (THROUGH_DATA, THROUGH_FOREACH)))
     @example(Case("kept", (THROUGH_NUMPY,)))

@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, example, given, seed, settings
+from drawing import drawing
+from hypothesis import example, given
 from hypothesis import strategies as st
 from models import CASES
 from parity import assert_equal, build, sgd, train
@@ -271,14 +272,7 @@ TWICE = ("called_twice", "through_numpy", "no_backward", "gathered", "called_twi
 def test_values_are_those_of_now(pool: Pool) -> None:
     """`GRAPHSHARD_NODES=50 GRAPHSHARD_NODES_SEED=1` draws more than CI's 3."""
 
-    @seed(int(SEED or 0))
-    @settings(
-        max_examples=COUNT,
-        derandomize=SEED is None,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @drawing(COUNT, SEED)
     @given(cases)
     @example(LEFT_OVER)
     @example(TWICE)
