@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from graphshard.cost.comm import CollectiveKind
-from graphshard.fsdp2.versions import TORCH
+from graphshard.runtime.timed import ALL_GATHER, collective, elapsed_us
 
 # The shape of common language models: heads of 64 or 128.
 ATTENTION_HEADS = 8
@@ -24,11 +24,6 @@ MIN_REPETITIONS = 3
 # A size that takes long is repeated less, a kernel that takes little is run in batches.
 BUDGET_US = 5e5
 BATCH_US = 500.0
-
-if TORCH >= (2, 13):
-    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
-else:
-    _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 def collective_time_us(
@@ -42,7 +37,7 @@ def collective_time_us(
 
     Collective: every rank of the group calls it with the same arguments, gets the same value.
     """
-    run = _collective(kind, size_bytes, group, device)
+    run = collective(kind, size_bytes, group, device)
     slowest_us = max(_round_us(run, kind, group, device) for _ in range(WARMUPS))
     affordable = int(BUDGET_US / slowest_us)
     count = max(MIN_REPETITIONS, min(repetitions, affordable))
@@ -89,32 +84,14 @@ def _round_us(
     root of a broadcast may leave before its bytes have arrived, so it does not count.
     """
     dist.barrier(group)
-    own = _elapsed_us(lambda: run().wait(), device)
+    own = elapsed_us(lambda: run().wait(), device)
     every = torch.empty(group.size(), dtype=torch.float64, device=device)
     mine = torch.tensor([own], dtype=torch.float64, device=device)
-    _all_gather(every, mine, group=group)
+    ALL_GATHER(every, mine, group=group)
     durations = every.tolist()
     if kind is CollectiveKind.BROADCAST and len(durations) > 1:
         durations = durations[1:]
     return float(min(durations))
-
-
-def _collective(
-    kind: CollectiveKind, size_bytes: int, group: dist.ProcessGroup, device: torch.device
-) -> Callable[[], dist.Work]:
-    ranks = group.size()
-    part = torch.zeros(max(1, size_bytes // 4 // ranks), device=device)
-    whole = torch.zeros(part.numel() * ranks, device=device)
-    match kind:
-        case CollectiveKind.ALL_GATHER:
-            return lambda: _all_gather(whole, part, group=group, async_op=True)
-        case CollectiveKind.REDUCE_SCATTER:
-            return lambda: _reduce_scatter(part, whole, group=group, async_op=True)
-        case CollectiveKind.ALL_REDUCE:
-            return lambda: dist.all_reduce(whole, group=group, async_op=True)
-        case CollectiveKind.BROADCAST:
-            root = dist.get_global_rank(group, 0)
-            return lambda: dist.broadcast(whole, root, group=group, async_op=True)
 
 
 def _kernel_us(run: Callable[[], object], device: torch.device, repetitions: int) -> float:
@@ -124,7 +101,7 @@ def _kernel_us(run: Callable[[], object], device: torch.device, repetitions: int
     """
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time_ns if one_thread else time.perf_counter_ns
-    first_us = min(_elapsed_us(run, device, clock) for _ in range(WARMUPS))
+    first_us = min(elapsed_us(run, device, clock) for _ in range(WARMUPS))
     batch = max(1, int(BATCH_US / max(first_us, 1.0)))
 
     def several() -> None:
@@ -132,22 +109,4 @@ def _kernel_us(run: Callable[[], object], device: torch.device, repetitions: int
             run()
 
     count = max(MIN_REPETITIONS, min(repetitions, int(BUDGET_US / max(first_us * batch, 1.0))))
-    return median(_elapsed_us(several, device, clock) / batch for _ in range(count))
-
-
-def _elapsed_us(
-    run: Callable[[], object],
-    device: torch.device,
-    clock: Callable[[], int] = time.perf_counter_ns,
-) -> float:
-    """Duration of `run` by `clock` on a CPU, of what it enqueues on any other device."""
-    if device.type == "cpu":
-        start_ns = clock()
-        run()
-        return (clock() - start_ns) / 1e3
-    start, stop = (torch.Event(device=device, enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e3
+    return median(elapsed_us(several, device, clock) / batch for _ in range(count))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from graphshard.planner.choices import Bucket, Choices, parts_of, transfer_us
 from graphshard.planner.problem import Category, Problem, gather_of
@@ -205,6 +206,7 @@ def gather_events(
         return Event(steps[0], us=pack_us, takes=params), Event(steps[1])
     lane = first.lane_in(direction, on_node=on_node)
     in_place = all(t.in_place for t in transfers)
+    held = [_held_by_smaller_mesh(problem, n, on_node=on_node) for n in bucket.groups]
     flight = tuple(Allocation(Category.ALL_GATHER, c.bytes, c.group) for c in params)
     issue = Event(
         steps[0],
@@ -213,12 +215,7 @@ def gather_events(
         comm_us=transfer_us([t.us for t in transfers], problem.lanes[lane].launch_us),
         job=_job(problem, bucket, 0),
         takes=params if in_place else flight,
-        gives=tuple(
-            held
-            for number in bucket.groups
-            if direction is Direction.BACKWARD
-            for held in _held_by_smaller_mesh(problem, number, on_node=on_node)
-        ),
+        gives=tuple(chain.from_iterable(held)) if direction is Direction.BACKWARD else (),
     )
     unpack_us = sum(t.after_us for t in transfers)
     if in_place:

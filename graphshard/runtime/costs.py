@@ -6,8 +6,9 @@ costs come to equal plans.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from graphshard.runtime.agree import look_for
@@ -48,8 +49,58 @@ def agreed_recompute(ballots: Sequence[Ballot], fqns: tuple[str, ...]) -> tuple[
     for plan, _ in ballot.agreed:
         if plan.backward is not None and tuple(g.fqn for g in plan.groups) == fqns:
             return plan.recompute
-    said = None if ballot.agreed else ballot.store.get("recompute")
+    said = None if ballot.agreed else ballot.store.get(_recompute_key(fqns))
     return None if said is None else tuple(json.loads(said))
+
+
+def lead_recompute(ballots: Sequence[Ballot], own: tuple[str, ...]) -> tuple[str, ...]:
+    """What the lowest rank computes again in the first graph that trains; `own` where it is not the
+    first, or where that rank has gone on without saying.
+
+    Batches of other lengths cost something else on each rank, and of graphs that compute other
+    things again the collectives differ. Raises DivergedRanks as `lead_costs` does.
+    """
+    if len(ballots) != 1 or any(plan.backward is not None for plan, _ in ballots[0].agreed):
+        return own
+    (ballot,) = ballots
+    lead, key = ballot.ranks[0], f"{ballot.slot}/recompute"
+    if ballot.rank == lead:
+        ballot.store.set(key, json.dumps(own))
+        return own
+    said = collect_unless_away(ballot, {lead: key}, "what is computed again")
+    return own if said is None else tuple(json.loads(said[lead]))
+
+
+def collect_unless_away(
+    ballot: Ballot, keys: Mapping[int, str], what: str
+) -> dict[int, str] | None:
+    """What the ranks leave under their keys before they vote on the question of now; None if one of
+    them has voted without, or has the graph already: then it leaves nothing, and all see that."""
+    seen: dict[int, tuple[bytes, float]] = {}
+
+    def look() -> None:
+        for rank, key in keys.items():
+            if not ballot.store.check([key]) and _is_away(ballot, rank):
+                raise _Away
+        look_for(ballot, keys, seen)
+
+    try:
+        return collect(ballot, keys, what, ballot.limit_s, look)
+    except _Away:
+        return None
+
+
+class _Away(Exception):
+    """A rank has gone on without saying what is asked."""
+
+
+def _is_away(ballot: Ballot, rank: int) -> bool:
+    gone = f"{ballot.slot}/{rank}/vote", f"joined/{rank}"
+    return any(ballot.store.check([key]) for key in gone)
+
+
+def _recompute_key(fqns: tuple[str, ...]) -> str:
+    return f"recompute/{hashlib.sha256(json.dumps(fqns).encode()).hexdigest()[:16]}"
 
 
 def join(ballots: Iterable[Ballot], plan: Plan, terms: Terms, costs: str) -> None:
@@ -61,5 +112,7 @@ def join(ballots: Iterable[Ballot], plan: Plan, terms: Terms, costs: str) -> Non
     for ballot in ballots:
         ballot.agreed.append((plan, terms))
         ballot.store.set(f"joined/{ballot.rank}", "")
-        ballot.store.set("recompute", json.dumps(plan.recompute))
+        if plan.backward is not None:
+            key = _recompute_key(tuple(group.fqn for group in plan.groups))
+            ballot.store.set(key, json.dumps(plan.recompute))
         say_costs([ballot], costs)

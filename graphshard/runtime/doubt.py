@@ -38,7 +38,6 @@ def drop_stale(lives: Sequence[LiveGroup]) -> None:
     for live in lives:
         if live.kept is not None and live.kept.by_plan and live.kept.parts:
             live.let_go()  # a node's shard has no bytes of this rank to compare
-    for live in lives:
         if is_doubtful(live) and (group := live.fsdp.gather_process_group) is not None:
             by_process_group.setdefault(group, []).append(live)
     for group, found in by_process_group.items():

@@ -9,28 +9,22 @@ does not come: it has the graph already, or cannot compile it.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import sleep
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphshard.cost.comm import CollectiveKind
-from graphshard.fsdp2.versions import TORCH
-from graphshard.runtime.agree import look_for, told
-from graphshard.runtime.ballot import Ballot, collect
+from graphshard.runtime.agree import told
+from graphshard.runtime.ballot import Ballot
+from graphshard.runtime.costs import collect_unless_away
 from graphshard.runtime.live import LiveGroup
+from graphshard.runtime.timed import collective, elapsed_us
 from graphshard.runtime.waiting import NamedCollective, finish
 
-if TORCH >= (2, 13):
-    ALL_GATHER, REDUCE_SCATTER = dist.all_gather_single, dist.reduce_scatter_single
-else:
-    ALL_GATHER, REDUCE_SCATTER = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 ROUNDS = 3  # the first one connects, and is not counted
 # 4 MiB take 0.3 s at 0.1 Gbit/s; 64 MiB take 3 ms at 25 GB/s.
 LARGEST_BYTES = {"cpu": 2**22, "": 2**26}
@@ -82,32 +76,10 @@ def all_come(ballots: Sequence[Ballot]) -> bool:
     (ballot,) = ballots
     keys = {rank: f"{ballot.slot}/{rank}/comes" for rank in ballot.ranks}
     ballot.store.set(keys[ballot.rank], "comes")
-    seen: dict[int, tuple[bytes, float]] = {}
-
-    def look() -> None:
-        for rank in ballot.others:
-            if not ballot.store.check([keys[rank]]) and _is_away(ballot, rank):
-                raise _Away
-        look_for(ballot, keys, seen)
-
-    try:
-        collect(ballot, keys, "the first collectives", ballot.limit_s, look)
-    except _Away:
-        return False
-    return True
+    return collect_unless_away(ballot, keys, "the first collectives") is not None
 
 
-class _Away(Exception):
-    """A rank has gone on without a probe."""
-
-
-def _is_away(ballot: Ballot, rank: int) -> bool:
-    return any(
-        ballot.store.check([key]) for key in (f"{ballot.slot}/{rank}/vote", f"joined/{rank}")
-    )
-
-
-Run = tuple[LiveGroup, CollectiveKind, int, Callable[[], Any]]
+Run = tuple[LiveGroup, CollectiveKind, int, Callable[[], dist.Work]]
 
 
 def _runs(lives: Sequence[LiveGroup]) -> Iterator[Run]:
@@ -124,10 +96,9 @@ def _runs(lives: Sequence[LiveGroup]) -> Iterator[Run]:
             sizes = sorted(_gathered_bytes(live) for live in found)
             device = found[0].fsdp.device
             most = LARGEST_BYTES.get(device.type, LARGEST_BYTES[""])
-            count = max(1, min(most, sizes[len(sizes) // 2]) // 4 // group.size())
-            part = torch.zeros(count, device=device)
-            whole = torch.zeros(count * group.size(), device=device)
-            yield found[0], kind, whole.nbytes, partial(_issued, kind, whole, part, group)
+            each = max(1, min(most, sizes[len(sizes) // 2]) // 4 // group.size())
+            size_bytes = each * 4 * group.size()
+            yield found[0], kind, size_bytes, collective(kind, size_bytes, group, device)
 
 
 def _gathered_bytes(live: LiveGroup) -> int:
@@ -135,28 +106,10 @@ def _gathered_bytes(live: LiveGroup) -> int:
     return live.fsdp.world_size * sum(part.numel() * dtype.itemsize for part, dtype in params)
 
 
-def _issued(
-    kind: CollectiveKind, whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
-) -> Any:
-    if kind is CollectiveKind.ALL_GATHER:
-        return ALL_GATHER(whole, part, group=group, async_op=True)
-    return REDUCE_SCATTER(part, whole, group=group, async_op=True)
-
-
-def _elapsed_us(live: LiveGroup, run: Callable[[], Any]) -> float:
+def _elapsed_us(live: LiveGroup, run: Callable[[], dist.Work]) -> float:
     """Of one collective, from its issue to its end."""
-    device = live.fsdp.device
-    name = NamedCollective(
-        "first collective", live, lambda: [live.fqn], live.fsdp.gather_process_group
-    )
+    device, group = live.fsdp.device, live.fsdp.gather_process_group
+    name = NamedCollective("first collective", live, lambda: [live.fqn], group)
     if device.type == "cpu":
         sleep(PAUSE_S)
-        began = time.perf_counter()
-        finish(run(), name)
-        return (time.perf_counter() - began) * 1e6
-    start, stop = (torch.Event(device=device, enable_timing=True) for _ in range(2))
-    start.record()
-    finish(run(), name)
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e3
+    return elapsed_us(lambda: finish(run(), name), device)
