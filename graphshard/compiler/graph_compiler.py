@@ -51,6 +51,7 @@ from graphshard.planner.separate_group import reductions_apart
 from graphshard.runtime.agree import agree_on_plan
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.calls import Calls
+from graphshard.runtime.costs import lead_recompute
 from graphshard.runtime.live import LiveGroup, ballots_of, roots_of
 from graphshard.runtime.run import Body, guarded
 from graphshard.schedule.plan import Direction
@@ -123,7 +124,8 @@ class GraphCompiler:
         joint_graph = joint_graph_of(self.name, joint, inputs, num_fwd_outputs, self.found, kwargs)
         self._calls = Calls(_tangent_positions(joint, num_fwd_outputs), tuple(self.found.anchors))
         planning = planning_inputs(self.groups, self._options, self.ballots)
-        planned = plan_partition(joint_graph, planning)
+        settle = partial(lead_recompute, self.ballots)
+        planned = plan_partition(joint_graph, planning, settle)
         self._schedule(planned, planning)
         assert planned.parts.backward is not None
         return planned.parts.forward, planned.parts.backward

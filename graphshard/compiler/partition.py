@@ -121,15 +121,25 @@ def joint_graph_of(
     return JointGraph(program, split)
 
 
-def plan_partition(joint_graph: JointGraph, planning: PlanningInputs) -> PlannedPartition:
-    """The plan of a captured graph, whose joint graph is used up. Raises InfeasibleBudget."""
+def plan_partition(
+    joint_graph: JointGraph,
+    planning: PlanningInputs,
+    settle: Callable[[tuple[str, ...]], tuple[str, ...]],
+) -> PlannedPartition:
+    """The plan of a captured graph, whose joint graph is used up. Raises InfeasibleBudget.
+
+    settle: from what this rank would compute again (FQNs of groups) to what all ranks do.
+    """
     joint = joint_graph.program.joint
     assert joint is not None
     spare = copy_of(joint) if planning.policy.recompute else joint
     parts = parts_of(joint_graph, joint, fused=planning.fused)
-    return decide(
-        parts, planning, partial(repeating, joint_graph, spare, parts, fused=planning.fused)
-    )
+    again = partial(repeating, joint_graph, spare, parts, fused=planning.fused)
+    planned = decide(parts, planning, again)
+    names = settle(planned.plan.recompute)
+    if names == planned.plan.recompute:
+        return planned
+    return decide(parts, replace(planning, recompute_as=names), again)
 
 
 def repeating(
@@ -140,13 +150,12 @@ def repeating(
     *,
     fused: bool,
 ) -> Partition:
-    """`joint`, of which `parts` was made, cut so that backward computes `chosen` again; `joint` is
-    used up.
+    """A copy of `joint`, of which `parts` was made, cut so that backward computes `chosen` again.
 
     Everything else that `parts` saves is saved again: that is what the choice was made on.
     """
     kept = kept_beside(parts.placed, chosen) if fused else frozenset()
-    return parts_of(joint_graph, joint, chosen, kept, fused=fused)
+    return parts_of(joint_graph, copy_of(joint), chosen, kept, fused=fused)
 
 
 def plan_inference(

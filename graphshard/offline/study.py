@@ -279,12 +279,12 @@ class Study:
         if key not in self._cuts:
             joint = captured.joint_graph.program.joint
             assert joint is not None
-            joint_graph, joint = captured.joint_graph, copy_of(joint)
+            joint_graph = captured.joint_graph
             if chosen:
                 first = self._partition(captured, (), fused)
                 self._cuts[key] = repeating(joint_graph, joint, first, chosen, fused=fused)
             else:
-                self._cuts[key] = parts_of(joint_graph, joint, fused=fused)
+                self._cuts[key] = parts_of(joint_graph, copy_of(joint), fused=fused)
         return self._cuts[key]
 
     def _key(self, point: Point) -> _CostsKey:

@@ -46,6 +46,11 @@ def cache_in(folder: Path) -> Any:
     return mock.patch.dict(os.environ, {"GRAPHSHARD_CACHE_DIR": str(folder)})
 
 
+def unseen() -> Any:
+    """Inside, no collectives tell of the network before the first plan."""
+    return patched(planning_inputs, "probe", lambda _: lambda *args: [])
+
+
 @contextmanager
 def tunings() -> Iterator[list[Tuning]]:
     """Of the graphs that are compiled inside."""
@@ -181,8 +186,12 @@ def test_steps_that_stay_slower_are_measured_again(pool: Pool) -> None:
 
 @first_launch
 def lengths(ctx: Ctx, alike_until: int) -> tuple[list[Phase], bool]:
-    """Ranks run different graphs at the same step, and not equally often: after `alike_until`."""
-    with tunings() as made, measuring(lambda k: 1000.0 - k):
+    """Ranks run different graphs at the same step, and not equally often: after `alike_until`.
+
+    Without the first collectives (`unseen`): before they are measured, two graphs have one order
+    only where gathers take next to nothing. tests/dist/test_lengths.py has such collectives.
+    """
+    with tunings() as made, measuring(lambda k: 1000.0 - k), unseen():
         oracle, model, plans = build(CASE, ctx), build(CASE, ctx), []
         model.compile(backend="graphshard", fullgraph=True, dynamic=False, options=OPTIONS)
         seen = []
@@ -190,13 +199,11 @@ def lengths(ctx: Ctx, alike_until: int) -> tuple[list[Phase], bool]:
             cut = 4 if (step + ctx.rank * (step > alike_until)) % 3 != 1 else 2
             assert len({length_step(ctx, net, step, cut) for net in (oracle, model)}) == 1
             seen.append(made[0].phase)
-            assert len({plan.fingerprint for plan in graphshard.plans(model)}) == 1, step
             plans.append({order(plan) for plan in graphshard.plans(model)})
     assert len(made) == 2
     assert made[0] is made[1]
-    changed = plans[-1] != plans[0]
-    assert not changed or len(plans[-1]) == 1, "all graphs change over together"
-    return seen, changed
+    assert all(len(orders) == 1 for orders in plans), "all graphs change over together"
+    return seen, len({tuple(orders) for orders in plans}) > 1
 
 
 def length_step(ctx: Ctx, net: nn.Module, step: int, cut: int) -> float:
@@ -272,8 +279,7 @@ def launches(ctx: Ctx, folder: str) -> list[list[str]]:
     launch, and may lead to a graph that computes other things again, of which nothing is known.
     """
     launched = []
-    unseen = patched(planning_inputs, "probe", lambda _: lambda *args: [])
-    with cache_in(Path(folder) / str(ctx.rank)), unseen:
+    with cache_in(Path(folder) / str(ctx.rank)), unseen():
         for _ in range(2):
             torch._dynamo.reset()
             oracle, model, plans = build(CASE, ctx), compiled(ctx), []
