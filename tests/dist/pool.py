@@ -344,10 +344,16 @@ def _settle(ctx: Ctx, what: bytes) -> int:
     if what == _RESET and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
-    if not gc.get_freeze_count():
-        gc.freeze()  # modules and what the first case left: later collections pass them over
+    if what == _RESET:
+        gc.freeze()  # modules and what is left so far: later collections pass it over
     dist.barrier()
     return len(dist.distributed_c10d._world.pg_map)
+
+
+def collect_all() -> None:
+    """At the start of a case that counts what is left: frees what earlier cases left, too."""
+    gc.unfreeze()
+    gc.collect()
 
 
 def _reply(conn: Connection, work: Callable[[], Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numbers_data import Numbers
-from pool import Ctx, Pool
+from pool import Ctx, Pool, collect_all
 from test_freed import WIDTH, Blocks, in_place, sharded
 from test_namesakes import Student, facts, gradients
 from torch.distributed.device_mesh import DeviceMesh
@@ -156,6 +156,7 @@ def data_workers(ctx: Ctx, how: str, holds_model: bool) -> None:
 
 
 def everything_alone(ctx: Ctx) -> None:
+    collect_all()
     cases: list[Callable[[Ctx], None]] = [
         reset_between_steps,
         copied_before_sharding,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import Ctx, Pool
+from pool import Ctx, Pool, collect_all
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -119,6 +119,7 @@ def dropped(ctx: Ctx, name: str) -> list[tuple[bool, int, int]]:
 
 
 def dropped_in_every_way(ctx: Ctx) -> dict[str, list[tuple[bool, int, int]]]:
+    collect_all()
     found = {}
     for name in WAYS:
         torch._dynamo.reset()
@@ -133,6 +134,7 @@ def test_a_dropped_model_is_freed_without_a_reset(pool: Pool) -> None:
 
 def backward_without_the_model(ctx: Ctx) -> list[Tensor]:
     """The gradients of a loss whose model was dropped between forward and backward."""
+    collect_all()
     grads = []
     for prepare in (in_place, lambda model: model):
         torch.manual_seed(0)

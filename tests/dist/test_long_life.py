@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Ctx, Pool
+from pool import Ctx, Pool, collect_all
 from test_freed import WIDTH, in_place, sharded, steps_of, wrapped
 
 import graphshard
@@ -75,6 +75,7 @@ def held() -> Held:
 
 def many(ctx: Ctx, count: int, resets: bool) -> list[Held]:
     """What is held after each of `count` models, made, trained and dropped."""
+    collect_all()
     seen: list[Held] = []
     gone = []
     for number in range(count):
