@@ -354,6 +354,7 @@ def collect_all() -> None:
     """At the start of a case that counts what is left: frees what earlier cases left, too."""
     gc.unfreeze()
     gc.collect()
+    gc.freeze()
 
 
 def _reply(conn: Connection, work: Callable[[], Any]) -> None:
