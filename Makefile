@@ -10,6 +10,9 @@ BIN  := $(VENV)/bin
 DONE := $(VENV)/.installed
 PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
+# What torchtitan's models import; it asks for more, such as clients of web services.
+FRAMEWORKS := torchtitan spmd_types tyro docstring_parser
+
 .PHONY: help demo test test-torch check bench contract clean
 help:
 	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
@@ -69,6 +72,7 @@ $(DONE): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(PIP) torch setuptools
 	$(PIP) --no-build-isolation -e '.[cli,dev]'
+	$(PIP) --no-deps $(FRAMEWORKS)
 	@touch $@
 
 bench: $(DONE)

@@ -53,7 +53,13 @@ def time_no_guards() -> None:
     guards.profile_guard_manager = lambda *args: 0.0
 
 
-def run_script(script: Path, world_size: int, limit_s: float) -> str:
+def run_script(
+    script: Path,
+    world_size: int,
+    limit_s: float,
+    *args: str,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """What rank 0 of `script` prints; its ranks have the environment that torchrun gives them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = {
@@ -62,9 +68,10 @@ def run_script(script: Path, world_size: int, limit_s: float) -> str:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
+        **(environment or {}),
     }
     ranks = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-    return _said_by_first([str(script)], ranks, limit_s)
+    return _said_by_first([str(script), *args], ranks, limit_s)
 
 
 def python(
