@@ -1,4 +1,5 @@
-"""The models that are measured, in plain torch: Llama-style, causal attention, SwiGLU, no dropout.
+"""The models that are measured, in plain torch: Llama-style, causal attention, SwiGLU, no dropout;
+with experts, each of them takes the tokens that like it best (Zhou et al. 2022).
 
 In: the name of a configuration and a seed. Out: a model on the CPU in float32, and batches of
 random tokens. The same seed gives the same bits.
@@ -22,10 +23,13 @@ class Config:
     vocabulary: int
     seq_len: int
     batch: int = 1
+    experts: int = 0  # of each block, instead of its feed-forward layer
 
 
 CONFIGS = {
     "S": Config(256, 8, 4, 704, 1024, 512),  # 6.9 M parameters
+    "WIDE": Config(512, 4, 8, 1408, 1024, 256),  # 13.9 M
+    "MOE": Config(256, 4, 4, 352, 1024, 512, experts=8),  # 10.2 M
     "XS": Config(128, 4, 2, 384, 512, 512),  # 1.0 M
     "XXS": Config(32, 2, 2, 64, 64, 16),  # for tests
 }
@@ -60,13 +64,36 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Experts(nn.Module):
+    """Each expert takes as many tokens as if all were divided among them."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        inwards, outwards = (config.dim, config.hidden), (config.hidden, config.dim)
+        self.gate, self.up, self.down = (
+            nn.Parameter(torch.randn(config.experts, *size) * size[0] ** -0.5)
+            for size in (inwards, inwards, outwards)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        affinity = self.router(tokens).softmax(dim=-1).T
+        weight, chosen = affinity.topk(len(tokens) // len(affinity), dim=-1)
+        taken = tokens[chosen]
+        inner = F.silu(taken @ self.gate) * (taken @ self.up)
+        out = inner @ self.down * weight.unsqueeze(-1)
+        mixed = torch.zeros_like(tokens).index_add(0, chosen.flatten(), out.flatten(0, 1))
+        return mixed.view_as(x)
+
+
 class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = Experts(config) if config.experts else FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
