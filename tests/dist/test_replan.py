@@ -42,6 +42,7 @@ def planned_again(ctx: Ctx, name: str) -> dict[str, Any]:
     return {"json": plan.to_json(), "measured": measured, "summary": plan.summary()}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["llama", "gpt_tied_ac"])
 def test_a_plan_from_measured_times_changes_no_bit(pool: Pool, name: str) -> None:
     first, second = pool.run(2, planned_again, name, timeout_s=250)
