@@ -32,10 +32,10 @@ class Mode:
 
     tuned: FSDP2 with explicit prefetch and asynchronous collectives. reshard: the share of the
     blocks, from the first one, that are resharded after forward, the others are kept; None leaves
-    them to FSDP2, as the root always is. says: a script that reshards says so; one that does not
-    leaves these blocks to FSDP2, which reshards them. across: between micro-steps everything stays
-    gathered. within: modes of whose measured peaks the mean is the planner's budget; ANY for no
-    limit, none for no planner.
+    them to FSDP2, as the root always is. explicit: the script says True for blocks that are
+    resharded; else it leaves them to FSDP2, which does so. across: between micro-steps everything
+    stays gathered. within: modes of whose measured peaks the mean is the planner's budget; ANY for
+    no limit, none for no planner.
     on_node: the ranks of each node hold the blocks from forward to backward (an int
     `reshard_after_forward`); a planner may decide so. tunes: on the emulated network too, the plan
     is made of the preset's costs, and again of the first steps. compute, schedule: of graphshard.
@@ -48,7 +48,7 @@ class Mode:
     compiler: str = ""
     tuned: bool = False
     reshard: float | None = None
-    says: bool = True
+    explicit: bool = True
     across: bool = False
     on_node: bool = False
     tunes: bool = False
@@ -145,7 +145,7 @@ MODES = (
     ours("default", "no options", compute="inductor", tunes=True),
     ours(
         "default_half", "no options, half",
-        compute="inductor", tunes=True, reshard=0.5, says=False,
+        compute="inductor", tunes=True, reshard=0.5, explicit=False,
     ),
     ours("default_half_said", "no options, half said", compute="inductor", tunes=True, reshard=0.5),
     ours("default_keep", "no options, keep", compute="inductor", tunes=True, reshard=0.0),
@@ -240,7 +240,7 @@ def make_trainer(
         for place, block in enumerate(blocks):
             after_forward: bool | int | None = None
             if mode.reshard is not None:
-                after_forward = False if place >= resharded else mode.says or None
+                after_forward = False if place >= resharded else mode.explicit or None
             if mode.on_node and mode.tuned:
                 after_forward = int(os.environ["LOCAL_WORLD_SIZE"])
             fully_shard(block, mesh=mesh, reshard_after_forward=after_forward)

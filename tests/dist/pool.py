@@ -345,13 +345,16 @@ def _settle(ctx: Ctx, what: bytes) -> int:
         torch._dynamo.reset()
     gc.collect()
     if what == _RESET:
-        gc.freeze()  # modules and what is left so far: later collections pass it over
+        # Later collections pass over what is left now. Assumed: no case but those that begin with
+        # `collect_all` counts what an earlier one left and only a collection frees.
+        gc.freeze()
     dist.barrier()
     return len(dist.distributed_c10d._world.pg_map)
 
 
 def collect_all() -> None:
-    """At the start of a case that counts what is left: frees what earlier cases left, too."""
+    """At the start of a case that counts what is left: frees what earlier cases left, too. The rest
+    is passed over again."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -48,6 +48,7 @@ def test_options_of_a_file(eager: Any, tmp_path: Path) -> None:
         "compute='aten' from GRAPHSHARD_OPTIONS",
         f"verify='every' from {file}",
     ]
+    assert found["groups"] == 2
     assert found["losses"] == eager
 
 
