@@ -155,9 +155,8 @@ def _split(steps: Sequence[Step], run: DirectionRun) -> list[tuple[float, float]
 def lane_times(run: DirectionRun, issued: Mapping[int, Issued]) -> dict[int, float]:
     """Segment that issued -> time that its collective took of its lane.
 
-    Where each end is known, from when the lane was free until the end. Where not, the lane's work
-    is shared out by weight, so that the lane ends when the last known end says. Left out are lanes
-    of which no end is known, and what nobody planned (a user's prefetch list, say).
+    Left out are what comes after the last known end of a lane, and what nobody planned (a user's
+    prefetch list, say).
     """
     lanes: dict[int, dict[int, CollectiveTiming]] = {}
     for index, timing in sorted(run.timings.items()):
@@ -165,41 +164,40 @@ def lane_times(run: DirectionRun, issued: Mapping[int, Issued]) -> dict[int, flo
             lanes.setdefault(issued[index].lane, {})[index] = timing
     found: dict[int, float] = {}
     for timings in lanes.values():
-        if all(timing.done is not None for timing in timings.values()):
-            found |= _each(timings)
-        elif any(timing.done is not None for timing in timings.values()):
-            found |= _shared(timings, {index: issued[index].weight for index in timings})
+        found |= _of_lane(timings, {index: issued[index].weight for index in timings})
     return dict(sorted(found.items()))
 
 
-def _each(timings: Mapping[int, CollectiveTiming]) -> dict[int, float]:
-    found, free_at = {}, 0.0
+def _of_lane(
+    timings: Mapping[int, CollectiveTiming], weights: Mapping[int, float]
+) -> dict[int, float]:
+    """From one known end to the next the time is shared out by weight; if nothing lies between
+    them, it is what the second one took."""
+    found: dict[int, float] = {}
+    free_at, issued = 0.0, {}
     for index, timing in timings.items():
-        assert timing.done is not None
-        found[index] = max(LEAST_US, timing.done - max(timing.issued, free_at))
-        free_at = max(free_at, timing.done)
+        issued[index] = max(timing.issued, free_at)
+        if timing.done is not None:
+            found |= _shared(issued, timing.done, weights)
+            free_at, issued = max(free_at, timing.done), {}
     return found
 
 
 def _shared(
-    timings: Mapping[int, CollectiveTiming], weights: Mapping[int, float]
+    issued: Mapping[int, float], end: float, weights: Mapping[int, float]
 ) -> dict[int, float]:
-    """Times in proportion to `weights` up to the last known end; nothing of what comes after it.
+    """Times in proportion to `weights`, so that the last one ends at `end`.
 
     A collective starts when it is issued and the lane is free. So the lane ends where its last
     idle moment lies, which is some issue, plus all work from there on: the factor is the largest
     for which no such end is later than the known one.
     """
-    last = max(i for i, timing in timings.items() if timing.done is not None)
-    end = max(timing.done for timing in timings.values() if timing.done is not None)
-    known = [i for i in timings if i <= last]
     work, factors = 0.0, []
-    for index in reversed(known):
-        work += weights[index]
-        if work > 0:
-            factors.append((end - timings[index].issued) / work)
-    factor = max(0.0, min(factors, default=0.0))
-    return {index: max(LEAST_US, factor * weights[index]) for index in known}
+    for index in reversed(issued):
+        work += weights[index] or LEAST_US
+        factors.append((end - issued[index]) / work)
+    factor = max(0.0, min(factors))
+    return {index: max(LEAST_US, factor * (weights[index] or LEAST_US)) for index in issued}
 
 
 def to_json(runs: Mapping[Direction, Sequence[DirectionRun]]) -> str:

@@ -27,15 +27,15 @@ def measured_of(model: Any) -> Measured:
 
 def planned_again(ctx: Ctx, name: str) -> dict[str, Any]:
     case = CASES[name]
-    expected = train(build(case, ctx), case, ctx, 8)
+    expected = train(build(case, ctx), case, ctx, 12)
     model = build(case, ctx)
-    options = {"fallback": "error", "memory_budget": "1GiB", "replan_after": 4}
+    options = {"fallback": "error", "memory_budget": "1GiB", "replan_after": 8}
     model.compile(backend="graphshard", fullgraph=True, options=options)
-    assert_equal(expected, train(model, case, ctx, 8))
+    assert_equal(expected, train(model, case, ctx, 12))
     measured = measured_of(model)
     (plan,) = graphshard.plans(model)
     gathers = [s for s in measured.forward if s.step.kind is StepKind.GATHER_ISSUE]
-    assert measured.num_steps == 3
+    assert measured.num_steps == 7
     assert all(s.us >= 0 and s.exposed_us >= 0 for s in measured.forward)
     assert [s.comm_us for s in gathers if not (s.comm_us or 0) > 0] == []
     assert {g for s in gathers for g in s.step.groups} == {g.id for g in plan.groups}
