@@ -3,9 +3,11 @@
 Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_state.py of torch 2.13.
 A group is gathered one ahead: in forward by the implicit prefetch (the host runs ahead of the
 device), in backward by the prefetch in reverse post-forward order; both are issued once the copy
-out of the group before is under way. An explicit list replaces that for its group. One
-reduce-scatter input is in flight: the reduction before is awaited before the next one is packed.
-The root stays gathered from forward to backward unless the user says otherwise.
+out of the group before is under way, in backward also where that group is still gathered and
+nothing is copied: its pre-backward hook issues them (the root's when backward begins). An explicit
+list replaces that for its group. One reduce-scatter input is in flight: the reduction before is
+awaited before the next one is packed. The root stays gathered from forward to backward unless the
+user says otherwise.
 
 Known differences: in forward, stream order lets FSDP2 start one further gather while a group still
 computes; a group that backward does not need is gathered in backward all the same.
@@ -18,7 +20,13 @@ from graphshard.planner.memo import Memo
 from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.placement import UNLIMITED, FillPolicy, fill, wait_before
 from graphshard.planner.problem import Problem
-from graphshard.planner.stage import Placement, Reduced, Stage, position_before
+from graphshard.planner.stage import (
+    Placement,
+    Reduced,
+    Stage,
+    next_gather_position,
+    position_before,
+)
 from graphshard.schedule.plan import Direction, StepKind
 
 ONE_AHEAD = FillPolicy(gathers=1)
@@ -48,8 +56,23 @@ def fsdp2_placement(problem: Problem, stage: Stage) -> Placement:
         view = view_of(profile, UNLIMITED**2)
         one_ahead = fill(stage, profile, view, UNLIMITED**2, ONE_AHEAD)
         assert one_ahead is not None
-        gathers = one_ahead.gathers
+        gathers = tuple(map(max, one_ahead.gathers, _hooks_before(problem, stage)))
     return Placement(gathers, with_buffers(stage, 1))
+
+
+def _hooks_before(problem: Problem, stage: Stage) -> list[int]:
+    """For each gather the first position after the wait for the group that is used before its own;
+    0 for the first one, and after the root, which waits when the direction begins."""
+    own = {id(job.wait) for job in stage.gathers}
+    found, before = [], 0
+    for position, event in stage.fixed:
+        if event.step.kind is not StepKind.GATHER_WAIT:
+            continue
+        if id(event) in own:
+            found.append(before)
+        is_root = any(problem.groups[number].is_root for number in event.step.groups)
+        before = 0 if is_root else next_gather_position(stage, position)
+    return found
 
 
 def with_buffers(stage: Stage, buffers: int) -> tuple[Reduced, ...]:
