@@ -25,7 +25,7 @@ from graphshard.cost.machine import (
     collective_us,
     launch_us,
     observed_collective,
-    observed_compute,
+    observed_product,
 )
 from graphshard.cost.presets import (
     network_names,
@@ -247,9 +247,21 @@ def test_what_a_job_sees_moves_the_curve(before):
     assert len(again.measured) == 1
 
 
-def test_regions_that_took_longer_slow_down_the_others():
-    before = machine()
-    after = observed_compute(before, [2.0, 2.0, 9.0])
-    work = OpWork(1e9, 1e6)
-    assert op_us(after.processor, work) == pytest.approx(2 * op_us(before.processor, work))
-    assert observed_compute(before, []) is before
+product_us = st.floats(20, 1e6)  # twice a launch at least
+
+
+@given(dtype=st.sampled_from(["float16", "bfloat16"]), flops=st.floats(1e6, 1e12), us=product_us)
+def test_a_product_that_a_job_sees_moves_its_dtype_alone(dtype, flops, us):
+    before = preset("h100")
+    after = observed_product(before, dtype, flops, us)
+    assert op_us(after.processor, OpWork(flops, 0, dtype)) == pytest.approx(us)
+    attention = OpWork(flops, 0, dtype, attention=True)
+    for work in (OpWork(flops, 0, "float32"), attention, OpWork(0, 1e6)):
+        assert op_us(after.processor, work) == op_us(before.processor, work)
+
+
+def test_what_seems_quicker_than_a_launch_takes_a_launch_and_more():
+    before = preset("h100")
+    after = observed_product(before, "bfloat16", 1e9, us=1e-3)
+    launch_us = op_us(before.processor, OpWork(0, 0))
+    assert op_us(after.processor, OpWork(1e9, 0, "bfloat16")) == pytest.approx(launch_us + 5e-4)

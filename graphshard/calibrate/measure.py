@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from graphshard.cost.comm import CollectiveKind
-from graphshard.runtime.timed import ALL_GATHER, collective, elapsed_us
+from graphshard.runtime.timed import ALL_GATHER, collective, elapsed_us, product
 
 # The shape of common language models: heads of 64 or 128.
 ATTENTION_HEADS = 8
@@ -46,10 +46,7 @@ def collective_time_us(
 
 def matmul_time_us(size: int, dtype: torch.dtype, device: torch.device, repetitions: int) -> float:
     """Median time of a product of two random `size` x `size` matrices."""
-    a = torch.rand(size, size, device=device).to(dtype)
-    b = torch.rand(size, size, device=device).to(dtype)
-    out = torch.empty_like(a)
-    return _kernel_us(lambda: torch.mm(a, b, out=out), device, repetitions)
+    return _kernel_us(product(size, dtype, device), device, repetitions)
 
 
 def attention_time_us(

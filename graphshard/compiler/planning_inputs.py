@@ -13,21 +13,21 @@ from graphshard.compiler.device_memory import capacity_of, device_budget
 from graphshard.compiler.planning import PlanningInputs
 from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.curve import Trust
-from graphshard.cost.machine import Machine, observed_collective
+from graphshard.cost.machine import Machine, observed_collective, observed_product
 from graphshard.cost.machine_text import from_text, to_text
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
 from graphshard.fsdp2.settings import GroupSettings, settings_of
 from graphshard.options import Device, Options
 from graphshard.pricing.problem import PlanningPolicy
+from graphshard.pricing.sizes import dtype_name
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.costs import agreed_recompute, lead_costs, say_costs
 from graphshard.runtime.live import LiveGroup, roots_of
 from graphshard.runtime.probe import probe
 from graphshard.schedule.plan import Reshard
 
-# What is measured is rounded to a power of this, so that the next launch finds the same plan.
-GRID = 1.1
+GRID = 1.03
 
 
 def planning_inputs(
@@ -60,21 +60,29 @@ def seen_on(
     settings: Sequence[GroupSettings],
     ballots: Sequence[Ballot],
 ) -> Machine:
-    """`machine` with collectives as they are in this job, if it does not have them yet: its lowest
-    rank's costs have them from the first plan of a root on."""
+    """`machine` with collectives and products as they are in this job, if it has none of them yet:
+    its lowest rank's costs have them from the first plan of a root on."""
     if any(curve.trust is Trust.MEASURED for curve in machine.measured):
         return machine
     found = probe(groups, ballots)
-    for one in found:
+    for one in found.collectives:
         own = settings[groups.index(one.live)]
         gathers = one.kind is CollectiveKind.ALL_GATHER
         lane = own.gather_lane if gathers else own.reduce_lane
         ranks = RankGroup(own.ranks, own.ranks_per_node, lane)
-        sample = one.size_bytes, GRID ** round(log(max(one.us, 1.0), GRID))
+        sample = one.size_bytes, rounded(one.us)
         machine = observed_collective(machine, one.kind, ranks, [sample])
-    if found:
+    for product in found.products:
+        name = dtype_name(product.dtype, groups[0].fsdp.device)
+        machine = observed_product(machine, name, product.flops, rounded(product.us))
+    if found.collectives:
         say_costs(ballots, to_text(machine))
     return machine
+
+
+def rounded(us: float) -> float:
+    """To a power of GRID, so that the next launch finds the same plan."""
+    return GRID ** round(log(max(us, 1.0), GRID))
 
 
 def may_add_process_groups(ballots: Sequence[Ballot]) -> bool:

@@ -67,6 +67,14 @@ def scaled(curve: Curve, base: Quantity, rate: Quantity) -> Curve:
     return Curve(curve.base_us * base, classes)
 
 
+def through(curve: Curve, amount: float, us: float) -> Curve:
+    """The same curve at another rate: `amount` takes `us`, or its launch and half of `us` if that
+    is more."""
+    base_us = float(curve.base_us)
+    work_us = float(curve_us(curve, amount)) - base_us
+    return scaled(curve, 1, work_us / max(us - base_us, us / 2))
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """`amount` of work (bytes or flops) took `us` microseconds."""

@@ -20,8 +20,8 @@ from graphshard.cost.comm import (
     nearest,
     network_us,
 )
-from graphshard.cost.curve import Trust, scaled
-from graphshard.cost.roofline import Processor
+from graphshard.cost.curve import Trust, scaled, through
+from graphshard.cost.roofline import Arithmetic, Processor, arithmetic_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +80,10 @@ def observed_collective(
     return replace(machine, measured=(seen, *others))
 
 
-def observed_compute(machine: Machine, ratios: Sequence[float]) -> Machine:
-    """The machine after regions of this job took `ratios` times their predicted time.
-
-    For regions that were not measured themselves, as after a change of the plan; those that were
-    have their own time. Every rate moves by the median ratio.
-    """
-    if not ratios:
-        return machine
-    ratio, processor = median(ratios), machine.processor
-    arithmetic = tuple(
-        replace(a, curve=scaled(a.curve, ratio, 1 / ratio), trust=Trust.MEASURED)
-        for a in processor.arithmetic
-    )
-    memory = scaled(processor.memory, ratio, 1 / ratio)
-    moved = replace(processor, arithmetic=arithmetic, memory=memory, memory_trust=Trust.MEASURED)
-    return replace(machine, processor=moved)
+def observed_product(machine: Machine, dtype: str, flops: float, us: float) -> Machine:
+    """The machine after a matrix product in `dtype` was seen in this job. Attention is not one."""
+    processor = machine.processor
+    curve = through(arithmetic_of(processor, dtype).curve, flops, us)
+    seen = Arithmetic(dtype, curve, Trust.MEASURED)
+    others = (a for a in processor.arithmetic if a.attention or a.dtype != dtype)
+    return replace(machine, processor=replace(processor, arithmetic=(seen, *others)))

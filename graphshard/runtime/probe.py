@@ -1,9 +1,15 @@
-"""How fast this job's network is, from a few collectives before anything is planned.
+"""How fast this job's network and device are, from a few collectives and matrix products.
 
-A preset knows neither the network nor what else uses it, and what to compute again in backward has
-to be decided before the first step. So the ranks run three collectives of each kind, of the size of
-a group (of LARGEST_BYTES at most), before the first plan of an FSDP root. None is run where a rank
+A preset does not know the network, nor what else uses it, nor how much of a device a process has.
+And what to compute again in backward has to be decided before the first step. So before the first
+plan of an FSDP root the ranks run three collectives of each kind, of the size of a group (of
+LARGEST_BYTES at most), and three products in each dtype of the groups. None is run where a rank
 does not come: it has the graph already, or cannot compile it.
+
+Assumed: the products of the model reach about the rate of these. If they do not, only the first
+plan is another one: what steps take is measured (`graphshard.compiler.tuning`). Pointwise ops stay
+at the preset's rate: they are the smaller part of a step, and what a single one takes says less of
+the next one than of what caches and the allocator held.
 """
 
 from __future__ import annotations
@@ -22,19 +28,23 @@ from graphshard.runtime.agree import told
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.costs import collect_unless_away
 from graphshard.runtime.live import LiveGroup
-from graphshard.runtime.timed import collective, elapsed_us
+from graphshard.runtime.timed import collective, elapsed_us, product
 from graphshard.runtime.waiting import NamedCollective, finish
 
-ROUNDS = 3  # the first one connects, and is not counted
+ROUNDS = 3  # the first one connects or warms up, and is not counted
 # 4 MiB take 0.3 s at 0.1 Gbit/s; 64 MiB take 3 ms at 25 GB/s.
 LARGEST_BYTES = {"cpu": 2**22, "": 2**26}
-# Between two of them. A gloo thread frees the tensors of the last one under a lock, and needs the
-# interpreter for it; whoever issues the next one at once waits for that lock with the interpreter.
+# n of the product of two n x n matrices: 3 ms at 80 GFlop/s, 0.2 ms at 600 TFlop/s. Smaller ones
+# reach less of a device's rate.
+MATRIX = {"cpu": 512, "": 4096}
+# Between two collectives. A gloo thread frees the tensors of the last one under a lock, and needs
+# the interpreter for it; whoever issues the next one at once waits for that lock with the
+# interpreter.
 PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenCollective:
     """One collective of `size_bytes` (of the whole) on the gather or reduce group of `live`."""
 
     live: LiveGroup
@@ -43,25 +53,51 @@ class Seen:
     us: float
 
 
-def probe(lives: Sequence[LiveGroup], ballots: Sequence[Ballot]) -> list[Seen]:
-    """What each process group of `lives` takes; the same on all ranks, and empty where nothing was
-    run.
+@dataclass(frozen=True, slots=True)
+class SeenProduct:
+    """A product of two matrices. us: of the slowest rank, for which the others wait."""
+
+    dtype: torch.dtype
+    flops: float
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The same on all ranks; empty where nothing was run."""
+
+    collectives: tuple[SeenCollective, ...] = ()
+    products: tuple[SeenProduct, ...] = ()
+
+
+def probe(lives: Sequence[LiveGroup], ballots: Sequence[Ballot]) -> Probed:
+    """What the process groups and the device of `lives` take.
 
     All ranks of the ballots are about to plan the same graph. Raises what a collective of a step
     does, and DivergedRanks.
     """
     if not all_come(ballots):
-        return []
+        return Probed()
     with _disable_current_modes(), torch.no_grad():  # a graph is being traced
         runs = list(_runs(lives))
         own = [[_elapsed_us(live, run) for _ in range(ROUNDS)] for live, _, _, run in runs]
-    every = [json.loads(text) for text in told(ballots, "probe", json.dumps(own))]
-    found = []
-    for place, (live, kind, size_bytes, _) in enumerate(runs):
-        # Who came last waited for nobody.
-        rounds = [min(rank[place][number] for rank in every) for number in range(1, ROUNDS)]
-        found.append(Seen(live, kind, size_bytes, min(rounds)))
-    return found
+        device = lives[0].fsdp.device
+        products = list(_products(lives, device)) if runs else []
+        own += [[elapsed_us(run, device) for _ in range(ROUNDS)] for _, _, run in products]
+    counted = json.dumps([rounds[1:] for rounds in own])
+    every = [json.loads(text) for text in told(ballots, "probe", counted)]
+    columns = list(zip(*every, strict=True))  # of one run, by rank
+    return Probed(
+        tuple(
+            # Who came last waited for nobody.
+            SeenCollective(live, kind, size_bytes, min(map(min, column)))
+            for (live, kind, size_bytes, _), column in zip(runs, columns, strict=False)
+        ),
+        tuple(
+            SeenProduct(dtype, flops, max(map(min, column)))
+            for (dtype, flops, _), column in zip(products, columns[len(runs) :], strict=True)
+        ),
+    )
 
 
 def all_come(ballots: Sequence[Ballot]) -> bool:
@@ -99,6 +135,18 @@ def _runs(lives: Sequence[LiveGroup]) -> Iterator[Run]:
             each = max(1, min(most, sizes[len(sizes) // 2]) // 4 // group.size())
             size_bytes = each * 4 * group.size()
             yield found[0], kind, size_bytes, collective(kind, size_bytes, group, device)
+
+
+Product = tuple[torch.dtype, float, Callable[[], object]]
+
+
+def _products(lives: Sequence[LiveGroup], device: torch.device) -> Iterator[Product]:
+    """One in each dtype that parameters are gathered in; there are none of whole numbers, and other
+    ones of numbers of one byte."""
+    size = MATRIX.get(device.type, MATRIX[""])
+    for dtype in dict.fromkeys(dtype for live in lives for dtype in live.dtypes):
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            yield dtype, 2.0 * size**3, product(size, dtype, device)
 
 
 def _gathered_bytes(live: LiveGroup) -> int:

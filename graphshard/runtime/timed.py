@@ -1,7 +1,7 @@
 """One collective or kernel that is run to be timed, outside of any step.
 
-Who measures a machine (`graphshard.calibrate`) and who asks how fast this job's network is
-(`graphshard.runtime.probe`) run the same.
+Who measures a machine (`graphshard.calibrate`) and who asks how fast this job's network and device
+are (`graphshard.runtime.probe`) run the same.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from graphshard.cost.comm import CollectiveKind
 from graphshard.fsdp2.versions import TORCH
@@ -38,6 +39,14 @@ def collective(
         case CollectiveKind.BROADCAST:
             root = dist.get_global_rank(group, 0)
             return lambda: dist.broadcast(whole, root, group=group, async_op=True)
+
+
+def product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """Multiplies two random `size` x `size` matrices, without the user's random numbers."""
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.rand(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
 
 
 def elapsed_us(

@@ -1,4 +1,4 @@
-"""A few collectives before the first plan: taken by all ranks or by none, and never twice."""
+"""A few collectives and products before the first plan: by all ranks or by none, never twice."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -32,9 +32,9 @@ def compiled(ctx: Ctx, **options: Any) -> nn.Module:
 
 
 @contextmanager
-def probes() -> Iterator[list[list[probe.Seen]]]:
+def probes() -> Iterator[list[probe.Probed]]:
     """What each probe inside has found."""
-    made: list[list[probe.Seen]] = []
+    made: list[probe.Probed] = []
 
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -45,6 +45,10 @@ def probes() -> Iterator[list[list[probe.Seen]]]:
 
     with patched(planning_inputs, "probe", noted):
         yield made
+
+
+def num_runs(made: list[probe.Probed]) -> int:
+    return sum(len(found.collectives) + len(found.products) for found in made)
 
 
 def gather_us(model: nn.Module) -> list[float]:
@@ -70,7 +74,7 @@ def slow(ctx: Ctx, pause_s: float) -> tuple[list[float], list[tuple[str, int, fl
         assert_equal(expected, train(model, CASE, ctx, 2))
     (found,) = made
     (plan,) = graphshard.plans(model)
-    said = [(str(one.kind), one.size_bytes, one.us) for one in found]
+    said = [(str(one.kind), one.size_bytes, one.us) for one in found.collectives]
     return gather_us(model), said, plan.to_json()
 
 
@@ -102,7 +106,7 @@ def one_stays_away(ctx: Ctx, how: str) -> int:
         else:
             train(model, CASE, ctx, 1)
     assert time.monotonic() - began < 30
-    return sum(map(len, made))
+    return num_runs(made)
 
 
 @pytest.mark.parametrize("how", ["not tuned", "nobody asked"])
@@ -125,7 +129,7 @@ def one_cannot(ctx: Ctx) -> tuple[int, bool]:
         model = build(CASE, ctx)
         model.compile(backend="graphshard", options={"replan_after": None})
         assert_equal(expected, train(model, CASE, ctx, 2))
-    return sum(map(len, made)), bool(graphshard.plans(model))
+    return num_runs(made), bool(graphshard.plans(model))
 
 
 def test_a_rank_that_cannot_plan(pool: Pool) -> None:
@@ -153,7 +157,7 @@ def later(ctx: Ctx, alone: int) -> tuple[list[int], int]:
         if ctx.rank == alone:
             batch = tuple(tensor[:2] for tensor in batch)  # but for this length
         CASE.loss(other, batch).backward()
-    return [len(found) for found in made], counts.all_gather
+    return [len(found.collectives) for found in made], counts.all_gather
 
 
 @pytest.mark.parametrize("alone", [0, 1])
