@@ -30,16 +30,17 @@ class Mode:
     """sharding: "", "fsdp2" or "simple_fsdp". compiler: "", "inductor" (all as one graph), "blocks"
     (each by Inductor) or "graphshard".
 
-    tuned: FSDP2 with explicit prefetch and asynchronous collectives. reshard: the share of the
-    blocks, from the first one, that are resharded after forward, the others are kept; None leaves
-    them to FSDP2, as the root always is. explicit: the script says True for blocks that are
-    resharded; else it leaves them to FSDP2, which does so. across: between micro-steps everything
+    tuned: FSDP2 with explicit prefetch of `ahead` groups and asynchronous collectives. reshard: the
+    share of the blocks, from the first one, that are resharded after forward, the others are kept;
+    None leaves them to FSDP2, as the root always is. explicit: the script says True for blocks that
+    are resharded; else it leaves them to FSDP2, which does so. across: between micro-steps all
     stays gathered. within: modes of whose measured peaks the mean is the planner's budget; ANY for
     no limit, none for no planner.
     on_node: the ranks of each node hold the blocks from forward to backward (an int
     `reshard_after_forward`); a planner may decide so. tunes: on the emulated network too, the plan
     is made of the preset's costs, and again of the first steps. compute, schedule: of graphshard.
-    bucket_mb: of Inductor's overlap and bucketing passes; None leaves them off.
+    bucket_mb: of Inductor's overlap and bucketing passes; None leaves them off. simple_overlap: its
+    pass of that name (torch 2.15).
     """
 
     name: str
@@ -47,6 +48,7 @@ class Mode:
     sharding: str = "fsdp2"
     compiler: str = ""
     tuned: bool = False
+    ahead: int = 2
     reshard: float | None = None
     explicit: bool = True
     across: bool = False
@@ -56,6 +58,7 @@ class Mode:
     compute: str = "aten"
     schedule: str = "planned"
     bucket_mb: float | None = None
+    simple_overlap: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -102,6 +105,23 @@ def fused(name: str, title: str, *within: str, **more: Any) -> Mode:
     return ours(name, f"Inductor, {title}", within=within, compute="inductor", **more)
 
 
+def by_blocks(suffix: str = "", title: str = "", **more: Any) -> tuple[Mode, ...]:
+    """FSDP2 as a careful user has it, that reshards all, half or none of its blocks."""
+    shares = {"": ("reshard", 1.0), "_half": ("half", 0.5), "_keep": ("keep", 0.0)}
+    return tuple(
+        Mode(
+            f"blocks_tuned{kept}{suffix}", f"FSDP2, Inductor, {word}{title}", "fsdp2", "blocks",
+            tuned=True, reshard=share, **more,
+        )
+        for kept, (word, share) in shares.items()
+    )  # fmt: skip
+
+
+def simple(suffix: str, title: str, **more: Any) -> Mode:
+    return Mode(f"simple_fsdp{suffix}", f"SimpleFSDP{title}", "simple_fsdp", "inductor", **more)
+
+
+BUCKETS_MB = (1, 2, 4, 8, 16)
 MODES = (
     Mode("single", "one process", ""),
     Mode("inductor", "one process, Inductor", "", "inductor"),
@@ -109,9 +129,7 @@ MODES = (
     Mode("fsdp2_tuned", "FSDP2, tuned, reshard", tuned=True, reshard=1.0),
     Mode("fsdp2_tuned_half", "FSDP2, tuned, half", tuned=True, reshard=0.5),
     Mode("fsdp2_tuned_keep", "FSDP2, tuned, keep", tuned=True, reshard=0.0),
-    Mode("blocks_tuned", "FSDP2, Inductor, reshard", "fsdp2", "blocks", tuned=True, reshard=1.0),
-    Mode("blocks_tuned_half", "FSDP2, Inductor, half", "fsdp2", "blocks", tuned=True, reshard=0.5),
-    Mode("blocks_tuned_keep", "FSDP2, Inductor, keep", "fsdp2", "blocks", tuned=True, reshard=0.0),
+    *by_blocks(),
     Mode(
         "blocks_tuned_across",
         "FSDP2, Inductor, keep all",
@@ -126,10 +144,18 @@ MODES = (
         "blocks_tuned_node", "FSDP2, Inductor, node", "fsdp2", "blocks",
         tuned=True, reshard=1.0, on_node=True,
     ),
-    Mode("simple_fsdp", "SimpleFSDP", "simple_fsdp", "inductor"),
-    Mode("simple_fsdp_2mb", "SimpleFSDP, overlap, 2 MB", "simple_fsdp", "inductor", bucket_mb=2),
-    Mode("simple_fsdp_4mb", "SimpleFSDP, overlap, 4 MB", "simple_fsdp", "inductor", bucket_mb=4),
-    Mode("simple_fsdp_8mb", "SimpleFSDP, overlap, 8 MB", "simple_fsdp", "inductor", bucket_mb=8),
+    *by_blocks("_one_ahead", ", one ahead", ahead=1),
+    *by_blocks("_three_ahead", ", three ahead", ahead=3),
+    simple("", ""),
+    *(simple(f"_{mb}mb", f", overlap, {mb} MB", bucket_mb=mb) for mb in BUCKETS_MB),
+    simple("_simple_overlap", ", simple overlap", simple_overlap=True),
+    *(
+        simple(
+            f"_{mb}mb_simple_overlap", f", overlap, {mb} MB, simple overlap",
+            bucket_mb=mb, simple_overlap=True,
+        )
+        for mb in BUCKETS_MB
+    ),
     ours("graphshard", "one ahead", schedule="fsdp2"),
     ours("graphshard_keep", "one ahead, keep", schedule="fsdp2", reshard=0.0),
     ours("planned_low", "low budget", within=("fsdp2_tuned",)),
@@ -154,12 +180,18 @@ MODES = (
     fused("fused_mesh", "node, without", "blocks_tuned_node"),
     fused("fused_node", "node", "blocks_tuned_node", on_node=True),
 )  # fmt: skip
+# What a peer's best setting is looked for among: one shape, one network, all that can be set.
+SWEPT = tuple(
+    mode
+    for mode in MODES
+    if mode.is_peer and mode.compiler and not mode.across and not mode.on_node
+    if overlap.HAS_SIMPLE or not mode.simple_overlap
+)
 NO_LIMIT_BYTES = 10**12
 BY_NAME = {mode.name: mode for mode in MODES}
 PLANNED = {mode.compute: mode for mode in MODES if mode.within == ANY}
 WARM_UP_STEPS = 3  # the first one compiles and makes the optimizer's state
 TUNING_STEPS = 16  # after these a plan has settled
-PREFETCHED = 2  # groups that tuned FSDP2 gathers ahead
 
 
 @dataclass(slots=True)
@@ -246,7 +278,7 @@ def make_trainer(
             fully_shard(block, mesh=mesh, reshard_after_forward=after_forward)
         fully_shard(model, mesh=mesh)
     if mode.tuned:
-        tune(model, reductions)
+        tune(model, reductions, mode.ahead)
     compile_with(mode, model, blocks, link, planner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return Trainer(model, optimizer, reductions, mode.across, mode.sharding == "fsdp2")
@@ -263,6 +295,7 @@ def compile_with(
         for block in blocks:
             block.compile(fullgraph=True)
     elif mode.compiler == "inductor":
+        overlap.simple(mode.simple_overlap)
         if mode.bucket_mb is not None:
             overlap.use(link, mode.bucket_mb)
         model.compile(fullgraph=True)
@@ -287,7 +320,7 @@ def compile_with(
         model.compile(backend="graphshard", fullgraph=True, options=options)
 
 
-def tune(model: Any, reductions: AsyncReduceScatter) -> None:
+def tune(model: Any, reductions: AsyncReduceScatter, ahead: int) -> None:
     """What a user can do by hand: gathers and reductions that overlap with compute.
 
     FSDP2 overlaps by CUDA streams; on a CPU its default overlaps nothing, so that a comparison
@@ -301,12 +334,12 @@ def tune(model: Any, reductions: AsyncReduceScatter) -> None:
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)
     model._set_unshard_async_op(True)
-    model.set_modules_to_forward_prefetch(blocks[:PREFETCHED])
-    model.set_modules_to_backward_prefetch(blocks[: -PREFETCHED - 1 : -1])
+    model.set_modules_to_forward_prefetch(blocks[:ahead])
+    model.set_modules_to_backward_prefetch(blocks[: -ahead - 1 : -1])
     model.set_custom_reduce_scatter(reductions)
     for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + PREFETCHED])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - PREFETCHED) : i][::-1])
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
         block.set_custom_reduce_scatter(reductions)
 
 

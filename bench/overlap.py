@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 FLOPS_PER_MS = 1e8  # one core, float32, large products: what `graphshard calibrate` measures here
 MEMORY_GB_PER_S = 15
 BYTES_PER_MS_OF_ONE_GBIT = 125_000.0
+HAS_SIMPLE = hasattr(torch._inductor.config.aten_distributed_optimizations, "enable_simple_overlap")
 ASKED = {
     "get_gpu_dram_gbps": lambda: MEMORY_GB_PER_S,
     "get_device_tflops": lambda dtype: FLOPS_PER_MS / 1e9,
@@ -45,6 +46,15 @@ def use(link: Any, bucket_mb: float) -> None:
     config.compute_estimator = "analytical"
     config.pre_bucketing_fsdp_collectives_bucket_cap_mb = bucket_mb
     config.custom_runtime_estimation = estimator(link)
+
+
+def simple(on: bool) -> None:
+    """The pass that moves collectives up and waits down, without any estimate; where torch has it,
+    it is on by default. Raises RuntimeError where it does not."""
+    if HAS_SIMPLE:
+        torch._inductor.config.aten_distributed_optimizations.enable_simple_overlap = on
+    elif on:
+        raise RuntimeError(f"torch {torch.__version__} has no simple overlap; 2.15 has")
 
 
 def estimator(link: Any) -> Callable[..., float | None]:

@@ -37,6 +37,7 @@ from bench.modes import (  # noqa: E402
     BY_NAME,
     MODES,
     NO_LIMIT_BYTES,
+    SWEPT,
     TUNING_STEPS,
     WARM_UP_STEPS,
     Mode,
@@ -141,7 +142,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--launches", type=int, default=6, help="of each mode; 6 give 95 %%")
     parser.add_argument("--steps", type=int, default=6, help="measured steps at each rate")
     parser.add_argument(
-        "--modes", type=names, default=names(USUAL), help=",".join(m.name for m in MODES)
+        "--modes",
+        type=names,
+        default=names(USUAL),
+        help=f"{','.join(m.name for m in MODES)}; swept: all settings of FSDP2 and SimpleFSDP",
     )
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     return parser.parse_args(argv)
@@ -152,6 +156,7 @@ def numbers(text: str) -> tuple[float, ...]:
 
 
 def names(text: str) -> tuple[Mode, ...]:
+    text = text.replace("swept", ",".join(mode.name for mode in SWEPT))
     unknown = [name for name in text.split(",") if name not in BY_NAME]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}")

@@ -13,6 +13,7 @@ from patching import patched
 from pool import Ctx, Pool
 from test_tuning import first_launch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import graphshard
 from graphshard.capture.root_state import root_states_under
@@ -33,12 +34,15 @@ def compiled(ctx: Ctx, **options: Any) -> nn.Module:
 
 @contextmanager
 def probes() -> Iterator[list[probe.Probed]]:
-    """What each probe inside has found."""
+    """What each probe inside has found; none takes of the user's random numbers."""
     made: list[probe.Probed] = []
 
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
+            before = torch.get_rng_state()
             made.append(original(*args))
+            with _disable_current_modes():  # a graph is being traced
+                assert torch.equal(torch.get_rng_state(), before)
             return made[-1]
 
         return call
@@ -51,42 +55,57 @@ def num_runs(made: list[probe.Probed]) -> int:
     return sum(len(found.collectives) + len(found.products) for found in made)
 
 
-def gather_us(model: nn.Module) -> list[float]:
-    """What the plan was told that gathers take."""
-    problems = [c.problem for record in root_states_under(model) for c in record.plans.values()]
-    return [part.gather.us for problem in problems for g in problem.groups for part in g.parts]
+def costs(model: nn.Module) -> tuple[float, float]:
+    """What the plan was told: the longest gather, and all regions of forward."""
+    (problem,) = (c.problem for record in root_states_under(model) for c in record.plans.values())
+    gathers = [part.gather.us for group in problem.groups for part in group.parts]
+    return max(gathers), sum(region.us for region in problem.forward)
 
 
-@first_launch
-def slow(ctx: Ctx, pause_s: float) -> tuple[list[float], list[tuple[str, int, float]], str]:
-    """With collectives that take `pause_s` longer, on rank 1 alone as all of them do on both."""
-
-    def slower(original: Callable[..., Any]) -> Callable[..., Any]:
+def slower(pause_s: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             time.sleep(pause_s)
             return original(*args, **kwargs)
 
         return call
 
+    return make
+
+
+@first_launch
+def slow(
+    ctx: Ctx, gather_s: float, product_s: float
+) -> tuple[tuple[float, float], list[tuple[str, float]], str]:
+    """With collectives and products that take so much longer."""
+
+    def products(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: slower(product_s)(original(*args))
+
     expected = train(build(CASE, ctx), CASE, ctx, 2)
-    with probes() as made, patched(probe, "finish", slower):
+    slower_gathers = patched(probe, "finish", slower(gather_s))
+    with probes() as made, slower_gathers, patched(probe, "product", products):
         model = compiled(ctx)
         assert_equal(expected, train(model, CASE, ctx, 2))
     (found,) = made
     (plan,) = graphshard.plans(model)
-    said = [(str(one.kind), one.size_bytes, one.us) for one in found.collectives]
-    return gather_us(model), said, plan.to_json()
+    said = [(str(one.kind), one.us) for one in found.collectives]
+    said += [(str(one.dtype), one.us) for one in found.products]
+    return costs(model), said, plan.to_json()
 
 
-def test_the_first_plan_knows_the_network(pool: Pool) -> None:
-    first, second = pool.run(2, slow, 0.02)
-    assert first == second
-    gathers_us, said, _ = first
-    assert [kind for kind, _, _ in said] == ["all_gather", "reduce_scatter"]
-    assert all(us > 20_000 for _, _, us in said)
-    assert max(gathers_us) > 10_000
-    quick, _ = pool.run(2, slow, 0.0)
-    assert max(quick[0]) < 10_000
+def test_the_first_plan_knows_network_and_device(pool: Pool) -> None:
+    quick, _ = pool.run(2, slow, 0.0, 0.0)
+    gathers, other = pool.run(2, slow, 0.02, 0.0)
+    products, _ = pool.run(2, slow, 0.0, 0.2)
+    assert gathers == other
+    kinds = ["all_gather", "reduce_scatter", "torch.float32"]
+    assert [[kind for kind, _ in said] for _, said, _ in (gathers, products)] == [kinds, kinds]
+    assert all(us > 20_000 for _, us in gathers[1][:2])
+    assert products[1][2][1] > 200_000
+    (quick_gather_us, quick_forward_us), (gather_us, _) = quick[0], gathers[0]
+    assert quick_gather_us < 10_000 < gather_us
+    assert products[0][1] > 3 * quick_forward_us
 
 
 @first_launch
