@@ -193,7 +193,7 @@ def _shared(
     for which no such end is later than the known one.
     """
     work, factors = 0.0, []
-    for index in reversed(issued):
+    for index in reversed(list(issued)):
         work += weights[index] or LEAST_US
         factors.append((end - issued[index]) / work)
     factor = max(0.0, min(factors))
