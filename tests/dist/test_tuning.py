@@ -48,7 +48,7 @@ def cache_in(folder: Path) -> Any:
 
 
 def unseen() -> Any:
-    """Inside, no collectives tell of the network before the first plan."""
+    """Inside, nothing tells of network and device before the first plan."""
     return patched(planning_inputs, "probe", lambda _: lambda *args: probe.Probed())
 
 
