@@ -2,6 +2,7 @@
 has the machine to itself."""
 
 import fcntl
+import gc
 import os
 import sys
 import tempfile
@@ -33,6 +34,11 @@ def pool() -> Iterator[Pool]:
     with tempfile.TemporaryDirectory(prefix="graphshard-cache-") as folder, Pool() as workers:
         os.environ["GRAPHSHARD_CACHE_DIR"] = folder
         yield workers
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # the modules and the tests: collections pass them over
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

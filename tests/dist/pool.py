@@ -162,7 +162,7 @@ class _Workers:
             self._round(None, "starting the workers", START_S)
             self._started = True
         if self._kept and not keeps_compiled:
-            self._settle(_RESET, name)
+            self._settle(_FORGET, name)
         results = self._round(payload, name, timeout_s)
         self._settle(_KEEP if keeps_compiled else _RESET, name)
         self._kept = keeps_compiled
@@ -265,13 +265,16 @@ class _Workers:
 
 # -- in the worker process -------------------------------------------------------------------------
 
-_LEAVE, _KEEP, _RESET = b"leave", b"keep", b"reset"
+# After a case: _RESET makes Dynamo forget what it has compiled, _KEEP does not, and _FORGET, after
+# _KEEP, frees that too.
+_LEAVE, _KEEP, _RESET, _FORGET = b"leave", b"keep", b"reset", b"forget"
 
 
 def _worker_main(
     conn: Connection, rank: int, world_size: int, port: int, stack_file: str, compute: str
 ) -> None:
     os.setsid()
+    gc.freeze()  # the modules: collections pass them over
     os.environ["GRAPHSHARD_COMPUTE"] = compute
     # What tunes itself counts and orders collectives as its measurements come out: tests that are
     # about that ask for it (`replan_after` None).
@@ -282,6 +285,7 @@ def _worker_main(
         from torch._inductor import config
 
         config.fallback_random = True  # dropout masks are those of eager torch
+        config.cpp.simdlen = 1  # without vectors a kernel is compiled in half of the time
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -290,7 +294,7 @@ def _worker_main(
         _reply(conn, lambda: ctx.append(_join(rank, world_size, port)))
         with contextlib.suppress(EOFError):  # the test process is gone
             while (message := conn.recv_bytes()) != _LEAVE:
-                settles = message in (_KEEP, _RESET)
+                settles = message in (_KEEP, _RESET, _FORGET)
                 _reply(conn, partial(_settle if settles else _run_case, *ctx, message))
         dist.destroy_process_group()
         os._exit(
@@ -341,13 +345,14 @@ def _run_case(ctx: Ctx, payload: bytes) -> Any:
 
 def _settle(ctx: Ctx, what: bytes) -> int:
     """How many process groups are left."""
-    if what == _RESET and "torch._dynamo" in sys.modules:
+    if what != _KEEP and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    if what == _FORGET:
+        gc.unfreeze()
     gc.collect()
-    if what == _RESET:
-        # Later collections pass over what is left now. Assumed: no case but those that begin with
-        # `collect_all` counts what an earlier one left and only a collection frees.
-        gc.freeze()
+    # Later collections pass over what is left now. Assumed: no case but those that begin with
+    # `collect_all` counts what an earlier one left and only a collection frees.
+    gc.freeze()
     dist.barrier()
     return len(dist.distributed_c10d._world.pg_map)
 

@@ -1,6 +1,7 @@
 """Processes that need not import torch again, and scripts and modules that run in them."""
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import runpy
@@ -117,6 +118,7 @@ def _main(
     if limit_s is not None:  # what a process that hangs is at, before it is killed
         faulthandler.dump_traceback_later(max(1.0, limit_s - 5.0))
     torch.set_num_threads(1)
+    gc.freeze()  # the modules: collections pass them over
     if args[0] == "-m":
         sys.argv = list(args[1:])
         runpy.run_module(args[1], run_name="__main__", alter_sys=True)
