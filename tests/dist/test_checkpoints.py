@@ -32,7 +32,7 @@ import graphshard
 
 pytestmark = pytest.mark.dist
 
-CASES = int(os.environ.get("GRAPHSHARD_FUZZ_CHECKPOINTS", "24"))
+CASES = int(os.environ.get("GRAPHSHARD_FUZZ_CHECKPOINTS", "16"))
 FIRST = int(os.environ.get("GRAPHSHARD_FUZZ_SEED", "0"))
 LIMIT_S = 120.0  # of one case; the usual one takes two seconds
 MOST_REFUSED = 0.3  # of the cases

@@ -140,6 +140,6 @@ def test_a_steady_step_allocates_nothing_new(pool: Pool, options: dict[str, Any]
     assert pool.run(2, steady, options) == [[], []]
 
 
-def test_by_inductor(pool: Pool) -> None:
-    options = {"compute": "inductor"}
-    assert pool.run(2, steady, options, timeout_s=240) == [[], []]
+def test_by_inductor() -> None:
+    with Pool("inductor") as workers:
+        assert workers.run(2, steady, {}, timeout_s=240) == [[], []]

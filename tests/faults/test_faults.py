@@ -19,7 +19,7 @@ from graphshard.runtime.waiting import LATE_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
-CASES = int(os.environ.get("GRAPHSHARD_FAULTS", "12"))
+CASES = int(os.environ.get("GRAPHSHARD_FAULTS", "9"))
 SEED = int(os.environ.get("GRAPHSHARD_FAULTS_SEED", "0"))
 LIMIT_S = max(15.0, GROUP_S + 5.0)  # from the fault to the end of the last rank
 CASE_S = 100.0
