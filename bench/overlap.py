@@ -22,8 +22,8 @@ MEMORY_GB_PER_S = 15
 BYTES_PER_MS_OF_ONE_GBIT = 125_000.0
 HAS_SIMPLE = hasattr(torch._inductor.config.aten_distributed_optimizations, "enable_simple_overlap")
 ASKED = {
-    "get_gpu_dram_gbps": lambda *args, **kwargs: MEMORY_GB_PER_S,
-    "get_device_tflops": lambda dtype, **kwargs: FLOPS_PER_MS / 1e9,
+    "get_gpu_dram_gbps": lambda: MEMORY_GB_PER_S,
+    "get_device_tflops": lambda dtype, device=None: FLOPS_PER_MS / 1e9,
 }
 
 

@@ -282,7 +282,7 @@ def test_all_modes_train_the_same(extension):
 
 @pytest.mark.slow
 def test_modes_by_inductor_train_nearly_the_same(extension):
-    names = ("fsdp2_tuned", "blocks_tuned_half", "simple_fsdp_4mb", "fused")
+    names = ("fsdp2_tuned", "blocks_tuned_half", "simple_fsdp", "simple_fsdp_4mb", "fused")
     check_losses(launched(names), [BY_NAME[name] for name in names])
 
 

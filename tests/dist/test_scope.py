@@ -22,6 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 use = sys.argv[1]
+if use == "import":
+    import graphshard.backend
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 mesh = init_device_mesh("cpu", (2,))
 
@@ -101,4 +103,5 @@ def frames(use: str) -> dict[str, object]:
 def test_frames_and_graphs_of_other_backends_stay_the_same() -> None:
     without = frames("never")
     assert any(row[0] for row in without.values())
+    assert frames("import") == without
     assert frames("compile") == without

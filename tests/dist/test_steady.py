@@ -28,27 +28,28 @@ from graphshard.runtime import gather_buffers
 pytestmark = pytest.mark.dist
 
 WARM_UP = 12  # what tunes itself has settled by then
-STEADY = 2
-# Steps, until each allocation was seen to be given back in one of them; 9 on a machine with four
-# times as many busy processes as cores. After a few more, what tunes itself sees that steps which
-# are looked at take longer, and plans again.
+STEADY = 4
+# More steps are taken, up to MOST, until each allocation was seen to be given back in one of them:
+# 9 were needed on a machine with 4 busy processes per core. Profiled steps are slower, and after
+# about 12 of them what tunes itself would plan again.
 MOST = 12
 TUNES: dict[str, Any] = {"fallback": "error", "replan_after": None}
 LATE_S = 0.1  # gloo's threads let go of a collective's tensors a little after its end
 
-Which = tuple[int, int]  # the n-th allocation of so many bytes in a step
+Allocation = tuple[int, int]  # bytes, and its number among those of that size in a step
 
 
 @dataclass
 class Memory:
-    """What steps allocate on the CPU. living: by address. freed: was given back, in any step.
+    """What steps allocate on the CPU. living: by address. freed: given back in any step.
 
     The profiler does not see what a gloo thread gives back, and any of a step's collectives may be
     given back by one: the last to let go of it. So one step does not show what is left.
     """
 
-    living: dict[int, Which] = field(default_factory=dict)
-    freed: set[Which] = field(default_factory=set)
+    living: dict[int, Allocation] = field(default_factory=dict)
+    allocated: set[Allocation] = field(default_factory=set)
+    freed: set[Allocation] = field(default_factory=set)
 
     def follow(self, step: Callable[[], None]) -> Counter[int]:
         """Runs a step. How often which size was allocated."""
@@ -60,7 +61,12 @@ class Memory:
             if size > 0:
                 sizes[size] += 1
                 self.living[address] = (size, sizes[size])
+                self.allocated.add(self.living[address])
         return sizes
+
+    def left(self) -> list[Allocation]:
+        """What no step gave back."""
+        return sorted(self.allocated - self.freed)
 
 
 def _allocated(step: Callable[[], None]) -> list[tuple[int, int]]:
@@ -89,7 +95,7 @@ def steps_of(model: nn.Module, case: Case, ctx: Ctx) -> Callable[[], None]:
     return step
 
 
-def steady(ctx: Ctx, options: dict[str, Any]) -> list[Which]:
+def steady(ctx: Ctx, options: dict[str, Any]) -> list[Allocation]:
     """What no steady step gives back."""
     case = CASES["llama"]
     model = build(case, ctx)
@@ -115,20 +121,15 @@ def steady(ctx: Ctx, options: dict[str, Any]) -> list[Which]:
     before, memory = segments(), Memory()
     with patched(gather_buffers, "_new_buffer", noted):
         seen = [memory.follow(step) for _ in range(STEADY)]
-        while anywhere(ctx, left := not_freed(memory, seen[0])) and len(seen) < MOST:
+        while anywhere(ctx, memory.left()) and len(seen) < MOST:
             seen.append(memory.follow(step))
     assert segments() == before
     assert made == [], "gather buffers are made once"
     assert all(sizes == seen[0] for sizes in seen)
-    return left
+    return memory.left()
 
 
-def not_freed(memory: Memory, sizes: Counter[int]) -> list[Which]:
-    every = {(size, place + 1) for size, count in sizes.items() for place in range(count)}
-    return sorted(every - memory.freed)
-
-
-def anywhere(ctx: Ctx, left: list[Which]) -> bool:
+def anywhere(ctx: Ctx, left: list[Allocation]) -> bool:
     """Whether something is left on any rank: all of them go on then."""
     found = torch.tensor(len(left), device=ctx.device)
     dist.all_reduce(found)
