@@ -64,6 +64,7 @@ class Options:
     changed their shards, instead of when the next forward begins.
     replan_after: forwards after which the plan is made again from measured times, once; 0: never;
     None: what is planned without a calibrated profile tunes itself.
+    promote: blocks compiled in place leave it to the root above them, which is compiled instead.
     given: what was written, and where, by the name that users write.
     """
 
@@ -79,6 +80,7 @@ class Options:
     verify: str = "compile"
     schedule: str = "planned"
     report_dir: Path | None = None
+    promote: bool = True
     inductor: tuple[tuple[str, object], ...] = ()
     given: tuple[tuple[str, Given], ...] = field(default=(), compare=False)
 
@@ -89,7 +91,7 @@ class Options:
     def terms(self) -> dict[str, object]:
         """By name, what all ranks need alike: it decides what they ask each other and send, or
         what they do when one of them cannot go on."""
-        names = ("verify", "fallback", "compute", "schedule", "reshard", "micro_steps")
+        names = ("verify", "fallback", "compute", "schedule", "reshard", "micro_steps", "promote")
         own = {name: getattr(self, name) for name in names}
         budget = self.memory_budget
         said = budget.value if isinstance(budget, Device) else budget
@@ -267,11 +269,11 @@ def _replan_after(key: str, given: Given) -> int | None:
     return 0 if given.value == 0 and given.value is not False else _count(key, given, least=2)
 
 
-def _switch(key: str, given: Given) -> bool:
-    value = given.value
-    if value is not None and not isinstance(value, bool):
+def _switch(key: str, given: Given, default: bool) -> bool:
+    value = default if given.value is None else given.value
+    if not isinstance(value, bool):
         raise OptionsError("GS103", f"option {key}={value!r}; give True or False")
-    return bool(value)
+    return value
 
 
 # By the name that users write.
@@ -283,11 +285,12 @@ _PARSERS: dict[str, Callable[[str, Given], object]] = {
     "reshard": _choice,
     "machine": _machine,
     "micro_steps": partial(_count, least=1, default=1),
-    "overlap_optimizer": _switch,
+    "overlap_optimizer": partial(_switch, default=False),
     "replan_after": _replan_after,
     "verify": _choice,
     "schedule": _choice,
     "report_dir": _path,
+    "promote": partial(_switch, default=True),
 }
 
 

@@ -19,7 +19,7 @@ from graphshard.schedule.plan import Reshard
 
 KEYS = (
     "compute, fallback, dump_dir, memory_budget, reshard, machine, micro_steps, "
-    "overlap_optimizer, replan_after, verify, schedule, report_dir"
+    "overlap_optimizer, replan_after, verify, schedule, report_dir, promote"
 )
 
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"

@@ -64,6 +64,7 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_orig_mod": None,
     },
     "torch._dynamo.eval_frame._TorchDynamoContext": {
+        "_dynamic": None,
         "_torchdynamo_inline": None,
         "_torchdynamo_orig_callable": None,
     },

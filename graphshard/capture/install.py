@@ -1,4 +1,5 @@
-"""The one change that graphshard makes to a process: Dynamo learns to trace FSDP2's modules."""
+"""What graphshard changes in a process: Dynamo learns to trace FSDP2's modules, and what a root
+runs at its first call."""
 
 from __future__ import annotations
 
@@ -15,3 +16,4 @@ def install() -> None:
         text = f"graphshard: {why}; compare a few steps with eager FSDP2 before you rely on it"
         warnings.warn(text, GraphshardWarning, stacklevel=2)
     dynamo.install(fallback.protected, fallback.unplugged)
+    fallback.install()

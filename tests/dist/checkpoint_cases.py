@@ -43,7 +43,7 @@ class CheckpointCase:
 
     layers: int = field(default=2, metadata={"of": (2, 3, 4)})
     flavour: str = field(default="plain", metadata={"of": FLAVOURS})
-    compiled: str = field(default="root", metadata={"of": ("root", "blocks", "both")})
+    compiled: str = field(default="root", metadata={"of": ("root", "blocks", "apart", "both")})
     breaks: str = field(default="", metadata={"of": ("", "", "loop", "block")})
     attends: bool = field(default=False, metadata={"of": (False, True)})
     nested: bool = field(default=False, metadata={"of": (False, True)})
@@ -177,9 +177,10 @@ def build(ctx: Ctx, case: CheckpointCase) -> nn.Module:
 
 
 def compile_in_place(model: nn.Module, case: CheckpointCase) -> None:
-    if case.compiled in ("blocks", "both"):
+    if case.compiled != "root":
+        options = {"promote": case.compiled != "apart"}
         for block in dict.fromkeys(model.blocks):
-            block.compile(backend="graphshard")
+            block.compile(backend="graphshard", options=options)
     if case.compiled in ("root", "both"):
         model.compile(backend="graphshard")
 

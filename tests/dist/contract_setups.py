@@ -35,8 +35,8 @@ OWN_ORDER: dict[str, Any] = {"schedule": "fsdp2"}
 STRICT: dict[str, Any] = {**OWN_ORDER, "fallback": "error"}
 
 
-def compile_whole(model: nn.Module, fullgraph: bool = True) -> None:
-    model.compile(backend="graphshard", fullgraph=fullgraph, options=STRICT)
+def compile_whole(model: nn.Module, fullgraph: bool = True, **options: Any) -> None:
+    model.compile(backend="graphshard", fullgraph=fullgraph, options={**STRICT, **options})
 
 
 def compile_or_warn(model: nn.Module) -> None:
@@ -385,7 +385,7 @@ def one_or_both(model: nn.Module, step: int) -> None:
     model.both = step % 2 == 0
 
 
-def compile_blocks(model: nn.Module, but: int | None = None) -> None:
+def compile_blocks(model: nn.Module, but: int | None = None, **options: Any) -> None:
     for index, block in enumerate(model.blocks):
         if index != but:
-            compile_whole(block)
+            compile_whole(block, **options)

@@ -11,6 +11,7 @@ import pytest
 from warm import run_script
 
 TORCHTITAN = Path(__file__).parent / "framework_scripts/torchtitan_blocks.py"
+WHOLE = [4, 4, 1]  # groups in graphs, all groups, plans
 LIMIT_S = 120.0
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
@@ -25,7 +26,7 @@ def trained(*backend: str, **environment: str) -> Any:
 def eager() -> Any:
     """The losses of eager FSDP2."""
     found = trained()
-    assert not found["groups"]
+    assert found["groups"] == [0, 4, 0]
     return found["losses"]
 
 
@@ -35,7 +36,7 @@ def test_options_of_the_environment(eager: Any) -> None:
         "compute='aten' from GRAPHSHARD_OPTIONS",
         "schedule='fsdp2' from GRAPHSHARD_OPTIONS",
     ]
-    assert found["groups"] == 2
+    assert found["groups"] == WHOLE
     assert found["losses"] == eager
 
 
@@ -48,7 +49,13 @@ def test_options_of_a_file(eager: Any, tmp_path: Path) -> None:
         "compute='aten' from GRAPHSHARD_OPTIONS",
         f"verify='every' from {file}",
     ]
-    assert found["groups"] == 2
+    assert found["groups"] == WHOLE
+    assert found["losses"] == eager
+
+
+def test_blocks_apart(eager: Any) -> None:
+    found = trained("graphshard", GRAPHSHARD_OPTIONS="compute=aten,promote=false")
+    assert found["groups"] == [2, 4, 1]
     assert found["losses"] == eager
 
 

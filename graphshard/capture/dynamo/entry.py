@@ -60,7 +60,9 @@ def _patch_entry(
         with _hooks_inside() if is_module else contextlib.nullcontext():
             compiled = original(self, fn)
         is_done = isinstance(fn, nn.Module)  # by this function, when torch called it for the module
-        return compiled if is_done else enter(compiled, settings, self.callback.try_again)
+        if is_done:
+            return compiled
+        return enter(compiled, settings, self.callback.try_again, dynamic=self._dynamic)
 
     context.__call__ = call  # type: ignore[method-assign]
 

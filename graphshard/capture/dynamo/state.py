@@ -123,6 +123,12 @@ def wrapped_module(fn: Any) -> nn.Module | None:
     return None
 
 
+def is_in_place(fn: Any) -> bool:
+    """`fn` was made for `Module.compile`."""
+    names = [getattr(candidate, "__name__", "") for candidate in _callables_of(fn)]
+    return "_call_impl" in names
+
+
 def _callables_of(fn: Any) -> Iterator[Any]:
     for _ in range(8):
         if fn is None:

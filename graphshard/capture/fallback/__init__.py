@@ -4,10 +4,12 @@ any exception."""
 from graphshard.capture.fallback.calls import protected
 from graphshard.capture.fallback.causes import describe, warn_near_recompile_limit, warn_once
 from graphshard.capture.fallback.disabled import unplugged
+from graphshard.capture.fallback.promote import install
 from graphshard.capture.fallback.together import open_roots, part_ways
 
 __all__ = [
     "describe",
+    "install",
     "open_roots",
     "part_ways",
     "protected",

@@ -13,6 +13,7 @@ from torch import nn
 from graphshard import fsdp2
 from graphshard.capture import dynamo
 from graphshard.capture.fallback.causes import named_groups, warn_once
+from graphshard.capture.fallback.promote import Request, wait_for_root, wait_no_longer
 from graphshard.capture.fallback.together import open_roots
 from graphshard.capture.fallback.watch import CallWatch
 from graphshard.capture.root_state import (
@@ -34,9 +35,13 @@ logger = logging.getLogger(__name__)
 
 
 def protected(
-    compiled: Callable[..., Any], options: Options, try_again: Callable[[bool], None]
+    compiled: Callable[..., Any],
+    options: Options,
+    try_again: Callable[[bool], None],
+    *,
+    dynamic: bool | None = None,
 ) -> Callable[..., Any]:
-    """What users call instead of the function that torch.compile made.
+    """What users call instead of the function that torch.compile made, with `dynamic` as given.
 
     Validates the model as FSDP2 would before anything is traced, looks after the groups that ran
     outside the graphs, and after an exception puts every group that was in the middle of its
@@ -46,7 +51,10 @@ def protected(
     PyTorch's checkpoint ends each recomputation so. FSDP2's state belongs to the backward then,
     and only what this call itself left half done is undone.
     """
-    keeper = Keeper(dynamo.wrapped_module(compiled), options, try_again)
+    module = dynamo.wrapped_module(compiled)
+    keeper = Keeper(module, options, try_again)
+    if module is not None and dynamo.is_in_place(compiled):
+        wait_for_root(module, Request(options, dynamic))
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -91,6 +99,8 @@ class Keeper:
         """Validate before the first call; watch a call that may compile something, one that
         recomputes, and all until `_later` is done."""
         if self._frames < 0:
+            if self._module is not None:
+                wait_no_longer(self._module)
             _prepare(self._module, self._options)
             self.plain = _plain_call(self._module)
         recomputes = current_task() >= 0

@@ -46,7 +46,8 @@ def main(backend: str) -> None:
         losses.append(loss.item())
     report = graphshard.explain(model)
     options = [f"{name}={given}" for name, given in report.options]
-    print(json.dumps({"losses": losses, "options": options, "groups": report.captured}))
+    groups = [report.captured, report.present, len(graphshard.plans(model))]
+    print(json.dumps({"losses": losses, "options": options, "groups": groups}))
     dist.destroy_process_group()
 
 
