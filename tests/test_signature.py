@@ -42,6 +42,16 @@ def test_merged_groups_are_one_collective():
     assert [(e.group, e.size_bytes) for e in made.collective_signature] == [("a + b", 200)]
 
 
+def test_replicas_are_reduced_where_a_reduction_is_waited_for():
+    one = replace(group(0, "a", 100), reduce_dtype="float32", reduce_bytes=200, replicated=True)
+    made = plan([one], "issue 0, wait 0, compute 1, release 0", "compute 2, reduce 0, reduced 0")
+    shard_bytes = 200 // one.world_size
+    assert made.collective_signature[1:] == (
+        SignatureEntry("backward", "reduce_scatter", "a", "float32", 200),
+        SignatureEntry("backward", "all_reduce", "a", "float32", shard_bytes),
+    )
+
+
 def test_a_fingerprint_knows_collectives_and_nothing_else():
     base = two_layers()
     ops = plan(

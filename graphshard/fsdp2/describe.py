@@ -29,6 +29,7 @@ def describe(group_id: int, group: FsdpGroup) -> GroupInfo:
         gathered_bytes=sum(p.gathered_bytes for p in params),
         reduce_dtype=_reduce_dtype(group),
         reduce_bytes=_reduce_bytes(group),
+        replicated=group.replicate_process_group is not None,
     )
 
 

@@ -42,7 +42,8 @@ class GroupInfo:
     gathered after backward too, as long as gradients are not synchronised.
     reduce_dtype, reduce_bytes: of the gradients on the wire, all trainable parameters together.
     gathers_in_place: straight into the parameters' memory, without a bucket; on one rank compute
-    reads the shards themselves.
+    reads the shards themselves. replicated: where its reduction is waited for, an all-reduce over
+    the replicas follows.
     """
 
     id: Count
@@ -56,6 +57,7 @@ class GroupInfo:
     gathers_in_place: bool = False
     reduce_dtype: str = ""
     reduce_bytes: Count = 0
+    replicated: bool = False
 
     @property
     def trainable(self) -> bool:

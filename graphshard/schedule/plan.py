@@ -36,7 +36,7 @@ from graphshard.schedule.groups import Reshard as Reshard
 from graphshard.schedule.groups import size_bytes
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.reasons import NotEarlier, Reason, group_of
-from graphshard.schedule.signature import CollectiveSignature, SignatureEntry
+from graphshard.schedule.signature import ALL_REDUCE, CollectiveSignature, SignatureEntry
 from graphshard.schedule.steps import ISSUES, to_json
 from graphshard.schedule.steps import Direction as Direction
 from graphshard.schedule.steps import Lane as Lane
@@ -100,11 +100,15 @@ class Plan:
     def collective_signature(self) -> CollectiveSignature:
         """The collectives in the order of issue, forward first: what all ranks must share."""
         pairs = ((s.direction, step) for s in self.schedules for step in s.steps)
-        return tuple(
-            self.entry(direction, step)
-            for direction, step in pairs
-            if step.kind in ISSUES and not step.kept
-        )
+        return tuple(found for pair in pairs for found in self._entries(*pair))
+
+    def _entries(self, direction: Direction, step: Step) -> Iterator[SignatureEntry]:
+        if step.kind in ISSUES and not step.kept:
+            yield self.entry(direction, step)
+        elif step.kind is StepKind.REDUCE_WAIT:
+            for group in (g for g in self.groups if g.replicated and g.id in step.groups):
+                dtype, size = group.reduce_dtype, group.reduce_bytes // group.world_size
+                yield SignatureEntry(str(direction), ALL_REDUCE, group.fqn, dtype, size)
 
     def entry(self, direction: Direction, issue: Step) -> SignatureEntry:
         """What the collective that step `issue` starts is on the wire."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from graphshard.schedule.forecast import CollectiveTime, knows_memory
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Direction, Lane, Plan, Step
-from graphshard.schedule.signature import SignatureEntry
+from graphshard.schedule.signature import ALL_REDUCE, SignatureEntry
 from graphshard.view.axis import Axis, axis_of, offsets_us
 from graphshard.view.text import bytes_text, group_name
 from graphshard.view.timeline import LaneSegment, Timeline, timeline
@@ -100,11 +100,12 @@ def _measured_us(plan: Plan, measured: Measured | None) -> dict[tuple[Direction,
 
 
 def _collectives(plan: Plan, rows: Timeline, axis: Axis) -> Iterator[CollectiveBar]:
-    """In the order of issue, forward first, which is that of `plan.collective_signature`."""
+    """In the order of issue, forward first; all-reduces over replicas have no step of their own."""
     found = [s for lane in rows.lanes for s in lane.segments if s.group is not None and not s.kept]
     found.sort(key=lambda s: s.first)
     timed = dict(_timed(plan))
-    for segment, entry in zip(found, plan.collective_signature, strict=True):
+    entries = [entry for entry in plan.collective_signature if entry.kind != ALL_REDUCE]
+    for segment, entry in zip(found, entries, strict=True):
         wait = segment.last if segment.awaited else None
         step = rows.steps[segment.first]
         time = timed.get(segment.first)

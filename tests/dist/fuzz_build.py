@@ -87,6 +87,9 @@ def compiled(case: FuzzCase, model: nn.Module) -> Callable[..., Any]:
     if case.compile == "step":
         return torch.compile(lambda *args, **kwargs: model(*args, **kwargs), **how)
     names = [name for group in case.groups for name in group.modules]
-    for name in names if case.compile == "each" else [""]:
+    inner = [name for name in names if name] or [""]
+    if case.compile == "apart":
+        how["options"]["promote"] = False
+    for name in {"own": [""], "each": names}.get(case.compile, inner):
         model.get_submodule(name).compile(**how)
     return model

@@ -248,7 +248,8 @@ class FuzzCase:
     parameters FSDP2 does not manage, or which do not require grad when it gets them. divide: the
     divide factor. forward_prefetch, backward_prefetch: a group's number and those in its list.
     compile: "own" (`model.compile`), "wrap" (`torch.compile(model)`), "step" (a compiled function
-    that calls the model) or "each" (the modules of each group). mesh: one of `MESHES`.
+    that calls the model), "each" (the modules of each group), "inner" (those but the root, which
+    is to be compiled in their place) or "apart" (in no case). mesh: one of `MESHES`.
     """
 
     tree: Tree

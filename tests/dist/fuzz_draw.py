@@ -55,6 +55,12 @@ def _rarely(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from([usual] * max(3, 2 * len(others)) + list(others))
 
 
+def _compile(tree: Tree) -> st.SearchStrategy[str]:
+    """A conv's output is not contiguous; see Net.forward about outputs of graphs."""
+    each = () if has(tree, "conv") else ("each", "apart")
+    return st.sampled_from(["own"] * 6 + ["wrap", "step", "inner", *each])
+
+
 @st.composite
 def _parts(draw: st.DrawFn, depth: int, pure: bool, once: bool = False) -> Part:
     """pure: nothing below writes to buffers, which a checkpoint would make happen twice.
@@ -231,8 +237,7 @@ def fuzz_cases(draw: st.DrawFn, most_ranks: int = 4) -> FuzzCase:
         groups,
         tuple(calls),
         mesh=mesh,
-        # A conv's output is not contiguous; see Net.forward about outputs of graphs.
-        compile=draw(_rarely("own", "wrap", "step", "own" if has(tree, "conv") else "each")),
+        compile=draw(_compile(tree)),
         options=draw(_rarely((), *OPTIONS)),
         optimizer=draw(st.sampled_from(_optimizers(tree, calls))),
         divide=draw(_rarely(None, 3.0)),

@@ -320,6 +320,7 @@ def _used_groups(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Read and put back as users do, where a root waits for its first call too."""
     kept = [(module, module._compiled_call_impl) for module in model.modules()]
     for module, _ in kept:
         module._compiled_call_impl = None

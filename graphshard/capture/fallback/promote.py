@@ -82,8 +82,10 @@ def _promote(root: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The first call of `root`: compile it in the place of its blocks, and call it."""
     blocks = _waiting_under(root)
     wait_no_longer(root)
-    request, *others = blocks.values()
-    if all(other == request for other in others):
+    requests = list(blocks.values())
+    root.__dict__.pop("_compiled_call_impl", None)  # where somebody put back what had been read
+    if requests and all(request == requests[0] for request in requests):
+        [request, *_] = requests
         for block in blocks:
             block._compiled_call_impl = None
         # What breaks the graph around the blocks would not have failed without this.
