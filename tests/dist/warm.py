@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,6 +46,15 @@ def warm_context(device_type: str = "cpu") -> Any:
 def print_no_graphs() -> None:
     """AOTAutograd prints each graph for logs that nobody reads here: a tenth of a capture."""
     torch.fx.GraphModule.print_readable = lambda *args, **kwargs: ""  # type: ignore[method-assign]
+
+
+def search_no_arguments() -> None:
+    """torch.fx searches the arguments of each node that it makes for what it would warn about: a
+    twentieth of a compilation."""
+    from torch.fx import graph
+
+    own = {**vars(graph.pytree), "tree_iter": lambda arguments: ()}
+    graph.pytree = SimpleNamespace(**own)  # type: ignore[assignment]
 
 
 def time_no_guards() -> None:
