@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 SILENT_S = 10.0  # of a rank that is in the model and gets no further: FSDP2 runs it there
 COMPILING, IDLE = "compiling", "idle"
+_ASKED = "asked"  # in the place of a plan: the ranks vote on it
 STEP_LIMIT_S = 60.0  # for `verify="every"`: then they are an error
 
 
@@ -96,14 +97,41 @@ def tell(ballots: Iterable[Ballot], graph: str, error: DivergedRanks) -> None:
 def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
     own = fingerprint(_part(ballot, plan))
     agreed = [known for known, terms in ballot.agreed if terms == vote.terms]
-    for known in agreed:
-        if own == fingerprint(_part(ballot, known)):
-            return replace(plan, reduces_apart=plan.reduces_apart and known.reduces_apart)
+    alike = next((known for known in agreed if own == fingerprint(_part(ballot, known))), None)
+    if alike is not None:
+        plan = replace(plan, reduces_apart=plan.reduces_apart and alike.reduces_apart)
+    if not agreed or plan.estimate is None or not may_adopt:
+        return _voted(ballot, plan, vote, may_adopt=may_adopt) if alike is None else plan
     shape = structure(plan)
-    if plan.estimate is not None and may_adopt:
-        for known in agreed:
-            if structure(known) == shape:  # costs changed with the batch; the ranks did not
-                return replace(known, name=plan.name)
+    for known in agreed if alike is None else ():
+        if structure(known) == shape:  # costs changed with the batch; the ranks did not
+            return replace(known, name=plan.name)
+    key = f"graph/{hashlib.sha256(json.dumps([shape, dict(vote.terms)]).encode()).hexdigest()}"
+    found = _claimed(ballot, key, plan, is_known=alike is not None)
+    if found is None:
+        found = _voted(ballot, plan, vote, may_adopt=may_adopt)
+        ballot.store.set(key, found.to_json(indent=None))
+    else:
+        ballot.agreed.append((found, vote.terms))
+    return found
+
+
+def _claimed(ballot: Ballot, key: str, plan: Plan, *, is_known: bool) -> Plan | None:
+    """The plan of the first rank that came with a graph like this; None: the ranks vote on it.
+
+    Costs may make it another plan on each rank, of which one was agreed on for another graph: its
+    rank may run it (`is_known`) and wait for nobody, and who comes later takes it.
+    """
+    try:
+        said = ballot.store.claim(key, plan.to_json(indent=None) if is_known else _ASKED)
+    except StoreLost:
+        if not is_known:
+            raise
+        return plan
+    return None if said == _ASKED else replace(Plan.from_json(said), name=plan.name)
+
+
+def _voted(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
     number, lead = ballot.slot, ballot.ranks[0]
     votes = _ask(ballot, plan, vote, may_adopt=may_adopt)
     alike = len({vote.structure for vote in votes.values()}) == 1

@@ -64,6 +64,11 @@ class JobStore:
         found: bytes = self.line.call("compare_set", self.prefix + key, _NONE, _NONE)
         return None if found == _NONE.encode() else found
 
+    def claim(self, key: str, value: str) -> str:
+        """What is under the key; `value`, from now on, if nothing was there."""
+        found: bytes = self.line.call("compare_set", self.prefix + key, "", value)
+        return found.decode()
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """What is under keys that are there and stay."""
         found: list[bytes] = self.line.call("multi_get", [self.prefix + key for key in keys])

@@ -39,6 +39,10 @@ class OwnStore:
         self._store.set(key, value.encode(errors="backslashreplace").decode())
         self._keys[key] = None
 
+    def claim(self, key: str, value: str) -> str:
+        self._keys[key] = None
+        return self._store.claim(key, value.encode(errors="backslashreplace").decode())
+
     def get(self, key: str) -> bytes | None:
         return self._store.get(key)
 

@@ -16,8 +16,30 @@ TWO_HEADS = Tree(
     vocab=7,
     heads=(4, 4),
 )
+CONV_AND_MLP = Part("branches", (Part("conv"), Part("mlp", hidden=7)))
+ONE_OF_TWO = Part("choice", (CONV_AND_MLP, Part("branches", (Part("dropout"),))))
 LINEARS = Tree(Part("sequence", (Part("linear"), Part("linear"))))
 FOUND = {
+    # Costs made another order of waits, and so of all-reduces, on each rank; rank 1 knew its order
+    # from the graph of the evaluations, and asked nobody.
+    "ragged-batches-of-replicas-after-an-evaluation": FuzzCase(
+        Tree(
+            Part("sequence", (ONE_OF_TWO, Part("tied"), Part("twice", (Part("conv"),)))),
+            heads=(3,),
+            extra=True,
+            own=True,
+        ),
+        (Group(("heads.0",)), Group(("body.1",), reshard=False), Group(("",))),
+        (
+            Forward("eval"),
+            Unshard(1, False),
+            Forward("eval"),
+            Step(length=2, ragged=True, sync="always", zero="keep"),
+            Forward("eval"),
+            Step(length=2, sync="always"),
+        ),
+        mesh="1x2",
+    ),
     # matmul folds a transposed input only where the weight requires grad, under no_grad too.
     "matmul-under-no-grad": FuzzCase(
         Tree(Part("sequence", (Part("conv"),)), heads=(4,)),
