@@ -12,6 +12,7 @@ GraphshardError
 |   `-- UserCodeError                       the user's own file or function fails
 |-- MeasureError         (also ValueError)   nothing was measured, or it does not fit the plan
 |-- MigrateError         (also ValueError)   an argument of FSDP1 without equivalent in FSDP2
+|-- IntegrationError     (also ImportError)  a framework is missing, or too old
 |-- DoctorError          (also ValueError)   the doctor cannot start the command
 |-- FileError            (also ValueError)   a file cannot be read, or does not hold what it should
 |-- DivergedRanks        the ranks would run, or run, different graphs
@@ -55,6 +56,10 @@ class UnsupportedModel(CaptureError):
 
 class VerifyError(GraphshardError):
     """A rule of `graphshard.graph.verify` does not hold after a pass."""
+
+
+class IntegrationError(GraphshardError, ImportError):
+    """A framework that `graphshard.integrations` is for is missing, or too old."""
 
 
 class CostError(GraphshardError, ValueError):

@@ -407,6 +407,11 @@ UNTIL: dict[tuple[int, int], set[str]] = {(2, 11): {"_tp_spec"}}
 # Attributes that instances get from outside, of owners that no import reaches, or of torch itself.
 ELSEWHERE = {
     "_C",
+    "_member_map_",
+    "_member_names_",
+    "_name_",
+    "_value2member_map_",
+    "_value_",
     "_SubParsersAction",
     "_autograd",
     "_boxed_call",

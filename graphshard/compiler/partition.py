@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
 from torch._functorch.partitioners import (
     default_partition,
     min_cut_rematerialization_partition,
@@ -116,7 +117,9 @@ def joint_graph_of(
         min_cut = fused and may_cut
         partition = min_cut_rematerialization_partition if min_cut else default_partition
         with context():
-            return partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
+            forward, backward = partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
+        _order_saved(forward, backward, outputs)
+        return forward, backward
 
     return JointGraph(program, split)
 
@@ -258,6 +261,37 @@ def _repeating(
 
 def priced_on(planning: PlanningInputs) -> PricedOn:
     return PricedOn(planning.machine.name, planning.settings[0].ranks_per_node, planning.fused)
+
+
+def _order_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Put what is saved for backward in the order that AOTAutograd relies on: in forward tensors,
+    opaque objects (the mesh of a DTensor), sizes; in backward sizes, tensors, opaque objects.
+
+    torch 2.13 puts the random states of what a checkpoint computes again behind opaque objects.
+    """
+    node = output_node(forward.graph)
+    outputs: Any = node.args[0]
+    saved = range(num_outputs, len(outputs))
+    order = [*range(num_outputs), *sorted(saved, key=lambda place: _kind(outputs[place]))]
+    if order == list(range(len(outputs))):
+        return
+    node.args = (type(outputs)(outputs[place] for place in order),)
+    if "desc" in node.meta:
+        node.meta["desc"] = [node.meta["desc"][place] for place in order]
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    tangents = [p for p in placeholders if isinstance(p.meta.get("desc"), TangentAOTInput)]
+    for opaque in (p for p in placeholders if _kind(p) == _OPAQUE):
+        tangents[0].prepend(opaque)
+
+
+_TENSOR, _OPAQUE, _SIZE = range(3)
+
+
+def _kind(saved: Any) -> int:
+    value = saved.meta.get("val") if isinstance(saved, fx.Node) else None
+    if isinstance(value, torch.Tensor):
+        return _TENSOR
+    return _SIZE if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else _OPAQUE
 
 
 def _is_checkpointed(joint: fx.Graph) -> bool:

@@ -51,6 +51,11 @@ def is_root(state: FSDPState) -> bool:
     return bool(state._is_root)
 
 
+def is_inner(state: FSDPState) -> bool:
+    """Another state was found to be its root."""
+    return state._is_root is False
+
+
 def lazy_init(state: FSDPState) -> None:
     """FSDP2's own lazy initialisation, which finds the root, names and validates parameters.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checkpoint_cases import (
     DIFFERS,
     EQUAL,
@@ -26,6 +27,7 @@ from checkpoint_cases import (
 from pool import Ctx, Pool, capped
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as hook_based
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
@@ -214,3 +216,40 @@ def chunked_loss(ctx: Ctx, by_hooks: bool) -> None:
 @pytest.mark.parametrize("by_hooks", [False, True])
 def test_a_group_of_which_one_module_is_called_apart(pool: Pool, by_hooks: bool) -> None:
     pool.run(2, chunked_loss, by_hooks)
+
+
+class GathersItself(nn.Module):
+    """Its forward gathers the weight of a group that it does not call, as fused losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())
+        self.head = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.inner, x, use_reentrant=False)
+        weight = self.head.weight
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return F.linear(hidden, whole)
+
+
+def mesh_beside_random_states(ctx: Ctx) -> None:
+    """Both are saved for backward."""
+    seen: list[list[Tensor]] = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model: Any = GathersItself().to(ctx.device)
+        for child in model.children():
+            graphshard.fully_shard(child, mesh=ctx.mesh)
+        graphshard.fully_shard(model, mesh=ctx.mesh)
+        if compiles:
+            model.compile(backend="graphshard", fullgraph=True, options={"fallback": "error"})
+        for step in range(2):
+            torch.manual_seed(step + ctx.rank)
+            model(torch.ones(2, WIDTH, device=ctx.device)).square().mean().backward()
+        seen.append([p.grad.to_local() for p in model.parameters()])
+    assert all(map(torch.equal, *seen))
+
+
+def test_a_users_own_gather_beside_a_random_checkpoint(pool: Pool) -> None:
+    pool.run(2, mesh_beside_random_states)

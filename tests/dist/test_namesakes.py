@@ -87,7 +87,7 @@ def under_another_name(ctx: Ctx) -> Plan:
     first.step()
 
     def only_inner(model: Any) -> Any:
-        in_place(model.inner)
+        in_place(model.inner, promote=False)
         return model
 
     second = Student(ctx, 2, only_inner, Outer())

@@ -66,7 +66,8 @@ def one_plan(ctx: Ctx, make: Callable[[Ctx], Any]) -> None:
     assert list(model.state_dict()) == keys
     captured, present, plans = in_plans(model)
     assert (captured, plans) == (present, 1)
-    assert [args[1:] for args in said] == ([(4, "FSDPLlama")] if ctx.rank == 0 else [])
+    told = [("FSDPLlama", 4, "FSDPLlamaBlock")]
+    assert [args[1:] for args in said] == (told if ctx.rank == 0 else [])
 
 
 @pytest.mark.parametrize("make", [of_blocks, of_blocks_first])
@@ -100,6 +101,75 @@ def later(ctx: Ctx) -> None:
 
 def test_compiled_after_eager_steps(pool: Pool) -> None:
     pool.run(2, later)
+
+
+# -- a module around the root ----------------------------------------------------------------------
+
+
+class Trainee(nn.Module):
+    """As in Lightning: its steps are called, and it never is."""
+
+    def __init__(self, *roots: nn.Module) -> None:
+        super().__init__()
+        self.roots = nn.ModuleList(roots)
+
+    def training_step(self, batch: Batch) -> Tensor:
+        losses = [CASE.loss(root, batch) for root in self.roots]
+        return torch.stack(losses).sum()
+
+
+def stepped(ctx: Ctx, trainee: Trainee) -> list[Tensor]:
+    """Losses and parameters of three steps."""
+    optim = torch.optim.SGD(trainee.parameters(), lr=0.1)
+    seen = []
+    for step in range(3):
+        loss = trainee.training_step(CASE.batch(step, ctx.rank, ctx.device))
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        seen.append(loss.detach())
+    return [*seen, *(p.to_local().clone() for p in trainee.parameters())]
+
+
+def around(ctx: Ctx, count: int) -> None:
+    """Beside it, another model trains that nobody compiled."""
+    trainee = Trainee(*(build(CASE, ctx, seed=i) for i in range(count)))
+    other = build(CASE, ctx)
+    in_place(trainee)
+    assert_equal(eager(ctx, 1), train(other, CASE, ctx, 1))
+    found = stepped(ctx, trainee)
+    oracle = Trainee(*(build(CASE, ctx, seed=i) for i in range(count)))
+    assert all(map(torch.equal, stepped(ctx, oracle), found))
+    for root in trainee.roots:
+        report = graphshard.explain(root)
+        assert (report.captured, len(graphshard.plans(root))) == (report.present, 1)
+    assert not graphshard.plans(other)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_module_around_the_root_was_compiled(pool: Pool, count: int) -> None:
+    pool.run(2, around, count)
+
+
+def called_later(ctx: Ctx) -> None:
+    """Of a module around it the root is called first, and then that itself."""
+    seen: list[list[Tensor]] = []
+    for compiles in (False, True):
+        root = build(CASE, ctx)
+        whole = nn.Sequential(root, nn.ReLU())
+        if compiles:
+            in_place(whole)
+        tokens, _ = batch = CASE.batch(0, ctx.rank, ctx.device)
+        CASE.loss(root, batch).backward()
+        whole(tokens).square().sum().backward()
+        CASE.loss(root, batch).backward()
+        seen.append([p.grad.to_local().clone() for p in root.parameters()])
+    assert all(map(torch.equal, *seen))
+    assert graphshard.explain(root).captured == graphshard.explain(root).present
+
+
+def test_the_root_is_called_before_the_module_around_it(pool: Pool) -> None:
+    pool.run(2, called_later)
 
 
 # -- apart -----------------------------------------------------------------------------------------

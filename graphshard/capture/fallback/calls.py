@@ -53,8 +53,8 @@ def protected(
     """
     module = dynamo.wrapped_module(compiled)
     keeper = Keeper(module, options, try_again)
-    if module is not None and dynamo.is_in_place(compiled):
-        wait_for_root(module, Request(options, dynamic))
+    if module is not None:
+        wait_for_root(module, Request(options, dynamic, dynamo.is_in_place(compiled)))
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -206,6 +206,7 @@ def _options_apart(options: Options) -> Options:
         machine=None,
         micro_steps=1,
         report_dir=None,
+        promote=False,
     )
 
 

@@ -1,13 +1,15 @@
-"""Blocks that were compiled in place: the root's first call compiles the whole model instead.
+"""What was compiled and is not what gets called: the root is compiled instead.
 
-Many frameworks compile block by block, and never the root. Each graph then knows one group, and
-nothing is planned across them. Who is the root shows when it is called. What a module runs is what
-`Module.compile` left on it, else what its class has: FSDPModule has a descriptor there, in the
-place of nn.Module's None, that compiles the first one to be called around blocks that wait.
-It stays for good, since Dynamo guards on what a class has; reading it costs 0.2 us per call.
+Many frameworks compile block by block, and never the root: each graph then knows one group, and
+nothing is planned across them. Others compile a module around the root of which they call methods,
+and never `__call__`: then nothing is compiled. Who is the root shows when it is called. What a
+module runs is what `Module.compile` left on it, else what its class has: FSDPModule has a
+descriptor there, in the place of nn.Module's None. It compiles the first module to be called that
+has blocks that wait in it, or around it. It stays for good, since Dynamo guards on what a class
+has; reading it takes 0.2 us.
 
-Assumed: FSDP2's own rule, that the first of its modules to be called is the root. What a block
-was given (options, `dynamic`) counts for the whole; blocks that differ stay as they are.
+Assumed: FSDP2's own rule, that the first of its modules to be called is the root. What was asked
+for (options, `dynamic`) then counts for the whole; blocks that differ stay as they are.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import nn
 
 from graphshard import fsdp2
 from graphshard.capture import dynamo
+from graphshard.capture.fallback.causes import warn_once
 from graphshard.options import Options
 
 logger = logging.getLogger(__name__)
@@ -32,15 +35,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one `Module.compile` asked for."""
+    """What was asked for a module. in_place: by `Module.compile`; else `torch.compile` made a
+    wrapper, and whoever calls the module itself wants it eager."""
 
     options: Options
-    dynamic: bool | None = None
+    dynamic: bool | None
+    in_place: bool
 
 
-# Compiled in place, and not called yet. To ask whether there are any runs no Python function, which
+# Compiled, and not called yet. To ask whether there are any runs no Python function, which
 # Dynamo would look at for other backends.
 _WAITING: dict[weakref.ref[nn.Module], Request] = {}
+# Called since, with nothing that waits in them or around them.
+_STRANGERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class FirstCall:
@@ -50,7 +57,7 @@ class FirstCall:
     def __get__(self, module: nn.Module | None, owner: type) -> Callable[..., Any] | None:
         if torch.compiler.is_compiling() or module is None or not _WAITING:
             return None
-        return partial(_promote, module) if _waiting_under(module) else None
+        return partial(_promote, module) if _requests(module) else None
 
 
 def install() -> None:
@@ -60,42 +67,68 @@ def install() -> None:
 
 
 def wait_for_root(module: nn.Module, request: Request) -> None:
-    """`module` was compiled in place: a root that is called before it is compiled whole."""
+    """`module` was compiled: a root that is called before it is compiled instead."""
     if request.options.promote:
         _WAITING[weakref.ref(module, _WAITING.pop)] = request
+        _STRANGERS.clear()
 
 
 def wait_no_longer(module: nn.Module) -> None:
     """`module` is called compiled, with all that is in it."""
-    for found in _waiting_under(module):
-        del _WAITING[weakref.ref(found)]
+    for inner in module.modules() if _WAITING else ():
+        _WAITING.pop(weakref.ref(inner), None)
 
 
-def _waiting_under(module: nn.Module) -> dict[nn.Module, Request]:
-    if not _WAITING:
+def _requests(root: nn.Module) -> dict[nn.Module, Request]:
+    """What waits in `root` or around it, if it may be the root."""
+    if root in _STRANGERS or fsdp2.is_inner(fsdp2.state_of(root)):
         return {}
-    found = {inner: _WAITING.get(weakref.ref(inner)) for inner in module.modules()}
-    return {inner: request for inner, request in found.items() if request is not None}
+    inside = set(root.modules())
+    waiting = {module: request for ref, request in _WAITING.items() if (module := ref())}
+    found = {
+        module: request
+        for module, request in waiting.items()
+        if (module in inside and (request.in_place or module is not root))
+        or (request.in_place and _has(module, root))
+    }
+    if not found:
+        _STRANGERS.add(root)
+    return found
+
+
+def _has(module: nn.Module, inner: nn.Module) -> bool:
+    return any(found is inner for found in module.modules())
 
 
 def _promote(root: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The first call of `root`: compile it in the place of its blocks, and call it."""
-    blocks = _waiting_under(root)
+    """The first call of `root`: compile it in the place of what waits, and call it."""
+    requests = _requests(root)
     wait_no_longer(root)
-    requests = list(blocks.values())
     root.__dict__.pop("_compiled_call_impl", None)  # where somebody put back what had been read
-    if requests and all(request == requests[0] for request in requests):
-        [request, *_] = requests
-        for block in blocks:
+    asked = list(requests.values())
+    if any(request != asked[0] for request in asked):
+        warn_once(
+            f"{len(asked)} parts of {type(root).__name__} were compiled with unlike options: each "
+            "has a plan of its own"
+        )
+    elif asked:
+        for block in set(root.modules()) & requests.keys():
             block._compiled_call_impl = None
         # What breaks the graph around the blocks would not have failed without this.
-        options = replace(request.options, fallback="warn")
-        root.compile(backend="graphshard", options=options, dynamic=request.dynamic)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            logger.info(
-                "%d parts of %s were compiled one by one; the whole model is compiled instead, so "
-                "that one plan has all groups. options={'promote': False} keeps them apart",
-                len(blocks),
-                type(root).__name__,
-            )
+        options = replace(asked[0].options, fallback="warn")
+        root.compile(backend="graphshard", options=options, dynamic=asked[0].dynamic)
+        _tell(root, list(requests))
     return root(*args, **kwargs)
+
+
+def _tell(root: nn.Module, asked: list[nn.Module]) -> None:
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    names = ", ".join(dict.fromkeys(type(module).__name__ for module in asked))
+    logger.info(
+        "%s is compiled as a whole, in the place of %d x %s, so that one plan has all its groups; "
+        "options={'promote': False} leaves it as it was",
+        type(root).__name__,
+        len(asked),
+        names,
+    )

@@ -1,0 +1,46 @@
+"""Runs a script of docs/integrations/ as one of some CPU processes: `run_script.py SCRIPT`.
+
+The script leaves `model` and `losses`. Rank 0 prints these losses and how many groups run in
+graphs, how many there are, and the number of plans, as JSON.
+"""
+
+import json
+import runpy
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import torch.distributed as dist
+
+
+def shard_on_cpu() -> None:
+    """accelerate shards on accelerators alone; the code that it runs there is the same."""
+    from accelerate.state import AcceleratorState, DistributedType
+
+    made = AcceleratorState.__init__
+
+    def make(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = make
+
+
+def main(script: str) -> None:
+    if find_spec("accelerate") is not None:
+        shard_on_cpu()
+    left = runpy.run_path(script, run_name="__main__")
+
+    import graphshard
+
+    report = graphshard.explain(left["model"])
+    groups = [report.captured, report.present, len(graphshard.plans(left["model"]))]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps({"losses": left["losses"], "groups": groups}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
