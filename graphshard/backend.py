@@ -14,7 +14,12 @@ from torch import fx
 from graphshard.capture import dynamo, fallback
 from graphshard.capture.install import install
 from graphshard.compiler.graph_compiler import GraphCompiler, without_groups
-from graphshard.errors import DivergedRanks, GraphshardError, InfeasibleBudget
+from graphshard.errors import (
+    DivergedRanks,
+    GraphshardError,
+    InfeasibleBudget,
+    UnsupportedModel,
+)
 from graphshard.options import Options, parse_options
 from graphshard.report.announce import announce
 from graphshard.runtime.agree import COMPILING, leave, mark, refuse
@@ -38,6 +43,10 @@ def graphshard(
     whatever stood in the way of compiling.
     """
     settings = parse_options(options, mode)
+    try:
+        fallback.leave_what_is_read(gm, settings)
+    except UnsupportedModel as error:
+        return _raising(error)
     compiler = GraphCompiler(gm, _graph_name(), settings, announce)
     if not compiler.groups:
         return _without_groups(gm, example_inputs, settings)

@@ -5,6 +5,7 @@ graphs, how many there are, and the number of plans, as JSON.
 """
 
 import json
+import os
 import runpy
 import sys
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ def shard_on_cpu() -> None:
     """accelerate shards on accelerators alone; the code that it runs there is the same."""
     from accelerate.state import AcceleratorState, DistributedType
 
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     made = AcceleratorState.__init__
 
     def make(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:

@@ -1,0 +1,47 @@
+"""Parameters of a list of modules that a graph reads beside their group.
+
+Of `fully_shard([a, b])` eager FSDP2 keeps all parameters gathered from the forward of the first
+module to that of the last, so that code in between (a fused loss that takes the head's weight) gets
+whole tensors, whose gradients are reduced. While Dynamo traces, they are back in shards as soon as
+the first module has run: the same code would gather a shard by itself, and its gradient would be
+this rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from graphshard import fsdp2
+from graphshard.capture import dynamo
+from graphshard.capture.fallback.causes import named_groups, warn_once
+from graphshard.capture.root_state import CaptureHandle, all_root_states
+from graphshard.errors import UnsupportedModel
+from graphshard.options import Options
+
+
+def leave_what_is_read(gm: fx.GraphModule, options: Options) -> None:
+    """Groups of which `gm` reads shards go to eager FSDP2, and so does this call: raises what has
+    Dynamo run it so. Raises UnsupportedModel (GS210) instead with `fallback="error"`."""
+    for handle, fqn in _read(gm):
+        why = f"{fqn} is read beside the modules that were sharded together with it"
+        if options.fallback == "error":
+            raise UnsupportedModel("GS210", why)
+        warn_once(f"{named_groups([handle.fqn])} runs through eager FSDP2 because {why}")
+        handle.root_state.leave_eager(handle.fqn, why)
+        raise dynamo.skip_frame(f"graphshard: {why}")
+
+
+def _read(gm: fx.GraphModule) -> Iterator[tuple[CaptureHandle, str]]:
+    """Groups of lists, each with the FQN of a parameter of which a shard is an input of `gm`."""
+    found = map(dynamo.input_example, gm.graph.find_nodes(op="placeholder"))
+    shards = {id(example) for example in found if isinstance(example, DTensor)}
+    handles = (h for root_state in all_root_states() for h in root_state.handles if shards)
+    for handle in handles:
+        is_list = len(fsdp2.modules_of(handle.state)) > 1
+        if handle.live is not None and not handle.eager and is_list:
+            for param in handle.live.fsdp.params:
+                if id(param.sharded) in shards:
+                    yield handle, param.fqn
