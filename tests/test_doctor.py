@@ -137,11 +137,6 @@ def test_an_optimizer_of_what_was_replaced():
     assert "AdamW holds 14 of 15 parameters that fully_shard replaced" in found.what
 
 
-def test_compiled_before_sharded():
-    found = only(lints.lint([ranks(early_compiles=("(root)",))]))
-    assert (found.level, found.code) == (Level.WARNING, "GS1126")
-
-
 def test_a_group_for_each_linear():
     many = tuple(group(f"layers.{n}.up", kind="Linear", size=n * MIB) for n in range(1, 6))
     found = only(lints.lint([ranks(groups=(*many, group("(root)")))]))
@@ -180,8 +175,9 @@ def test_collectives_that_are_mostly_latency():
 
 
 def test_faults_come_first():
-    several = ranks(early_compiles=("a",), saves=(("x.pt", 1, 1),))
-    assert codes(lints.lint([several])) == ["GS1128", "GS1126"]
+    linears = tuple(group(f"layers.{n}.up", kind="Linear", size=MIB) for n in range(6))
+    several = ranks(groups=linears, saves=(("x.pt", 1, 1),))
+    assert codes(lints.lint([several])) == ["GS1128", "GS1127"]
 
 
 # -- numbers --------------------------------------------------------------------------------------

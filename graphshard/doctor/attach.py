@@ -145,7 +145,7 @@ def _is_compiled(watch: StepWatch, root: Any) -> bool:
     parts = dict.fromkeys(map(id, root.modules()))
     return any(
         id(module) in parts or any(root is inner for inner in module.modules())
-        for module, _ in watch.compiled
+        for module in watch.compiled
     )
 
 
@@ -170,7 +170,7 @@ def _patch_compile(watch: StepWatch) -> None:
         is_ours = backend == OURS or hasattr(backend, "is_graphshard_backend")
         if isinstance(module, nn.Module):
             is_sharded = any(isinstance(m, FSDPModule) for m in module.modules())
-            watch.compiled.append((module, not is_sharded))
+            watch.compiled.append(module)
             if is_sharded:
                 _forget_first_calls(module)
                 kwargs["backend"] = backend if is_ours else OURS

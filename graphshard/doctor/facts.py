@@ -86,9 +86,9 @@ class Facts:
     peak_bytes: from the second step on; of the allocator on a GPU, else of the process.
     direct_forwards: modules whose `forward` was called past `fully_shard`'s hooks, with the number
     of calls. late_children: (child, parent) where the parent was sharded first. stale_optimizers:
-    (class, parameters that `fully_shard` replaced afterwards, all parameters). early_compiles:
-    modules that were compiled before they were sharded. saves: (file, DTensors in it, their local
-    bytes) of `torch.save`. failure: the exception that ended the script, "" if none did.
+    (class, parameters that `fully_shard` replaced afterwards, all parameters). saves: (file,
+    DTensors in it, their local bytes) of `torch.save`. failure: the exception that ended the
+    script, "" if none did.
     """
 
     mode: str
@@ -106,7 +106,6 @@ class Facts:
     direct_forwards: tuple[tuple[str, int], ...] = ()
     late_children: tuple[tuple[str, str], ...] = ()
     stale_optimizers: tuple[tuple[str, int, int], ...] = ()
-    early_compiles: tuple[str, ...] = ()
     saves: tuple[tuple[str, int, int], ...] = ()
     failure: str = ""
 

@@ -39,8 +39,6 @@ def _anywhere(ranks: Sequence[Facts]) -> Iterator[Finding]:
         yield from late_child(rank.late_children)
     for rank in _first(ranks, "stale_optimizers"):
         yield from stale_optimizer(rank.stale_optimizers)
-    for rank in _first(ranks, "early_compiles"):
-        yield from early_compile(rank.early_compiles)
     yield from saved_shards(ranks)
     for rank in _first(ranks, "groups"):
         if not rank.late_children:  # the script failed before it came to the blocks
@@ -123,16 +121,6 @@ def stale_optimizer(optimizers: Sequence[tuple[str, int, int]]) -> Iterator[Find
             f"{kind} holds {stale:,} of {total:,} parameters that fully_shard replaced after it "
             "was built: they get no gradients, and the sharded ones are never updated",
             "build the optimizer after the last fully_shard call, from model.parameters()",
-        )
-
-
-def early_compile(names: Sequence[str]) -> Iterator[Finding]:
-    if names:
-        yield warning(
-            "GS1126",
-            f"{some(list(names))} was compiled before fully_shard: what is sharded outside of the "
-            "compiled module stays out of the graph",
-            "shard first, then model.compile(backend='graphshard') as the last line",
         )
 
 

@@ -34,7 +34,7 @@ class StepWatch:
     """What was seen so far. `began` is when this step began, `lost_s` what the doctor took of it.
 
     world: rank and world size. replaced: parameters that `fully_shard` replaced, by id; weak, so
-    that an unsharded model is freed. compiled: modules with whether they were not yet sharded.
+    that an unsharded model is freed. compiled: modules.
     functions: how many functions were compiled for graphshard. stale: by the optimizer's id.
     """
 
@@ -43,9 +43,8 @@ class StepWatch:
     num_steps: int
     sharded: list[nn.Module] = field(default_factory=list)
     replaced: dict[int, weakref.ref[nn.Parameter]] = field(default_factory=dict)
-    compiled: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    compiled: list[nn.Module] = field(default_factory=list)
     functions: int = 0
-    early: list[nn.Module] = field(default_factory=list)
     late: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
     direct: dict[nn.Module, int] = field(default_factory=dict)
     stale: dict[int, tuple[str, int, int]] = field(default_factory=dict)
@@ -75,19 +74,11 @@ def sharding(watch: StepWatch, modules: Sequence[nn.Module]) -> None:
         parent = next((p for p in watch.sharded if _is_inside(module, p)), None)
         if parent is not None:
             watch.late.append((module, parent))
-        plain = [compiled for compiled, is_plain in watch.compiled if is_plain]
-        if any(module is c or _is_inside(module, c) or _wraps(module, c) for c in plain):
-            watch.early.append(module)
         watch.replaced.update({id(p): weakref.ref(p) for p in module.parameters()})
 
 
 def _is_inside(module: nn.Module, around: nn.Module) -> bool:
     return module is not around and any(module is inner for inner in around.modules())
-
-
-def _wraps(module: nn.Module, compiled: nn.Module) -> bool:
-    """It is what `torch.compile` made of `compiled`."""
-    return getattr(module, "_orig_mod", None) is compiled
 
 
 def sharded(watch: StepWatch, modules: Sequence[nn.Module]) -> None:
@@ -220,7 +211,6 @@ def facts_of(watch: StepWatch) -> Facts:
         direct_forwards=tuple((name(m), count) for m, count in watch.direct.items()),
         late_children=tuple((name(child), name(parent)) for child, parent in watch.late),
         stale_optimizers=tuple(found for found in watch.stale.values() if found[1]),
-        early_compiles=tuple(name(module) for module in dict.fromkeys(watch.early)),
         saves=tuple(watch.saves),
         failure=watch.failure,
     )
