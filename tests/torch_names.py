@@ -60,9 +60,6 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_TorchDynamoContext": None,
         "skip_code": "code",
     },
-    "torch._dynamo.eval_frame.OptimizedModule": {
-        "_orig_mod": None,
-    },
     "torch._dynamo.eval_frame._TorchDynamoContext": {
         "_dynamic": None,
         "_torchdynamo_inline": None,

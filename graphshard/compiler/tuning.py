@@ -30,8 +30,9 @@ from graphshard.compiler.replan import Replanner, Version, leads
 from graphshard.files.information import printable
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import simulated_as
-from graphshard.runtime.agree import agreed_again, lead_says, structure
+from graphshard.runtime.agree import lead_says
 from graphshard.runtime.ballot import Ballot
+from graphshard.runtime.claims import agreed_again, structure
 from graphshard.runtime.company import whom_to_ask
 from graphshard.runtime.live import LiveGroup, ballots_of
 from graphshard.schedule.measured import Measured

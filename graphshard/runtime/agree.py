@@ -11,7 +11,6 @@ collective of its own is late (`answer`), for then the rank that asks is the one
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -21,6 +20,7 @@ from functools import partial
 from typing import NoReturn
 
 from graphshard.errors import DivergedRanks, StoreLost
+from graphshard.runtime import claims
 from graphshard.runtime.aside import look_again
 from graphshard.runtime.ballot import (
     Ballot,
@@ -31,6 +31,7 @@ from graphshard.runtime.ballot import (
     note,
     stay_until_read,
 )
+from graphshard.runtime.claims import structure
 from graphshard.runtime.company import is_alone
 from graphshard.runtime.votes import (
     FSDP2_RUNS,
@@ -51,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 SILENT_S = 10.0  # of a rank that is in the model and gets no further: FSDP2 runs it there
 COMPILING, IDLE = "compiling", "idle"
-_ASKED = "asked"  # in the place of a plan: the ranks vote on it
 STEP_LIMIT_S = 60.0  # for `verify="every"`: then they are an error
 
 
@@ -106,29 +106,14 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
     for known in agreed if alike is None else ():
         if structure(known) == shape:  # costs changed with the batch; the ranks did not
             return replace(known, name=plan.name)
-    key = f"graph/{hashlib.sha256(json.dumps([shape, dict(vote.terms)]).encode()).hexdigest()}"
-    found = _claimed(ballot, key, plan, is_known=alike is not None)
+    key = claims.key_of(shape, vote.terms)
+    found = claims.claimed(ballot, key, plan, is_known=alike is not None)
     if found is None:
         found = _voted(ballot, plan, vote, may_adopt=may_adopt)
-        ballot.store.set(key, found.to_json(indent=None))
+        note(ballot, key, found.to_json(indent=None))
     else:
         ballot.agreed.append((found, vote.terms))
     return found
-
-
-def _claimed(ballot: Ballot, key: str, plan: Plan, *, is_known: bool) -> Plan | None:
-    """The plan of the first rank that came with a graph like this; None: the ranks vote on it.
-
-    Costs may make it another plan on each rank, of which one was agreed on for another graph: its
-    rank may run it (`is_known`) and wait for nobody, and who comes later takes it.
-    """
-    try:
-        said = ballot.store.claim(key, plan.to_json(indent=None) if is_known else _ASKED)
-    except StoreLost:
-        if not is_known:
-            raise
-        return plan
-    return None if said == _ASKED else replace(Plan.from_json(said), name=plan.name)
 
 
 def _voted(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
@@ -342,31 +327,6 @@ def _follow(ballot: Ballot, rank: int, code: str, text: str) -> NoReturn:
 def _part(ballot: Ballot, plan: Plan) -> CollectiveSignature:
     """The plan's collectives on the ballot's mesh."""
     return tuple(e for e in plan.collective_signature if e.group.split(" + ")[0] in ballot.groups)
-
-
-def structure(plan: Plan) -> str:
-    """Equal for two graphs that the same schedules fit: groups, ops and communication to place."""
-    stages = [
-        [
-            schedule.direction,
-            max((step.stop for step in schedule.steps), default=0),
-            sorted({(str(s.kind), g) for s in schedule.steps for g in s.groups}),
-        ]
-        for schedule in plan.schedules
-    ]
-    # What stays between micro-steps is for the planner to say.
-    groups = [asdict(replace(group, between_micro_steps=False)) for group in plan.groups]
-    return hashlib.sha256(json.dumps([groups, stages]).encode()).hexdigest()
-
-
-def agreed_again(ballots: Iterable[Ballot], plan: Plan) -> None:
-    """All ranks run `plan` now in the place of what they had agreed on for graphs of its structure,
-    and so does whoever compiles one of them from now on."""
-    shape = structure(plan)
-    for ballot in ballots:
-        ballot.agreed = [
-            (plan if structure(known) == shape else known, terms) for known, terms in ballot.agreed
-        ]
 
 
 # -- every step ----------------------------------------------------------------------------------
