@@ -64,7 +64,7 @@ class Options:
     changed their shards, instead of when the next forward begins.
     replan_after: forwards after which the plan is made again from measured times, once; 0: never;
     None: what is planned without a calibrated profile tunes itself.
-    promote: blocks compiled in place leave it to the root above them, which is compiled instead.
+    promote: the root is compiled in the place of blocks in it, or of a module around it.
     given: what was written, and where, by the name that users write.
     """
 

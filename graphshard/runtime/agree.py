@@ -103,9 +103,9 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
     if not agreed or plan.estimate is None or not may_adopt:
         return _voted(ballot, plan, vote, may_adopt=may_adopt) if alike is None else plan
     shape = structure(plan)
-    for known in agreed if alike is None else ():
-        if structure(known) == shape:  # costs changed with the batch; the ranks did not
-            return replace(known, name=plan.name)
+    same = next((known for known in agreed if structure(known) == shape), None)
+    if same is not None:  # costs changed with the batch; the ranks did not
+        return plan if fingerprint(_part(ballot, same)) == own else replace(same, name=plan.name)
     key = claims.key_of(shape, vote.terms)
     found = claims.claimed(ballot, key, plan, is_known=alike is not None)
     if found is None:

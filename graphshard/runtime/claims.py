@@ -58,11 +58,7 @@ def agreed_again(ballots: Iterable[Ballot], plan: Plan) -> None:
     and so does whoever compiles one of them from now on."""
     shape = structure(plan)
     for ballot in ballots:
-        alike = [structure(known) == shape for known, _ in ballot.agreed]
-        for is_alike, (_, terms) in zip(alike, ballot.agreed, strict=True):
-            if is_alike:
+        for place, (known, terms) in enumerate(ballot.agreed):
+            if structure(known) == shape:
+                ballot.agreed[place] = plan, terms
                 note(ballot, key_of(shape, terms), plan.to_json(indent=None))
-        ballot.agreed = [
-            (plan if is_alike else known, terms)
-            for is_alike, (known, terms) in zip(alike, ballot.agreed, strict=True)
-        ]

@@ -1,4 +1,4 @@
-"""Runs a script of docs/integrations/ as one of some CPU processes: `run_script.py SCRIPT`.
+"""Runs a script of examples/integrations/ as one of some CPU processes: `run_script.py SCRIPT`.
 
 The script leaves `model` and `losses`. Rank 0 prints these losses and how many groups run in
 graphs, how many there are, and the number of plans, as JSON.

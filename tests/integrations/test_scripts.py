@@ -1,4 +1,4 @@
-"""The scripts of docs/integrations/, with the real frameworks, on two CPU processes.
+"""The scripts of examples/integrations/, with the real frameworks, on two CPU processes.
 
 Each runs with eager FSDP2 (GRAPHSHARD_DISABLE), with ops one by one and with Inductor. The table of
 docs/integrations/README.md is made of what they print: `GRAPHSHARD_WRITE_INTEGRATIONS=1` writes it.

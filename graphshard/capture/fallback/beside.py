@@ -23,23 +23,31 @@ from graphshard.options import Options
 
 
 def leave_what_is_read(gm: fx.GraphModule, options: Options) -> None:
-    """Groups of which `gm` reads shards go to eager FSDP2, and so does this call: raises what has
-    Dynamo run it so. Raises UnsupportedModel (GS210) instead with `fallback="error"`."""
-    for handle, fqn in _read(gm):
-        why = f"{fqn} is read beside the modules that were sharded together with it"
-        if options.fallback == "error":
-            raise UnsupportedModel("GS210", why)
-        warn_once(f"{named_groups([handle.fqn])} runs through eager FSDP2 because {why}")
-        handle.root_state.leave_eager(handle.fqn, why)
-        raise dynamo.skip_frame(f"graphshard: {why}")
+    """A group of which `gm` reads a shard goes to eager FSDP2, and so does this call: raises what
+    has Dynamo run it so. Raises UnsupportedModel (GS210) instead with `fallback="error"`.
+
+    Assumed: only lists stay gathered where user code reads them. A group that is kept after its
+    forward does too; the README declares that its parameters are shards there.
+    """
+    read = next(_read(gm), None)
+    if read is None:
+        return
+    handle, fqn = read
+    why = f"{fqn} is read beside the modules that were sharded together with it"
+    if options.fallback == "error":
+        raise UnsupportedModel("GS210", why)
+    warn_once(f"{named_groups([handle.fqn])} runs through eager FSDP2 because {why}")
+    handle.root_state.leave_eager(handle.fqn, why)
+    raise dynamo.skip_frame(f"graphshard: {why}")
 
 
 def _read(gm: fx.GraphModule) -> Iterator[tuple[CaptureHandle, str]]:
     """Groups of lists, each with the FQN of a parameter of which a shard is an input of `gm`."""
     found = map(dynamo.input_example, gm.graph.find_nodes(op="placeholder"))
     shards = {id(example) for example in found if isinstance(example, DTensor)}
-    handles = (h for root_state in all_root_states() for h in root_state.handles if shards)
-    for handle in handles:
+    if not shards:
+        return
+    for handle in (h for root_state in all_root_states() for h in root_state.handles):
         is_list = len(fsdp2.modules_of(handle.state)) > 1
         if handle.live is not None and not handle.eager and is_list:
             for param in handle.live.fsdp.params:
