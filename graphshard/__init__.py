@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from graphshard.offline.api import plan
     from graphshard.report.explain import Measurement, Report, explain, measurements, plans
+    from graphshard.report.metrics import metrics
     from graphshard.report.profiling import profile
     from graphshard.schedule.plan import Plan
 
@@ -76,6 +77,7 @@ _HOME = {
     # PyTorch's function, with a better error for arguments of FSDP1.
     "fully_shard": "graphshard.migrate.fully_shard",
     "measurements": "graphshard.report.explain",
+    "metrics": "graphshard.report.metrics",
     "plans": "graphshard.report.explain",
     "profile": "graphshard.report.profiling",
 }
@@ -105,6 +107,7 @@ __all__ = [
     "explain",
     "fully_shard",
     "measurements",
+    "metrics",
     "migrate",
     "plan",
     "plans",

@@ -41,6 +41,8 @@ def _keep(graph: fx.Graph, program: Program, schedule: Schedule) -> None:
             node.kwargs = {"keep": step.group in kept, **held, **final}
         elif schedule.direction is Direction.BACKWARD and info.between_micro_steps:
             node.kwargs = {"between_micro_steps": True}
+        elif schedule.direction is Direction.FORWARD and decided is Reshard.AUTO:
+            node.kwargs = {"final": True}
 
 
 def _is_not_open(node: fx.Node) -> bool:

@@ -18,7 +18,8 @@ def insert_releases(program: Program) -> Program:
     Before: gathers without releases. After: one release per gather, except for a group of which
     a parameter or a view is an output of the graph (a graph break inside the module): that
     memory belongs to whoever receives the output. In forward, a group that backward gathers
-    again gets `release_for_backward`, which may keep it.
+    again gets `release_for_backward`, which may keep it; one that backward does not need knows that
+    there is a backward.
     """
     again = _gathered_in_backward(program)
     for module in program.directions:
@@ -30,8 +31,11 @@ def insert_releases(program: Program) -> Program:
             if last.op == "output":
                 continue
             with module.graph.inserting_after(last):
-                method = "release_for_backward" if is_forward and step.group in again else "release"
-                release = module.graph.call_method(method, (awaited_group(wait),))
+                release = module.graph.call_method("release", (awaited_group(wait),))
+            if is_forward and step.group in again:
+                release.target = "release_for_backward"
+            elif is_forward and program.backward is not None:
+                release.kwargs = {"before_backward": True}
             release._rename(wait.name.replace("params_", "release_", 1))
             set_step(release, CommStep(StepKind.RELEASE, step.group))
     return program

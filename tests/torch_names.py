@@ -57,8 +57,12 @@ NAMES: dict[str, dict[str, str | None]] = {
         "input_codes": None,
     },
     "torch._dynamo.eval_frame": {
+        "OptimizedModule": None,
         "_TorchDynamoContext": None,
         "skip_code": "code",
+    },
+    "torch._dynamo.eval_frame.OptimizedModule": {
+        "_orig_mod": None,
     },
     "torch._dynamo.eval_frame._TorchDynamoContext": {
         "_dynamic": None,
@@ -332,6 +336,9 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch.distributed.fsdp.wrap._Policy": {
         "_run_policy": "self root_module ignored_modules root_kwargs",
+    },
+    "torch.distributed.pipelining.stage": {
+        "_PipelineStageBase": None,
     },
     "torch.distributed.tensor.DTensor": {
         "_local_tensor": None,

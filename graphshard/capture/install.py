@@ -1,11 +1,11 @@
-"""What graphshard changes in a process: Dynamo learns to trace FSDP2's modules, and what a root
-runs at its first call."""
+"""What graphshard changes in a process: Dynamo learns to trace FSDP2's modules, what a root runs at
+its first call, and what a pipeline takes for half of a compiled stage's backward."""
 
 from __future__ import annotations
 
 import warnings
 
-from graphshard.capture import dynamo, fallback
+from graphshard.capture import dynamo, fallback, pipelining
 from graphshard.errors import GraphshardWarning
 from graphshard.fsdp2 import versions
 
@@ -17,3 +17,4 @@ def install() -> None:
         warnings.warn(text, GraphshardWarning, stacklevel=2)
     dynamo.install(fallback.protected, fallback.unplugged)
     fallback.install()
+    pipelining.install()

@@ -25,7 +25,7 @@ NEAR = 0.01  # of the lower bound, for that
 
 def plans(model: nn.Module) -> list[Plan]:
     """The plans that are compiled for `model` (wrapped by torch.compile or not), oldest first."""
-    return [compiled.plan for compiled in _compiled(root_states_under(model))]
+    return [compiled.plan for compiled in compiled_plans(model)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def measurements(model: nn.Module) -> list[Measurement | None]:
 
     None: nothing was measured. `graphshard.profile` measures, and what tunes itself.
     """
-    return [_measurement(compiled) for compiled in _compiled(root_states_under(model))]
+    return [_measurement(compiled) for compiled in compiled_plans(model)]
 
 
 def _measurement(compiled: CompiledPlan) -> Measurement | None:
@@ -122,21 +122,40 @@ def explain(model: nn.Module) -> Report:
     """A short report about `model`; `str()` of it is for people, `.code` is the emitted Python."""
     root_states = root_states_under(model)
     compiled = _compiled(root_states)
+    counts = _counted(model, root_states)
+    return Report(
+        plans=tuple(c.plan.summary() for c in compiled),
+        captured=counts.captured,
+        present=counts.present,
+        reasons={k: v for r in root_states for k, v in {**r.outside, **r.reasons}.items()},
+        code=tuple((c.plan.name, *_running(c).code) for c in compiled),
+        regions={c.plan.name: found for c in compiled if (found := _regions(c)) is not None},
+        unseen=counts.unseen,
+        options=_options(compiled),
+        gained=tuple(g for c in compiled if (g := _gained(c)) is not None),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCounts:
+    """Of the groups of a model: see Report."""
+
+    captured: int
+    present: int
+    unseen: int
+
+
+def group_counts(model: nn.Module) -> GroupCounts:
+    return _counted(model, root_states_under(model))
+
+
+def _counted(model: nn.Module, root_states: list[RootState]) -> GroupCounts:
     groups = [live for root_state in root_states for live in root_state.groups]
     seen = {state for root_state in root_states for state in root_state.states}
     new = [state for state in states_under(model) if state not in seen]
     unseen = sum(len(fsdp_groups(state)) for state in new)
-    return Report(
-        plans=tuple(c.plan.summary() for c in compiled),
-        captured=sum(live.counters.forwards > 0 for live in groups),
-        present=len(groups) + unseen,
-        reasons={k: v for r in root_states for k, v in {**r.outside, **r.reasons}.items()},
-        code=tuple((c.plan.name, *_running(c).code) for c in compiled),
-        regions={c.plan.name: found for c in compiled if (found := _regions(c)) is not None},
-        unseen=unseen,
-        options=_options(compiled),
-        gained=tuple(g for c in compiled if (g := _gained(c)) is not None),
-    )
+    captured = sum(live.counters.forwards > 0 for live in groups)
+    return GroupCounts(captured, len(groups) + unseen, unseen)
 
 
 def _not_run(groups: int) -> str:
@@ -157,7 +176,7 @@ def _gained(compiled: CompiledPlan) -> Gained | None:
         estimate.fsdp2.step_time_us,
         estimate.ours.peak_bytes,
         estimate.budget_bytes,
-        _measured_us(compiled),
+        None if (measured := measured_of(compiled)) is None else measured.step_time_us,
     )
     if not _running(compiled).options.is_planned:
         return own
@@ -166,11 +185,11 @@ def _gained(compiled: CompiledPlan) -> Gained | None:
     return replace(own, more_bytes=MORE_BYTES, more_us=more.estimate.ours.step_time_us)
 
 
-def _measured_us(compiled: CompiledPlan) -> float | None:
+def measured_of(compiled: CompiledPlan) -> Measured | None:
     """Of the plan that runs, not of one before it."""
     found = _measurement(compiled)
     is_own = found is not None and found.plan.schedules == compiled.plan.schedules
-    return found.measured.step_time_us if found is not None and is_own else None
+    return found.measured if found is not None and is_own else None
 
 
 def _options(compiled: list[CompiledPlan]) -> tuple[tuple[str, Given], ...]:
@@ -187,6 +206,11 @@ def _regions(compiled: CompiledPlan) -> tuple[int, int] | None:
 def _running(compiled: CompiledPlan) -> Executable:
     assert isinstance(compiled.running, Executable)
     return compiled.running
+
+
+def compiled_plans(model: nn.Module) -> list[CompiledPlan]:
+    """Behind `plans(model)`, in the same order."""
+    return _compiled(root_states_under(model))
 
 
 def _compiled(root_states: list[RootState]) -> list[CompiledPlan]:

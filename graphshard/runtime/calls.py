@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from graphshard.runtime.live import LiveGroup, lookup
 
 ALL_DEFINED = -1  # every bit set: no tangent is missing
+_CALL = "graphshard.call"  # in the metadata of an autograd node
 
 
 class PendingCall:
@@ -77,6 +78,7 @@ class Calls:
         call = PendingCall(node, groups)
         for live in groups:
             add_call(live, call)
+        node.metadata[_CALL] = call
         node.register_prehook(partial(self._arrive, call))
 
     def take_mask(self) -> int:
@@ -127,6 +129,21 @@ def pending_graphs(result: Any) -> list[PendingGraph]:
     """Of what a forward returned; FSDP2 itself looks for tensors in the same way."""
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return [PendingGraph(t.grad_fn) for t in tensors if t.grad_fn is not None]
+
+
+def reaches_call(outputs: Sequence[Any]) -> bool:
+    """The autograd graph of `outputs` has a call of a compiled graph with groups in it."""
+    ahead = [t.grad_fn for t in outputs if isinstance(t, Tensor)]
+    seen: set[Any] = set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if _CALL in node.metadata:  # type: ignore[operator] # a dict; the stub has a method
+            return True
+        seen.add(node)
+        ahead += [following for following, _ in node.next_functions]
+    return False
 
 
 def when_done(then: Callable[[], None]) -> None:

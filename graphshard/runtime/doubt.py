@@ -1,7 +1,8 @@
 """Whether gathered values that a forward finds here are still those of the shards.
 
-In: groups that were gathered before this forward began, by an optimizer step (`overlap_optimizer`)
-or because the plan keeps them between micro-steps. Afterwards what is left of it has, on all ranks,
+In: groups that were gathered before this forward began: by an optimizer step (`overlap_optimizer`),
+by an evaluation after which the user wants them to stay, or because the plan keeps them between
+micro-steps. Afterwards what is left of it has, on all ranks,
 the bytes that a gather of now would fetch.
 
 Version counters do not tell: a write through `.data`, `_foreach_*` on it, `.numpy()` or
@@ -36,7 +37,7 @@ def drop_stale(lives: Sequence[LiveGroup]) -> None:
     """
     by_process_group: dict[dist.ProcessGroup, list[LiveGroup]] = {}
     for live in lives:
-        if live.kept is not None and live.kept.by_plan and live.kept.parts:
+        if live.kept is not None and live.kept.to_check and live.kept.parts:
             live.let_go()  # a node's shard has no bytes of this rank to compare
         if is_doubtful(live) and (group := live.fsdp.gather_process_group) is not None:
             by_process_group.setdefault(group, []).append(live)
@@ -50,7 +51,7 @@ def drop_stale(lives: Sequence[LiveGroup]) -> None:
 def is_doubtful(live: LiveGroup) -> bool:
     """It has something that was gathered before, and that FSDP2 would gather now."""
     is_ahead = live.prefetched is not None and bool(live.prefetched.sent_bytes)
-    return is_ahead or (live.kept is not None and live.kept.by_plan)
+    return is_ahead or (live.kept is not None and live.kept.to_check)
 
 
 def _flags(group: dist.ProcessGroup, lives: Sequence[LiveGroup]) -> list[int]:

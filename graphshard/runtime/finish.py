@@ -4,7 +4,8 @@ A group may stand gathered since the user's `unshard()` or since an eager forwar
 not complete. One that took no part in this backward may hold gradients of an earlier micro-step
 without sync, or have to reduce zeros because other ranks used it
 (`set_reduce_scatter_unused_params`). One that backward did not need, such as a first layer, was not
-gathered in it, and `set_reshard_after_backward(False)` may ask for it all the same.
+gathered in it, and `set_reshard_after_backward(False)` may ask for it all the same; or forward left
+it gathered because the user asked for that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 from graphshard.fsdp2.state import end_backward, finishes_itself
 from graphshard.runtime.calls import current_task, when_done
 from graphshard.runtime.gather import issue, take_prefetched
+from graphshard.runtime.gather_buffers import give_back
 from graphshard.runtime.live import LiveGroup, Root
 from graphshard.runtime.reduce import Reduction, merge_unreduced
 
@@ -40,11 +42,23 @@ def _finish(root: Root, task: int) -> None:
             fsdp.reshard()
         if live.reduced_in == task and fsdp.stays_after_backward and live.kept is None:
             _gather(live)
+        elif live.reduced_in == task and fsdp.reshard_after_backward:
+            _let_go(live)
         if live.reduced_in == task or not fsdp.reduces or not live.was_gathered:
             continue
         grads = merge_unreduced(fsdp, {}, live.places)
         if grads:
             Reduction(live, grads).wait()
+
+
+def _let_go(live: LiveGroup) -> None:
+    """What is gathered, unless a plan or an evaluation holds it for the next forward."""
+    kept = live.kept
+    if kept is None or kept.to_check:
+        return
+    live.let_go()
+    for buffer in kept.buffers:
+        give_back(live, buffer)
 
 
 def _gather(live: LiveGroup) -> None:

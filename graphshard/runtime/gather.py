@@ -151,27 +151,27 @@ class Gather:
             return parameters(self._live, buffers[0])
         return {i: t for buffer in buffers for i, t in parameters(self._live, buffer).items()}
 
-    def release(self, *, keep: bool, by_plan: bool = False) -> None:
+    def release(self, *, keep: bool, to_check: bool = False) -> None:
         """Give the memory back, or keep it for a later gather of the same shards.
 
-        by_plan: FSDP2 would not keep it.
+        to_check: see `KeptParams`.
         """
         buffers, live = self._taken(), self._live
         if keep:
-            live.kept = KeptParams(self._dtypes, self._versions, tuple(buffers), by_plan=by_plan)
+            live.kept = KeptParams(self._dtypes, self._versions, tuple(buffers), to_check=to_check)
             return
         live.kept = None
         for buffer in buffers:
             give_back(live, buffer)
 
-    def release_to(self, group: dist.ProcessGroup, *, by_plan: bool = False) -> None:
+    def release_to(self, group: dist.ProcessGroup, *, to_check: bool = False) -> None:
         """Keep this rank's part of each parameter, spread over the smaller `group`."""
         buffers, live = self._taken(), self._live
         size, rank = group.size(), group.rank()
         flats = {i: f for r in buffers for i, f in zip(r.layout.indices, r.flats, strict=True)}
         parts = tuple(flats[i].chunk(size)[rank].clone() for i in live.places)
         live.kept = KeptParams(
-            self._dtypes, self._versions, parts=parts, part_of=group, by_plan=by_plan
+            self._dtypes, self._versions, parts=parts, part_of=group, to_check=to_check
         )
         for buffer in buffers:
             give_back(live, buffer)

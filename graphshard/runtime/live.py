@@ -46,8 +46,8 @@ class KeptParams:
     buffers: where they stand, if they are whole.
     versions: of the shards that they were gathered from. parts, part_of: this rank's part of each,
     and the smaller group over which they are spread (an int `reshard_after_forward`, or the ranks
-    of a node). by_plan: FSDP2 would have resharded them, so a forward that finds them asks whether
-    they still hold (`graphshard.runtime.doubt`).
+    of a node). to_check: no backward waits for them, or FSDP2 would have resharded them, so a
+    forward that finds them asks whether they still hold (`graphshard.runtime.doubt`).
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -55,10 +55,10 @@ class KeptParams:
     buffers: tuple[GatherBuffer, ...] = ()
     parts: tuple[Tensor, ...] = ()
     part_of: dist.ProcessGroup | None = None
-    by_plan: bool = False
+    to_check: bool = False
 
     def certain(self) -> KeptParams:
-        return replace(self, by_plan=False)
+        return replace(self, to_check=False)
 
 
 @dataclass(slots=True)

@@ -197,8 +197,18 @@ class OpenGroup:
         live = self.live
         return SentGroup(live, self._dtypes, self.places(params), live.fsdp.versions())
 
-    def release(self, *, between_micro_steps: bool = False) -> None:
+    def release(
+        self,
+        *,
+        between_micro_steps: bool = False,
+        before_backward: bool = False,
+        final: bool = False,
+    ) -> None:
         """Last use is over, and nothing later in this step needs the group.
+
+        After forward, a group that the user wants to stay gathered does, unless resharding is for
+        the plan to decide (`final`): another forward may come next, of a pipeline or an evaluation.
+        Without a backward to come (`before_backward`) it is checked then.
 
         After backward, `set_reshard_after_backward(False)` keeps it for the next micro-step. So
         does the plan (`between_micro_steps`) as long as gradients are not synchronised: then
@@ -207,12 +217,13 @@ class OpenGroup:
         """
         fsdp, gather = self.live.fsdp, self.gather()
         if self._run.direction is Direction.FORWARD:
-            gather.release(keep=False)
+            is_asked = not (fsdp.reshard_after_forward or fsdp.reshard_is_automatic)
+            gather.release(keep=is_asked and not final, to_check=not before_backward)
             return
         stays = not fsdp.reshard_after_backward
         goes_on = gather.was_kept and is_root(fsdp.state) and more_calls_ahead(self.live)
         planned = between_micro_steps and not fsdp.reduces
-        gather.release(keep=stays or goes_on or planned, by_plan=planned and not stays)
+        gather.release(keep=stays or goes_on or planned, to_check=planned and not stays)
 
     def release_for_backward(
         self, *, keep: bool | None = None, on_node: bool = False, final: bool = False
@@ -228,9 +239,9 @@ class OpenGroup:
             self.gather().release_to(group)
         elif keep is not None and (final or fsdp.reshard_is_automatic):
             if on_node and node_group is not None:
-                self.gather().release_to(node_group, by_plan=True)
+                self.gather().release_to(node_group, to_check=True)
                 return
-            self.gather().release(keep=keep, by_plan=keep and fsdp.reshard_after_forward)
+            self.gather().release(keep=keep, to_check=keep and fsdp.reshard_after_forward)
         else:
             self.gather().release(keep=not fsdp.reshard_after_forward)
 

@@ -8,7 +8,7 @@ file opens anywhere in milliseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -99,16 +99,13 @@ class Plan:
     @property
     def collective_signature(self) -> CollectiveSignature:
         """The collectives in the order of issue, forward first: what all ranks must share."""
-        pairs = ((s.direction, step) for s in self.schedules for step in s.steps)
-        return tuple(found for pair in pairs for found in self._entries(*pair))
-
-    def _entries(self, direction: Direction, step: Step) -> Iterator[SignatureEntry]:
-        if step.kind in ISSUES and not step.kept:
-            yield self.entry(direction, step)
-        elif step.kind is StepKind.REDUCE_WAIT:
-            for group in (g for g in self.groups if g.replicated and g.id in step.groups):
-                dtype, size = group.reduce_dtype, group.reduce_bytes // group.world_size
-                yield SignatureEntry(str(direction), ALL_REDUCE, group.fqn, dtype, size)
+        by_id = {g.id: g for g in self.groups}
+        return tuple(
+            found
+            for s in self.schedules
+            for step in s.steps
+            for found in _entries(s.direction, step, by_id)
+        )
 
     def entry(self, direction: Direction, issue: Step) -> SignatureEntry:
         """What the collective that step `issue` starts is on the wire."""
@@ -301,6 +298,18 @@ def _has_bucket(group: GroupInfo) -> bool:
 
 def _off_node(schedule: Schedule) -> Schedule:
     return replace(schedule, steps=tuple(replace(s, on_node=False) for s in schedule.steps))
+
+
+def _entries(
+    direction: Direction, step: Step, by_id: Mapping[int, GroupInfo]
+) -> Iterator[SignatureEntry]:
+    groups = [by_id[number] for number in step.groups]
+    if step.kind in ISSUES and not step.kept:
+        yield _entry(direction, step, groups)
+    elif step.kind is StepKind.REDUCE_WAIT:
+        for group in (g for g in groups if g.replicated):
+            dtype, size = group.reduce_dtype, group.reduce_bytes // group.world_size
+            yield SignatureEntry(str(direction), ALL_REDUCE, group.fqn, dtype, size)
 
 
 def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> SignatureEntry:

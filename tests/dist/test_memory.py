@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from models import CASES
-from parity import build, reseed, train
+from parity import build, count_collectives, reseed, train, twin
 from patching import patched
 from poison import poison
 from pool import Ctx, Pool
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
@@ -77,6 +78,7 @@ def gathered_peaks(ctx: Ctx, name: str, reshard: bool | None) -> dict[str, int]:
         loss = case.loss(model, case.batch(1, ctx.rank, ctx.device))
         after_forward = seen.alive_bytes()
         loss.backward()
+        after_backward = seen.alive_bytes()
     with watch_gathered() as alone, torch.no_grad():
         case.loss(model, case.batch(1, ctx.rank, ctx.device))
     sizes = [g.gathered_bytes for g in plan.groups if g.fqn != "(root)"]
@@ -85,8 +87,9 @@ def gathered_peaks(ctx: Ctx, name: str, reshard: bool | None) -> dict[str, int]:
         "peak": seen.peak_bytes,
         "planned": plan.gathered_peak_bytes(),
         "after_forward": after_forward,
-        "after_backward": seen.alive_bytes(),
+        "after_backward": after_backward,
         "forward_alone": alone.peak_bytes,
+        "after_evaluation": alone.alive_bytes(),
         "root": root,
         "all": root + sum(sizes),
         "neighbours": sum(sorted(sizes)[-2:]),
@@ -111,6 +114,8 @@ def test_only_groups_that_are_not_resharded_cross_to_backward(
         crossing = {None: seen["root"], True: 0, False: seen["all"]}[reshard]
         assert seen["after_forward"] == crossing
         assert seen["after_backward"] == 0
+        # As in FSDP2: the next batch finds it.
+        assert seen["after_evaluation"] == (seen["all"] if reshard is False else 0)
 
 
 def early_use(ctx: Ctx) -> bool:
@@ -136,3 +141,30 @@ def early_use(ctx: Ctx) -> bool:
 
 def test_the_poison_bites(pool: Pool) -> None:
     assert all(pool.run(2, early_use))
+
+
+def evaluated(ctx: Ctx) -> list[int]:
+    """All-gathers of 3 evaluations, with a write that no version counts before the third."""
+    case = CASES["llama"]
+    oracle, model = twin(case, ctx, reshard_after_forward=False)
+    model.compile(backend="graphshard", **STRICT)
+    batch, gathered = case.batch(0, ctx.rank, ctx.device), []
+    with torch.no_grad():
+        for number in range(3):
+            if number == 2 and ctx.rank == 0:
+                for own in (oracle, model):
+                    own.head.weight.to_local().data.mul_(2)
+            with count_collectives() as counts:
+                loss = case.loss(model, batch)
+            assert torch.equal(loss, case.loss(oracle, batch))
+            for module in oracle.modules():  # eager FSDP2 would not see the write
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            gathered.append(counts.all_gather)
+    return gathered
+
+
+def test_what_stays_gathered_between_evaluations_is_not_gathered_again(pool: Pool) -> None:
+    for first, *others in pool.run(2, evaluated):
+        assert first > 0
+        assert others == [0, 1]

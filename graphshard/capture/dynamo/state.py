@@ -129,6 +129,20 @@ def is_in_place(fn: Any) -> bool:
     return "_call_impl" in names
 
 
+def inside_of(module: nn.Module) -> nn.Module | None:
+    """What `torch.compile(module)` of this backend has wrapped, if `module` is such a wrapper."""
+    if not isinstance(module, eval_frame.OptimizedModule):
+        return None
+    return module._orig_mod if hooks.is_ours(module.dynamo_ctx.callback) else None
+
+
+def compile_as(inner: nn.Module, wrapper: nn.Module) -> None:
+    """Compile `inner` in place as the `wrapper` around it is, unless it is compiled in place."""
+    assert isinstance(wrapper, eval_frame.OptimizedModule)
+    if vars(inner).get("_compiled_call_impl") is None:
+        inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)
+
+
 def _callables_of(fn: Any) -> Iterator[Any]:
     for _ in range(8):
         if fn is None:
