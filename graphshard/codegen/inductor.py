@@ -42,7 +42,8 @@ def decompositions(settings: dict[str, Any]) -> dict[Any, Callable[..., Any]]:
 
 def joint_passes(joint: fx.GraphModule, settings: dict[str, Any]) -> fx.GraphModule:
     """Inductor's passes on a joint graph: random numbers, patterns, constants."""
-    with config.patch(settings):
+    inputs = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
+    with config.patch(settings), V.set_fake_mode(detect_fake_mode(inputs)):
         return _recursive_joint_graph_passes(joint)
 
 

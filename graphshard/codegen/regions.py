@@ -94,11 +94,22 @@ def linked(part: Sliced, artifacts: Artifacts) -> fx.GraphModule:
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     waiting = dict(part.regions)
+
+    def copy(node: fx.Node) -> None:
+        """With what it reads: a region may stand before the seeds of its random ops."""
+        for source in node.all_input_nodes:
+            if source not in new and _is_seed(source):
+                copy(source)
+        new[node] = graph.node_copy(node, new.__getitem__)
+
     for node in part.module.graph.nodes:
         number = part.homes.get(node)
-        if number is None:
-            new[node] = graph.node_copy(node, new.__getitem__)
+        if number is None and node not in new:
+            copy(node)
         elif (region := waiting.pop(number, None)) is not None:
+            for source in region.inputs:
+                if source not in new and _is_seed(source):
+                    copy(source)
             box = graph.call_function(boxed, tuple(new[n] for n in region.inputs))
             call = graph.call_function(artifacts.by_key[region.key], (box,))
             for place, output in enumerate(region.outputs):
@@ -116,7 +127,10 @@ def boxed(*values: Any) -> list[Any]:
 
 
 def _homes(graph: fx.Graph, starts: Collection[int]) -> dict[fx.Node, int]:
-    """The number of the region of each compute node. An item is where its list is made."""
+    """The number of the region of each compute node. An item is where its list is made.
+
+    The seeds of random ops are in none: the place of each among them would tell alike blocks apart.
+    """
     home: dict[fx.Node, int] = {}
     number = count = 0
     interrupted = False
@@ -127,9 +141,19 @@ def _homes(graph: fx.Graph, starts: Collection[int]) -> dict[fx.Node, int]:
         if interrupted or count in starts:
             number, interrupted = number + 1, False
         count += 1
+        if _is_seed(node):
+            continue
         source = node.args[0] if node.target is operator.getitem else None
         home[node] = home.get(source, number) if isinstance(source, fx.Node) else number
     return home
+
+
+def _is_seed(node: fx.Node) -> bool:
+    """Inductor draws seeds for all random ops of a graph at once, and looks each one up."""
+    prims = torch.ops.prims
+    if not hasattr(prims, "inductor_seeds"):  # registered when Inductor is imported
+        return False
+    return node.target in (prims.inductor_seeds.default, prims.inductor_lookup_seed.default)
 
 
 def _regions(graph: fx.Graph, homes: dict[fx.Node, int]) -> Iterator[tuple[int, CodeRegion]]:

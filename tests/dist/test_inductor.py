@@ -8,10 +8,13 @@ import pytest
 import test_parity
 import test_semantics
 import torch
-from models import CASES, LENGTH, Llama, shard_blocks
+import torch.distributed as dist
+from models import CASES, GPT, LENGTH, Llama, shard_blocks
 from parity import assert_equal, build, train
 from patching import compiled_in_place
 from pool import Ctx, Pool
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard.cost.comm import CollectiveKind, RankGroup
@@ -108,3 +111,66 @@ def test_distinct_regions_do_not_grow_with_depth(inductor: Pool) -> None:
 @pytest.mark.parametrize("name", test_semantics.STEPS)
 def test_semantics_are_those_of_fsdp2(inductor: Pool, name: str) -> None:
     inductor.run(2, test_semantics.both, test_semantics.STEPS[name], timeout_s=300)
+
+
+class Drops(nn.Module):
+    """Blocks of which each returns what it dropped; `checkpointed` computes the first one again."""
+
+    def __init__(self, depth: int, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(depth)
+        )
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        found = []
+        for number, block in enumerate(self.blocks):
+            if self.checkpointed and number == 0:
+                found.append(checkpoint(block, x, use_reentrant=False))
+            else:
+                found.append(block(x))
+        return found
+
+
+def dropped(ctx: Ctx, checkpointed: bool) -> list[list[list[bool]]]:
+    """Masks of 2 steps; the gradients of the biases are those of the masks."""
+    torch.manual_seed(ctx.rank)
+    model = shard_blocks(("blocks",), Drops(2, checkpointed=checkpointed), ctx.mesh)
+    options = {"fallback": "error", "fallback_random": False}
+    model.compile(backend="graphshard", fullgraph=True, options=options)
+    steps = []
+    for _ in range(2):
+        outputs = model(torch.randn(8, 32))
+        sum(y.sum() for y in outputs).backward()
+        for block, y in zip(model.blocks, outputs, strict=True):
+            count = 2.0 * (y != 0).sum(0)  # kept ones were doubled
+            dist.all_reduce(count)
+            assert torch.equal(block[0].bias.grad.full_tensor(), count / ctx.world_size)
+        model.zero_grad()
+        steps.append([(y != 0).flatten().tolist() for y in outputs])
+    return steps
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_backward_has_the_masks_of_forward(inductor: Pool, checkpointed: bool) -> None:
+    """With Inductor's own random numbers, as users have them."""
+    ranks = inductor.run(2, dropped, checkpointed)
+    masks = [mask for steps in ranks for step in steps for mask in step]
+    assert len({tuple(mask) for mask in masks}) == len(masks) == 8
+    assert all(60 < sum(mask) < 196 for mask in masks)
+
+
+def drop_regions(ctx: Ctx, depth: int) -> tuple[int, int]:
+    model = shard_blocks(("blocks",), GPT(depth=depth), ctx.mesh)
+    options = {"fallback": "error", "schedule": "fsdp2", "fallback_random": False}
+    model.compile(backend="graphshard", fullgraph=True, options=options)
+    model(torch.zeros(2, LENGTH, dtype=torch.int64)).sum().backward()
+    (found,) = graphshard.explain(model).regions.values()
+    return found
+
+
+def test_distinct_regions_do_not_grow_with_depth_where_blocks_drop(inductor: Pool) -> None:
+    few, many = (inductor.run(2, drop_regions, depth, timeout_s=300)[0] for depth in (5, 8))
+    assert many[0] > few[0]
+    assert few[1] == many[1]
