@@ -104,8 +104,9 @@ def linked(part: Sliced, artifacts: Artifacts) -> fx.GraphModule:
 
     for node in part.module.graph.nodes:
         number = part.homes.get(node)
-        if number is None and node not in new:
-            copy(node)
+        if number is None:
+            if node not in new:
+                copy(node)
         elif (region := waiting.pop(number, None)) is not None:
             for source in region.inputs:
                 if source not in new and _is_seed(source):
