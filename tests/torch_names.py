@@ -113,32 +113,51 @@ NAMES: dict[str, dict[str, str | None]] = {
         "list_mode_options": "mode dynamic",
         "list_options": "",
     },
-    "torch._inductor.async_compile.AsyncCompile": {"wait": "self scope"},
     "torch._inductor.async_compile": {
         "AsyncCompile": None,
+    },
+    "torch._inductor.async_compile.AsyncCompile": {
+        "cpp_pybinding": "self argtypes source_code",
+        "wait": "self scope",
+    },
+    "torch._inductor.codecache": {
+        "CppPythonBindingsCodeCache": None,
+    },
+    "torch._inductor.codecache.CppPythonBindingsCodeCache": {
+        "load_pybinding": "args kwargs",
+        "suffix_template": None,
     },
     "torch._inductor.compile_fx": {
         "_recursive_joint_graph_passes": "gm skip_invoke_subgraph input_device",
         "compile_fx": "model_ example_inputs_ config_patches",
         "compile_fx_inner": "gm example_inputs kwargs",
     },
-    "torch._inductor.config": {
-        "fallback_random": None,
-    },
     "torch._inductor.cpp_builder": {
+        "CppBuilder": None,
+        "CppTorchDeviceOptions": None,
+        "get_compiler_version_info": "compiler",
         "get_cpp_compiler": "",
+    },
+    "torch._inductor.cpu_vec_isa": {
+        "pick_vec_isa": "",
+        "supported_vec_isa_list": None,
+        "valid_vec_isa_list": "",
+    },
+    "torch._inductor.cpu_vec_isa.valid_vec_isa_list": {
+        "cache_clear": None,
+    },
+    "torch._inductor.exc": {
+        "CppCompileError": None,
+    },
+    "torch._inductor.config": {
+        "cpp": None,
+        "fallback_random": None,
     },
     "torch._inductor.decomposition": {
         "select_decomp_table": "",
     },
     "torch._inductor.runtime.cache_dir_utils": {
         "cache_dir": "",
-    },
-    "torch._inductor.triton_bundler": {
-        "TritonBundler": None,
-    },
-    "torch._inductor.triton_bundler.TritonBundler": {
-        "_entries": None,
     },
     "torch._inductor.virtualized": {
         "V": None,

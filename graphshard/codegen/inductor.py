@@ -7,31 +7,25 @@ after the schedule is fixed. So nothing in it moves communication.
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import copy_context
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
-from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import (
     _recursive_joint_graph_passes,
     compile_fx,
     compile_fx_inner,
 )
+from torch._inductor.cpu_vec_isa import supported_vec_isa_list, valid_vec_isa_list
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.triton_bundler import TritonBundler
+from torch._inductor.exc import CppCompileError
 from torch._inductor.virtualized import V
 
+from graphshard.codegen.kernels import Seat, compiled_together
 from graphshard.codegen.regions import Call
-
-MOST_AT_ONCE = 8
 
 
 def decompositions(settings: dict[str, Any]) -> dict[Any, Callable[..., Any]]:
@@ -55,73 +49,40 @@ def compile_whole(
 
 
 def compile_regions(
-    bodies: Sequence[fx.GraphModule], settings: dict[str, Any], *, trains: bool
+    bodies: Sequence[fx.GraphModule], settings: dict[str, Any], *, trains: bool, seat: Seat
 ) -> list[Call]:
     """Code for regions, in their order. Raises what Inductor raises.
 
     settings: of `torch._inductor.config`. trains: the regions are parts of a training step.
-
-    Inductor itself works on one region at a time. While it waits for the C++ compiler, it goes on
-    with the next one.
     """
-    grad = torch.is_grad_enabled()
-    lock = _InductorLock()
-
-    def work(body: fx.GraphModule) -> Call:
-        with lock.taken(), torch.set_grad_enabled(grad):
-            return _compiled(body, trains=trains)
-
     with config.patch(settings):
         if any(map(_is_on_gpu, bodies)):  # worker processes compile the kernels of each region
-            return list(map(work, bodies))
-        at_once = min(MOST_AT_ONCE, os.cpu_count() or 1)
-        # Inductor's settings belong to a context, which a new thread does not have.
-        contexts = [copy_context() for _ in bodies]
-        with lock.released_while_waiting(), ThreadPoolExecutor(at_once) as threads:
-            return list(threads.map(lambda own, body: own.run(work, body), contexts, bodies))
-
-
-class _InductorLock:
-    """Who of several threads may use Inductor, which knows of one only."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = None
-
-    @contextmanager
-    def released_while_waiting(self) -> Iterator[None]:
-        """Inside, who has the lock releases it for as long as it waits for compiled kernels."""
-        original = AsyncCompile.wait
-
-        def wait(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
-            if self._owner != threading.get_ident():
-                original(compiler, scope)  # somebody else's
-                return
-            # Where Inductor collects what belongs to the cache entry of the region at hand.
-            collected, TritonBundler._entries = TritonBundler._entries, None
-            self._owner = None
-            self._lock.release()
-            try:
-                original(compiler, scope)
-            finally:
-                self._lock.acquire()
-                self._owner = threading.get_ident()
-                TritonBundler._entries = collected
-
-        AsyncCompile.wait = wait  # type: ignore[method-assign, assignment]
+            return [_compiled(body, trains=trains) for body in bodies]
+        # Assumed: the compiler knows the vector instructions that the processor has. To try each
+        # of them takes 6 s in the first launch on a machine.
+        believed = config.cpp.vec_isa_ok is None
         try:
-            yield
-        finally:
-            AsyncCompile.wait = original  # type: ignore[method-assign]
+            with config.patch({"cpp.vec_isa_ok": True} if believed else {}):
+                return _compiled_on_cpu(bodies, seat, trains=trains)
+        except CppCompileError:
+            if not believed:
+                raise
+            forget_vector_instructions()
+            return _compiled_on_cpu(bodies, seat, trains=trains)
+
+
+def forget_vector_instructions() -> None:
+    """What Inductor has found out about them, and what it was made to believe."""
+    valid_vec_isa_list.cache_clear()
+    for kind in {kind for isa in supported_vec_isa_list for kind in type(isa).__mro__}:
+        for method in vars(kind).values():
+            if hasattr(method, "cache_clear"):
+                method.cache_clear()
+
+
+def _compiled_on_cpu(bodies: Sequence[fx.GraphModule], seat: Seat, *, trains: bool) -> list[Call]:
+    with compiled_together(seat):
+        return [_compiled(body, trains=trains) for body in bodies]
 
 
 def _is_on_gpu(body: fx.GraphModule) -> bool:

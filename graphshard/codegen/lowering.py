@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -37,15 +36,15 @@ def lowering_of(options: Options, *, trains: bool) -> Lowering:
     if options.compute == "aten":
         return Lowering(None, aten.as_eager, _same, None)
     from graphshard.codegen import inductor  # takes a second to import
+    from graphshard.codegen.kernels import Seat
 
-    settings = dict(options.inductor)
-    compile_regions = partial(inductor.compile_regions, settings=settings, trains=trains)
-    offset = int(os.environ.get("LOCAL_RANK", 0)) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    settings, seat = dict(options.inductor), Seat.here()
+    compile_regions = partial(inductor.compile_regions, settings=settings, trains=trains, seat=seat)
     return Lowering(
         inductor.decompositions(settings),
         nullcontext,
         partial(inductor.joint_passes, settings=settings),
-        Artifacts(compile_regions, offset),
+        Artifacts(compile_regions, seat.number / seat.of),
         partial(inductor.compile_whole, settings=settings),
     )
 

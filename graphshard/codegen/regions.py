@@ -100,7 +100,10 @@ def linked(part: Sliced, artifacts: Artifacts) -> fx.GraphModule:
         for source in node.all_input_nodes:
             if source not in new and _is_seed(source):
                 copy(source)
-        new[node] = graph.node_copy(node, new.__getitem__)
+        if _draws_seeds(node):
+            new[node] = graph.call_function(draw_seeds, node.args)
+        else:
+            new[node] = graph.node_copy(node, new.__getitem__)
 
     for node in part.module.graph.nodes:
         number = part.homes.get(node)
@@ -122,6 +125,12 @@ def linked(part: Sliced, artifacts: Artifacts) -> fx.GraphModule:
 def boxed(*values: Any) -> list[Any]:
     """A region empties the list of its inputs: no reference outlives the last use of a tensor."""
     return list(values)
+
+
+def draw_seeds(count: int, device: torch.device) -> torch.Tensor:
+    """As the code that Inductor makes for a whole graph draws them (`RandomSeeds` in its ir.py)."""
+    limits = torch.iinfo(torch.int64)
+    return torch.randint(limits.min, limits.max, [count], dtype=torch.int64, device=device)
 
 
 # -- finding them --------------------------------------------------------------------------------
@@ -151,10 +160,17 @@ def _homes(graph: fx.Graph, starts: Collection[int]) -> dict[fx.Node, int]:
 
 def _is_seed(node: fx.Node) -> bool:
     """Inductor draws seeds for all random ops of a graph at once, and looks each one up."""
+    return _draws_seeds(node) or _is_prim(node, "inductor_lookup_seed")
+
+
+def _draws_seeds(node: fx.Node) -> bool:
+    return _is_prim(node, "inductor_seeds")
+
+
+def _is_prim(node: fx.Node, name: str) -> bool:
+    """Inductor's are registered when it is imported."""
     prims = torch.ops.prims
-    if not hasattr(prims, "inductor_seeds"):  # registered when Inductor is imported
-        return False
-    return node.target in (prims.inductor_seeds.default, prims.inductor_lookup_seed.default)
+    return hasattr(prims, name) and node.target is getattr(prims, name).default
 
 
 def _regions(graph: fx.Graph, homes: dict[fx.Node, int]) -> Iterator[tuple[int, CodeRegion]]:

@@ -174,3 +174,23 @@ def test_distinct_regions_do_not_grow_with_depth_where_blocks_drop(inductor: Poo
     few, many = (inductor.run(2, drop_regions, depth, timeout_s=300)[0] for depth in (5, 8))
     assert many[0] > few[0]
     assert few[1] == many[1]
+
+
+def as_plain(ctx: Ctx) -> None:
+    """The loss of a model that drops is plain Inductor's, for one seed."""
+    losses = []
+    for backend in ("inductor", "graphshard"):
+        torch.manual_seed(0)
+        model: nn.Module = GPT(depth=2)
+        if backend == "graphshard":
+            model = shard_blocks(("blocks",), model, ctx.mesh)
+        model.compile(backend=backend, options={"fallback_random": False})
+        torch.manual_seed(ctx.rank)
+        losses.append(
+            CASES["gpt_tied"].loss(model, CASES["gpt_tied"].batch(0, ctx.rank, ctx.device))
+        )
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+
+
+def test_random_numbers_are_plain_inductors(inductor: Pool) -> None:
+    inductor.run(2, as_plain, timeout_s=300)
