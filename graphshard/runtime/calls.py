@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_leaves
 
@@ -132,8 +133,9 @@ def pending_graphs(result: Any) -> list[PendingGraph]:
 
 
 def reaches_call(outputs: Sequence[Any]) -> bool:
-    """The autograd graph of `outputs` has a call of a compiled graph with groups in it."""
-    ahead = [t.grad_fn for t in outputs if isinstance(t, Tensor)]
+    """The autograd graph of `outputs` (tensors or edges) has a call of a graph with groups."""
+    known = [out for out in outputs if isinstance(out, Tensor | GradientEdge)]
+    ahead = [o.node if isinstance(o, GradientEdge) else o.grad_fn for o in known]
     seen: set[Any] = set()
     while ahead:
         node = ahead.pop()

@@ -1,5 +1,6 @@
 """Blocks compiled in place, and never the root: the whole model is one plan all the same."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import graphshard
 from graphshard.capture.fallback import promote
+from graphshard.errors import GraphshardWarning
 
 pytestmark = pytest.mark.dist
 
@@ -235,6 +237,27 @@ def root_too(ctx: Ctx, how: str) -> None:
 @pytest.mark.parametrize("how", ["in place", "wrapped", "function"])
 def test_a_root_that_is_compiled_too(pool: Pool, how: str) -> None:
     pool.run(2, root_too, how)
+
+
+def beside_its_wrapper(ctx: Ctx) -> list[str]:
+    """What is said while a model is called that somebody has wrapped and forgotten."""
+    model = build(CASE, ctx)
+    wrapper = torch.compile(model, backend="graphshard")
+    batch, said = CASE.batch(0, ctx.rank, ctx.device), []
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            CASE.loss(model, batch).backward()
+        said.append([str(one.message) for one in found if one.category is GraphshardWarning])
+    CASE.loss(wrapper, batch).backward()
+    assert in_plans(model)[0] == 5
+    assert [len(texts) for texts in said] == [0, 1, 0]
+    return said[1]
+
+
+def test_a_wrapper_that_nobody_calls_is_said_once(pool: Pool) -> None:
+    for (text,) in pool.run(2, beside_its_wrapper):
+        assert "torch.compile wrapped FSDPLlama" in text
 
 
 def compilations() -> int:

@@ -48,6 +48,8 @@ class Request:
 _WAITING: dict[weakref.ref[nn.Module], Request] = {}
 # Called since, with nothing that waits in them or around them.
 _STRANGERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Called once, while a wrapper of theirs waits.
+_EAGER: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class FirstCall:
@@ -91,9 +93,24 @@ def _requests(root: nn.Module) -> dict[nn.Module, Request]:
         if (module in inside and (request.in_place or module is not root))
         or (request.in_place and _has(module, root))
     }
-    if not found:
+    if root in waiting and not found:
+        _note_eager_call(root)
+    elif not found:
         _STRANGERS.add(root)
     return found
+
+
+def _note_eager_call(root: nn.Module) -> None:
+    """`root` is called, and not the wrapper that `torch.compile` made of it. Once may be meant."""
+    if root not in _EAGER:
+        _EAGER.add(root)
+        return
+    _STRANGERS.add(root)
+    name = type(root).__name__
+    warn_once(
+        f"torch.compile wrapped {name}, and {name} itself is called: nothing is compiled. Call "
+        "what torch.compile returned, or compile in place: model.compile(backend='graphshard')"
+    )
 
 
 def _has(module: nn.Module, inner: nn.Module) -> bool:
