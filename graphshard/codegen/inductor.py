@@ -7,10 +7,13 @@ after the schedule is fixed. So nothing in it moves communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
@@ -26,6 +29,10 @@ from torch._inductor.virtualized import V
 
 from graphshard.codegen.kernels import Seat, compiled_together
 from graphshard.codegen.regions import Call
+
+logger = logging.getLogger(__name__)
+
+TELL_EVERY_S = 10.0
 
 
 def decompositions(settings: dict[str, Any]) -> dict[Any, Callable[..., Any]]:
@@ -57,7 +64,7 @@ def compile_regions(
     """
     with config.patch(settings):
         if any(map(_is_on_gpu, bodies)):  # worker processes compile the kernels of each region
-            return [_compiled(body, trains=trains) for body in bodies]
+            return [_compiled(body, trains=trains) for body in _told(bodies)]
         # Assumed: the compiler knows the vector instructions that the processor has. To try each
         # of them takes 6 s in the first launch on a machine.
         believed = config.cpp.vec_isa_ok is None
@@ -82,7 +89,18 @@ def forget_vector_instructions() -> None:
 
 def _compiled_on_cpu(bodies: Sequence[fx.GraphModule], seat: Seat, *, trains: bool) -> list[Call]:
     with compiled_together(seat):
-        return [_compiled(body, trains=trains) for body in bodies]
+        return [_compiled(body, trains=trains) for body in _told(bodies)]
+
+
+def _told(bodies: Sequence[fx.GraphModule]) -> Iterator[fx.GraphModule]:
+    """`bodies`, with a line in the log of rank 0 now and then."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    told = time.monotonic()
+    for done, body in enumerate(bodies):
+        if is_first and time.monotonic() - told > TELL_EVERY_S:
+            logger.info("compiling: %d of %d regions have code", done, len(bodies))
+            told = time.monotonic()
+        yield body
 
 
 def _is_on_gpu(body: fx.GraphModule) -> bool:

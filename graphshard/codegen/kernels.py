@@ -109,8 +109,9 @@ def _compiled(kernels: Sequence[Kernel], seat: Seat) -> dict[str, Callable[..., 
     """The function of each kernel, by key."""
     chunks = _chunks(sorted(kernels, key=lambda kernel: kernel.key), seat)
     first = seat.number * len(chunks) // seat.of
-    workers = _workers(seat)
-    with ThreadPoolExecutor(workers) as threads:
+    if seat.number == 0:
+        logger.info("compiling %d C++ kernels in %d runs", len(kernels), len(chunks))
+    with ThreadPoolExecutor(_workers(seat)) as threads:
         contexts = [copy_context() for _ in chunks]  # which have Inductor's settings
         order = [*chunks[first:], *chunks[:first]]
         done = threads.map(lambda own, chunk: own.run(_build, chunk), contexts, order)
@@ -137,12 +138,14 @@ def _build(chunk: Sequence[Kernel], *, waits: bool = False) -> bool:
     if all(_path(kernel).exists() for kernel in chunk):
         return True
     try:
-        with FileLock(_folder() / f"{name}.lock", timeout=-1 if waits else 0):
+        with FileLock(Path(cache_dir(), f"graphshard-{name}.lock"), timeout=-1 if waits else 0):
             missing = [kernel for kernel in chunk if not _path(kernel).exists()]
             if missing:
                 _compile(missing)
     except Timeout:
         return False
+    except OSError as error:  # a disk that is full, say: Inductor's own way may fail too, and says
+        logger.debug("kernels cannot be shared: %s", error)
     return True
 
 
@@ -214,13 +217,8 @@ def _loaded(kernel: Kernel) -> Callable[..., Any]:
 
 
 def _path(kernel: Kernel) -> Path:
-    return _folder() / f"{kernel.key}.so"
-
-
-def _folder() -> Path:
-    folder = Path(cache_dir()) / "graphshard"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    """In Inductor's folder, which it makes."""
+    return Path(cache_dir(), f"graphshard-{kernel.key}.so")
 
 
 def _setting() -> tuple[str, ...]:
