@@ -1,12 +1,14 @@
-"""Ray Train: the loop of each worker shards and compiles, and reports what runs."""
+"""Ray Train: the loop of each worker shards and compiles, saves, and reports what runs."""
 
 import tempfile
 
 import ray.train
 import torch
+import torch.distributed.checkpoint as dcp
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
@@ -30,7 +32,10 @@ def loop():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    ray.train.report({"losses": losses, **graphshard.metrics(model)})
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+        saved = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({"losses": losses, **graphshard.metrics(model)}, checkpoint=saved)
 
 
 trainer = TorchTrainer(

@@ -109,7 +109,7 @@ def _compiled(kernels: Sequence[Kernel], seat: Seat) -> dict[str, Callable[..., 
     """The function of each kernel, by key."""
     chunks = _chunks(sorted(kernels, key=lambda kernel: kernel.key), seat)
     first = seat.number * len(chunks) // seat.of
-    if seat.number == 0:
+    if chunks and seat.number == 0:
         logger.info("compiling %d C++ kernels in %d runs", len(kernels), len(chunks))
     with ThreadPoolExecutor(_workers(seat)) as threads:
         contexts = [copy_context() for _ in chunks]  # which have Inductor's settings

@@ -1,7 +1,8 @@
 """Runs a script of examples/integrations/ as one of some CPU processes: `run_script.py SCRIPT`.
 
-The script leaves `model` and `losses`. Rank 0 prints these losses and how many groups run in
-graphs, how many there are, and the number of plans, as JSON.
+The script leaves `model` and `losses`, or the `metrics` that its own workers have reported. Rank 0
+prints these losses and how many groups run in graphs, how many there are, and the number of plans,
+as JSON.
 """
 
 import json
@@ -36,10 +37,11 @@ def main(script: str) -> None:
 
     import graphshard
 
-    report = graphshard.explain(left["model"])
-    groups = [report.captured, report.present, len(graphshard.plans(left["model"]))]
+    metrics = left.get("metrics") or graphshard.metrics(left["model"])
+    groups = [int(metrics[f"graphshard/{key}"]) for key in ("groups_in_graphs", "groups", "plans")]
+    losses = left["losses"] if "losses" in left else metrics["losses"]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps({"losses": left["losses"], "groups": groups}))
+        print(json.dumps({"losses": losses, "groups": groups}))
     if dist.is_initialized():
         dist.destroy_process_group()
 

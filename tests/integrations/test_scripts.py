@@ -29,13 +29,17 @@ pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 
 @dataclass(frozen=True)
 class Client:
-    """line: what a script that shards needs. outside: groups that stay with eager FSDP2; why."""
+    """line: what a script that shards needs. outside: groups that stay with eager FSDP2; why.
+
+    launches: the script starts its own workers.
+    """
 
     title: str
     package: str
     line: str
     outside: int = 0
     why: str = ""
+    launches: bool = False
 
 
 CLIENTS = {
@@ -62,20 +66,27 @@ CLIENTS = {
     "lightning_callback": Client(
         "Lightning, with options", "lightning", "`Trainer(..., callbacks=[GraphshardCallback()])`"
     ),
+    "peft_lora": Client("PEFT", "peft", '`model.compile(backend="graphshard")`'),
+    "ray_train": Client("Ray Train", "ray", '`model.compile(backend="graphshard")`', launches=True),
 }
 
 
-def said(name: str, folder: Path, **environment: str) -> Any:
-    """What rank 0 of the script says."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def run(script: Path, folder: Path, *, ranks: int = 2, **environment: str) -> Any:
+    """What rank 0 of a script says. ranks: 0: the script starts its own workers."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [*launch, str(RUNNER), str(SCRIPTS / f"{name}.py")],
+        [sys.executable, *(torchrun if ranks else []), str(RUNNER), str(script)],
         env={**os.environ, **own, **environment},
         cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def said(name: str, folder: Path, **environment: str) -> Any:
+    ranks = 0 if CLIENTS[name].launches else 2
+    return run(SCRIPTS / f"{name}.py", folder, ranks=ranks, **environment)
 
 
 @pytest.fixture(scope="module")
