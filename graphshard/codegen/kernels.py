@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -73,25 +74,38 @@ class Kernel:
         return self.alone()(*args)
 
 
+_TURN = threading.RLock()  # two threads would put each other's functions back
+
+
 @contextmanager
 def compiled_together(seat: Seat) -> Iterator[None]:
-    """Inside, Inductor makes code for regions; at the end their kernels are compiled.
+    """Inside, Inductor makes code for regions on this thread; at the end their kernels are
+    compiled.
 
     Raises CppCompileError at the end.
     """
+    with _TURN:
+        yield from _noting(seat)
+
+
+def _noting(seat: Seat) -> Iterator[None]:
+    owner = threading.get_ident()
     kernels: dict[str, Kernel] = {}
     scopes: list[dict[str, Any]] = []
     setting: list[str] = []
     ask, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
 
-    def note(compiler: AsyncCompile, argtypes: list[str], source_code: str) -> Kernel:
+    def note(compiler: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+        if threading.get_ident() != owner:
+            return ask(compiler, argtypes, source_code)
         if not setting:
             setting.extend(_setting())
         found = Kernel(argtypes, source_code, _key(argtypes, source_code, setting))
         return kernels.setdefault(found.key, found)
 
     def remember(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
-        scopes.append(scope)
+        if threading.get_ident() == owner:
+            scopes.append(scope)
         wait(compiler, scope)
 
     AsyncCompile.cpp_pybinding = note  # type: ignore[method-assign, assignment]

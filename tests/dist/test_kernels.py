@@ -3,7 +3,9 @@
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -143,6 +145,19 @@ def with_a_stranger(ctx: Ctx) -> list[float]:
 
 def test_what_cannot_stand_beside_others_is_compiled_alone(inductor: Pool) -> None:
     assert inductor.run(1, with_a_stranger) == [[6.0, 10.0, 14.0]]
+
+
+def at_once(ctx: Ctx) -> list[list[float]]:
+    before = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+    sources = [[TIMES.format(factor=10 * thread + n) for n in range(2)] for thread in range(3)]
+    with fresh_cache(), ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(partial(asked, seat=ALONE), sources))
+    assert before == (AsyncCompile.cpp_pybinding, AsyncCompile.wait)
+    return found
+
+
+def test_threads_take_turns(inductor: Pool) -> None:
+    assert inductor.run(1, at_once) == [[[0.0, 2.0], [20.0, 22.0], [40.0, 42.0]]]
 
 
 def shared(ctx: Ctx, folder: str) -> tuple[list[float], int]:
