@@ -123,10 +123,12 @@ class Headless(nn.Module):
         return self.norm(x)
 
 
-def headless(ctx: Ctx, keeps: bool) -> Any:
+def headless(ctx: Ctx, keeps: bool, *, joined: bool = False) -> Any:
+    """joined: the head and the norm are one group."""
     torch.manual_seed(0)
     model = Headless()
-    for module in (*model.blocks, model.head, model):
+    last = [model.norm, model.head] if joined else model.head
+    for module in (*model.blocks, last, model):
         fully_shard(module, mesh=ctx.mesh, reshard_after_forward=not keeps)
     return model
 
@@ -146,6 +148,56 @@ def loss_by_chunks(ctx: Ctx, keeps: bool, compiles_head: bool) -> tuple[int, int
 def test_the_head_is_called_for_each_chunk(pool: Pool, keeps: bool, compiles_head: bool) -> None:
     for captured, present in pool.run(2, loss_by_chunks, keeps, compiles_head):
         assert captured == present - (not compiles_head)
+
+
+class Carried(torch.autograd.Function):
+    """A loss whose gradient is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, gradient: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0], None, None
+
+
+def backward_by_chunks(model: Any, batch: Batch) -> Tensor:
+    """torchtitan's loss: each chunk's backward runs at once, the head gathered all the while."""
+    tokens, target = batch
+    hidden, head = model(tokens), model.head
+    parts = [part.detach().requires_grad_() for part in hidden.chunk(3, 1)]
+    head.set_reshard_after_forward(False)
+    head.set_reshard_after_backward(False)
+    head.set_requires_gradient_sync(False, recurse=False)
+    head.unshard()
+    total = torch.zeros(())
+    for place, (part, labels) in enumerate(zip(parts, target.chunk(3, 1), strict=True)):
+        if place == len(parts) - 1:
+            head.set_requires_gradient_sync(True, recurse=False)
+        logits = head(part).flatten(0, 1)
+        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / target.numel()
+        loss.backward()
+        total += loss.detach()
+    head.set_reshard_after_forward(True)
+    head.set_reshard_after_backward(True)
+    head.reshard()
+    return Carried.apply(hidden, torch.cat([part.grad for part in parts], 1), total)
+
+
+def losses_by_chunks(ctx: Ctx, joined: bool) -> None:
+    oracle, model = headless(ctx, False, joined=joined), headless(ctx, False, joined=joined)
+    in_place(model)
+    expected = train(oracle, CASE, ctx, 3, partial(backward_by_chunks, oracle))
+    assert_equal(expected, train(model, CASE, ctx, 3, partial(backward_by_chunks, model)))
+    assert graphshard.explain(model).captured >= 5
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_backward_of_each_chunk_runs_at_once(pool: Pool, joined: bool) -> None:
+    pool.run(2, losses_by_chunks, joined)
 
 
 # -- hooks -----------------------------------------------------------------------------------------
@@ -215,3 +267,50 @@ def assigned(ctx: Ctx) -> int:
 
 def test_weights_are_assigned_after_compiling(pool: Pool) -> None:
     assert pool.run(2, assigned) == [5, 5]
+
+
+# -- other things are compiled by the same name ----------------------------------------------------
+
+
+def by_the_same_name(ctx: Ctx) -> int:
+    """torchtune compiles the loss, the scaling of gradients and the optimizer's step, too."""
+    oracle, model = build(CASE, ctx), build(CASE, ctx)
+    in_place(model)
+    loss_of = torch.compile(F.cross_entropy, backend="graphshard")
+
+    def loss(batch: Batch) -> Tensor:
+        tokens, target = batch
+        found: Tensor = loss_of(model(tokens).flatten(0, -2), target.flatten())
+        return found
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(list(parameters), lr=0.1, foreach=False)
+        if made.param_groups[0]["params"][0] is next(model.parameters()):
+            made.step = torch.compile(made.step, backend="graphshard")  # type: ignore[method-assign]
+        return made
+
+    expected = train(oracle, CASE, ctx, 2, optimizer=optimizer)
+    assert_equal(expected, train(model, CASE, ctx, 2, loss, optimizer))
+    return graphshard.explain(model).captured
+
+
+def test_loss_and_optimizer_are_compiled_too(pool: Pool) -> None:
+    assert pool.run(2, by_the_same_name, timeout_s=240) == [5, 5]
+
+
+def forwards_alone(ctx: Ctx) -> tuple[int, str]:
+    """VeOmni compiles the functions of blocks, before these are sharded."""
+    oracle = build(CASE, ctx)
+    torch.manual_seed(0)
+    model: Any = CASE.build().to(ctx.device)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="graphshard")
+    CASE.shard(model, ctx.mesh)
+    assert_equal(train(oracle, CASE, ctx, 3), train(model, CASE, ctx, 3))
+    report = graphshard.explain(model)
+    return report.captured, str(report)
+
+
+def test_functions_of_modules_are_compiled(pool: Pool) -> None:
+    for captured, report in pool.run(2, forwards_alone, timeout_s=240):
+        assert captured == 5, report

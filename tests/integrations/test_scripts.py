@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples/integrations"
 PAGE = ROOT / "docs/integrations/README.md"
 RUNNER = Path(__file__).parent / "run_script.py"
+TORCHTITAN = ROOT / "tests/dist/framework_scripts/torchtitan_blocks.py"
 BEGIN, END = "<!-- written by tests/integrations -->\n", "<!-- end -->\n"
 LIMIT_S = 240.0
 # Of a loss: Inductor rounds otherwise, and four steps of AdamW follow.
@@ -71,12 +72,12 @@ CLIENTS = {
 }
 
 
-def run(script: Path, folder: Path, *, ranks: int = 2, **environment: str) -> Any:
+def run(*words: str | Path, folder: Path, ranks: int = 2, **environment: str) -> Any:
     """What rank 0 of a script says. ranks: 0: the script starts its own workers."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, *(torchrun if ranks else []), str(RUNNER), str(script)],
+        [sys.executable, *(torchrun if ranks else []), *map(str, words)],
         env={**os.environ, **own, **environment},
         cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
@@ -86,7 +87,7 @@ def run(script: Path, folder: Path, *, ranks: int = 2, **environment: str) -> An
 
 def said(name: str, folder: Path, **environment: str) -> Any:
     ranks = 0 if CLIENTS[name].launches else 2
-    return run(SCRIPTS / f"{name}.py", folder, ranks=ranks, **environment)
+    return run(RUNNER, SCRIPTS / f"{name}.py", folder=folder, ranks=ranks, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -94,28 +95,47 @@ def rows() -> dict[str, str]:
     return {}
 
 
+def compared(eager: Any, ops: Any, fused: Any, outside: int = 0) -> tuple[str, str]:
+    """Groups in graphs of all, and the number of plans."""
+    captured, present, plans = ops["groups"]
+    assert eager["groups"] == [0, present, 0]
+    assert len(eager["losses"]) >= 3
+    assert eager["losses"] == ops["losses"]
+    assert fused["losses"] == pytest.approx(eager["losses"], rel=TOLERANCE)
+    assert fused["groups"] == ops["groups"]
+    assert captured == present - outside
+    return f"{captured} of {present}", str(plans)
+
+
 @pytest.mark.parametrize("name", CLIENTS)
 def test_script(name: str, rows: dict[str, str], tmp_path: Path) -> None:
     client = CLIENTS[name]
     eager = said(name, tmp_path, GRAPHSHARD_DISABLE="1")
     ops = said(name, tmp_path, GRAPHSHARD_OPTIONS="compute=aten")
-    fused = said(name, tmp_path)
-    captured, present, plans = ops["groups"]
-    assert eager["groups"] == [0, present, 0]
-    assert len(eager["losses"]) == 4
-    assert eager["losses"] == ops["losses"]
-    assert fused["losses"] == pytest.approx(eager["losses"], rel=TOLERANCE)
-    assert fused["groups"] == ops["groups"]
-    assert captured == present - client.outside
+    groups, plans = compared(eager, ops, said(name, tmp_path), client.outside)
     rows[name] = (
         f"| {client.title} | {client.package} {version(client.package)} | {client.line} | "
-        f"[{name}.py](../../examples/integrations/{name}.py) | {captured} of {present}"
-        f"{client.why} | {plans} | equal to the last bit |\n"
+        f"[{name}.py](../../examples/integrations/{name}.py) | {groups}{client.why} | {plans} | "
+        "equal to the last bit |\n"
+    )
+
+
+def test_torchtitan(rows: dict[str, str], tmp_path: Path) -> None:
+    """Its llama3, made as its trainer makes it; tests/dist/test_frameworks.py has more."""
+    eager, ops, fused = (
+        run(TORCHTITAN, "graphshard", folder=tmp_path, **environment)
+        for environment in ({"GRAPHSHARD_DISABLE": "1"}, {"GRAPHSHARD_OPTIONS": "compute=aten"}, {})
+    )
+    groups, plans = compared(eager, ops, fused)
+    rows["torchtitan"] = (
+        f"| torchtitan | torchtitan {version('torchtitan')} | `--compile.enable --compile.backend "
+        "graphshard` | [torchtitan_blocks.py](../../tests/dist/framework_scripts/"
+        f"torchtitan_blocks.py) | {groups} | {plans} | equal to the last bit |\n"
     )
 
 
 def test_the_table_is_what_the_scripts_said(rows: dict[str, str]) -> None:
-    if len(rows) < len(CLIENTS):
+    if len(rows) <= len(CLIENTS):
         pytest.skip("the table is made of all scripts")
     head = (
         "| client | version | line | script | groups in a graph | plans | losses, `aten` |\n"
@@ -123,7 +143,9 @@ def test_the_table_is_what_the_scripts_said(rows: dict[str, str]) -> None:
     )
     before, rest = PAGE.read_text().split(BEGIN)
     _, after = rest.split(END)
-    page = "".join([before, BEGIN, head, *(rows[name] for name in CLIENTS), END, after])
+    page = "".join(
+        [before, BEGIN, head, *(rows[name] for name in (*CLIENTS, "torchtitan")), END, after]
+    )
     if os.environ.get("GRAPHSHARD_WRITE_INTEGRATIONS"):
         PAGE.write_text(page)
     assert page == PAGE.read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_scripts import LIMIT_S, TOLERANCE, run
+from test_scripts import LIMIT_S, RUNNER, TOLERANCE, run
 
 pytestmark = pytest.mark.timeout(6 * LIMIT_S)
 
@@ -18,7 +18,7 @@ OPS = {"GRAPHSHARD_OPTIONS": "compute=aten"}
 def trained(folder: Path, environment: dict[str, str], start: Path | None = None) -> Any:
     folder.mkdir()
     more = {} if start is None else {"FROM": str(start / "out" / "checkpoint-2")}
-    return run(SCRIPT, folder, **environment, **more)
+    return run(RUNNER, SCRIPT, folder=folder, **environment, **more)
 
 
 def test_the_same_and_the_same_again_after_a_resume(tmp_path: Path) -> None:
