@@ -17,7 +17,7 @@ from graphshard.passes import PLACEMENT
 from graphshard.planner.choices import Bucket, Choices
 from graphshard.planner.events import gather_events, region_events
 from graphshard.planner.plan_step import fsdp2, plan_step
-from graphshard.planner.problem import Category, checked
+from graphshard.planner.problem import Category, Group, Part, Region, Transfer, Use, checked
 from graphshard.pricing import problem as posed
 from graphshard.pricing.op_costs import graph_costs
 from graphshard.pricing.problem import MAX_PARTS, PlanningPolicy, price
@@ -217,3 +217,13 @@ def test_a_smaller_mesh_on_one_node_does_not_share_the_link_between_nodes(nodes,
     own = replace(ON_A_NODE, ranks_per_node=8 // nodes)
     problem = priced(groups_of(1, 1), first=replace(SMALLER, ranks_per_node=8 // nodes), own=own)
     assert (problem.lanes[0].link == problem.lanes[1].link != "") == shares
+
+
+def test_what_stays_gathered_unread_is_alive_until_backward_ends():
+    regions = tuple(Region(1.0, activation_bytes=10 * number) for number in range(3))
+    read, unread = Part(100, Transfer(1.0), Use(0, 1), Use(0, 2)), Part(7, Transfer(1.0), Use(0, 0))
+    groups = [Group(number, "", (part,), 0, 0) for number, part in enumerate((read, unread))]
+    forward, backward = posed.with_unread(regions, regions, groups)
+    assert [region.activation_bytes for region in forward] == [0, 17, 27]
+    assert [region.activation_bytes for region in backward] == [7, 17, 27]
+    assert posed.with_unread(regions, (), groups) == (regions, ())

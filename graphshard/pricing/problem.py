@@ -95,13 +95,17 @@ def price(
     backward: tuple[Region, ...] = ()
     if (last := stages.get(Direction.BACKWARD)) is not None:
         backward = with_late_gradients(last, costs.groups, groups)
+    forward = stages[Direction.FORWARD].regions
+    if policy.reshard is not Reshard.AUTO:
+        asked = [g for g in groups if settings[g.id].reshard is False]
+        forward, backward = with_unread(forward, backward, asked)
     return checked(
         Problem(
             groups=groups,
             lanes=tuple(
                 CollectiveLane(name, us, links.get(name, "")) for name, us in lanes.items()
             ),
-            forward=stages[Direction.FORWARD].regions,
+            forward=forward,
             backward=backward,
             resident=tuple(_resident(settings)),
             regroup_gathers=policy.regroup and all(own.regroups for own in settings),
@@ -118,6 +122,25 @@ def price(
             and all(own.may_reduce_apart or own.ranks == 1 for own in settings),
         )
     )
+
+
+def with_unread(
+    forward: tuple[Region, ...], backward: tuple[Region, ...], groups: Sequence[Group]
+) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
+    """The regions of both directions, with what stays gathered after forward because the user wants
+    it, although backward does not read it (an embedding). groups: those with that setting."""
+    for group in groups if backward else ():
+        use = group.use_in(Direction.FORWARD)
+        if use is None or use.last is None or group.use_in(Direction.BACKWARD) is not None:
+            continue
+        last, more_bytes = use.last, group.room_bytes
+        forward = tuple(_fuller(r, more_bytes * (i > last)) for i, r in enumerate(forward))
+        backward = tuple(_fuller(region, more_bytes) for region in backward)
+    return forward, backward
+
+
+def _fuller(region: Region, more_bytes: int) -> Region:
+    return replace(region, activation_bytes=region.activation_bytes + more_bytes)
 
 
 # -- groups --------------------------------------------------------------------------------------
