@@ -31,6 +31,7 @@ STEPS = 3000 if LONG else 200
 RECORDED = 2100  # collectives; the flight recorder remembers 2,000
 RSS_SLACK_KIB = 40_000
 STORE_KEYS_SLACK = 4
+MOST_LEFT = 4
 VARIANTS = 6  # then each way to compile has been taken
 
 
@@ -119,7 +120,8 @@ def assert_flat(seen: list[Held]) -> None:
     assert (after.records, after.groups) == (0, 0)
     assert after.specs <= max(row.specs for row in rows[:VARIANTS])
     assert (after.frames, after.layouts) == (before.frames, before.layouts)
-    assert max(row.left for row in rows) <= 2
+    # A rank that is late, or garbage that is collected late, leaves one more for a while.
+    assert max(row.left for row in rows) <= MOST_LEFT < len(rows) // 2
 
 
 def tell(title: str, seen: list[Held]) -> None:

@@ -2,7 +2,7 @@
 
     torchtitan_blocks.py [BACKEND]
 
-Trains STEPS steps, and prints the losses and what `graphshard.explain` says, as JSON. Without
+Trains STEPS steps; rank 0 prints the losses and what `graphshard.explain` says, as JSON. Without
 BACKEND, torchtitan compiles nothing.
 """
 
@@ -47,7 +47,8 @@ def main(backend: str) -> None:
     report = graphshard.explain(model)
     options = [f"{name}={given}" for name, given in report.options]
     groups = [report.captured, report.present, len(graphshard.plans(model))]
-    print(json.dumps({"losses": losses, "options": options, "groups": groups}))
+    if dist.get_rank() == 0:
+        print(json.dumps({"losses": losses, "options": options, "groups": groups}))
     dist.destroy_process_group()
 
 
