@@ -18,7 +18,7 @@ help:
 	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
 	@echo "make test    run the test suite"
 	@echo "make test-torch TORCH=2.15.0  private names, parity and the contract with another torch"
-	@echo "make test-integrations  accelerate, Trainer, TRL, Lightning: docs/integrations, with the real packages"
+	@echo "make test-integrations  accelerate, Trainer, TRL, Lightning, Ray, ...: docs/integrations, with the real packages"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   time a training step on an emulated network, graphshard against FSDP2"
 	@echo "make contract write docs/fsdp2-contract.md from the results of its tests"

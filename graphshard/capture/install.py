@@ -1,5 +1,5 @@
 """What graphshard changes in a process: Dynamo learns to trace FSDP2's modules, what a root runs at
-its first call, and what a pipeline takes for half of a compiled stage's backward."""
+its first call, and what a pipeline takes for a compiled stage and for half of its backward."""
 
 from __future__ import annotations
 

@@ -148,9 +148,9 @@ def _chunks(kernels: Sequence[Kernel], seat: Seat) -> list[Sequence[Kernel]]:
 
 def _build(chunk: Sequence[Kernel], *, waits: bool = False) -> bool:
     """Compile what of `chunk` nobody has compiled. False if another process is just doing it."""
-    name = hashlib.sha256("".join(kernel.key for kernel in chunk).encode()).hexdigest()
     if all(_path(kernel).exists() for kernel in chunk):
         return True
+    name = hashlib.sha256("".join(kernel.key for kernel in chunk).encode()).hexdigest()
     try:
         with FileLock(Path(cache_dir(), f"graphshard-{name}.lock"), timeout=-1 if waits else 0):
             missing = [kernel for kernel in chunk if not _path(kernel).exists()]
