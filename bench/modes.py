@@ -286,11 +286,12 @@ def make_trainer(
 
 def compile_with(
     mode: Mode,
-    model: nn.Module,
+    model: WithLoss,
     blocks: Sequence[nn.Module],
     link: Link,
     planner: Planner | None,
 ) -> None:
+    fullgraph = not model.model.breaks
     if mode.compiler == "blocks":
         for block in blocks:
             block.compile(fullgraph=True)
@@ -298,10 +299,10 @@ def compile_with(
         overlap.simple(mode.simple_overlap)
         if mode.bucket_mb is not None:
             overlap.use(link, mode.bucket_mb)
-        model.compile(fullgraph=True)
+        model.compile(fullgraph=fullgraph)
     elif mode.is_ours:
         options: dict[str, object] = {
-            "fallback": "error",
+            "fallback": "error" if fullgraph else "warn",
             "compute": mode.compute,
             "schedule": mode.schedule,
         }
@@ -317,7 +318,7 @@ def compile_with(
                 "machine": planner.machine,
                 "micro_steps": planner.micro_steps,
             }
-        model.compile(backend="graphshard", fullgraph=True, options=options)
+        model.compile(backend="graphshard", fullgraph=fullgraph, options=options)
 
 
 def tune(model: Any, reductions: AsyncReduceScatter, ahead: int) -> None:

@@ -22,8 +22,9 @@ from graphshard.fsdp2 import FsdpGroup, State
 from graphshard.runtime.agree import mark
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.calls import when_done
+from graphshard.runtime.graph_order import GraphOrder
 from graphshard.runtime.issued import follow
-from graphshard.runtime.live import LiveGroup, Root, register
+from graphshard.runtime.live import LiveGroup, Root, register, roots_of
 from graphshard.runtime.roll import members_of, open_ballots
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan
@@ -61,9 +62,12 @@ class RootState:
         return [handle.live for handle in self.handles if handle.live is not None]
 
     @property
+    def roots(self) -> list[Root]:
+        return roots_of(self.groups)
+
+    @property
     def ballots(self) -> list[Ballot]:
-        roots = dict.fromkeys(live.root for live in self.groups if live.root is not None)
-        return [ballot for root in roots for ballot in root.ballots]
+        return [ballot for root in self.roots for ballot in root.ballots]
 
     def is_unfinished(self) -> bool:
         return any(p.entered["top"] or fsdp2.is_mid_iteration(p.state) for p in self.handles)
@@ -216,6 +220,7 @@ def _attach(states: list[State]) -> None:
     _leave_modules(root_state)
     ballots = open_ballots(members_of([live.fsdp for live in root_state.groups]))
     root = Root({p.state: p.live for p in root_state.handles if p.live is not None}, ballots)
+    root.order = GraphOrder()
     for live in root_state.groups:
         live.root = root
     follow(root)

@@ -73,6 +73,7 @@ class Report:
     options: those that were given, with where they stand; code goes over the environment, that over
     a file.
     gained: over FSDP2's own schedule, by each plan that the cost model made.
+    ahead: runs of graphs of which the first all-gather is issued while another graph computes.
     """
 
     plans: tuple[dict[str, Any], ...]
@@ -84,6 +85,7 @@ class Report:
     unseen: int = 0
     options: tuple[tuple[str, Given], ...] = ()
     gained: tuple[Gained, ...] = ()
+    ahead: int = 0
 
     @property
     def graphs(self) -> int:
@@ -108,6 +110,11 @@ class Report:
             f"regions      {count} of compute in {name}, compiled from {distinct} distinct ones"
             for name, (count, distinct) in self.regions.items()
         ]
+        if self.ahead:
+            lines.append(
+                f"ahead        {self.ahead} runs of graphs begin with an all-gather that is issued "
+                "while the graph before computes"
+            )
         for gained in self.gained:
             step, room = gain_lines(gained)
             lines += [f"step         {step}", f"memory       {room}"]
@@ -133,6 +140,7 @@ def explain(model: nn.Module) -> Report:
         unseen=counts.unseen,
         options=_options(compiled),
         gained=tuple(g for c in compiled if (g := _gained(c)) is not None),
+        ahead=sum(root.order.num_expected for r in root_states for root in r.roots if root.order),
     )
 
 

@@ -36,6 +36,8 @@ def _finish(root: Root, task: int) -> None:
     ends_here = not finishes_itself(state)
     if ends_here:
         end_backward(state)
+    if root.order is not None:
+        root.order.end_backward()
     for live in root.groups.values():
         fsdp = live.fsdp
         if ends_here and not fsdp.is_sharded and fsdp.reshard_after_backward:

@@ -232,12 +232,15 @@ def prefetch(live: LiveGroup) -> None:
 
 
 def take_prefetched(live: LiveGroup, dtypes: tuple[torch.dtype, ...]) -> Gather:
-    """A gather of these dtypes: the prefetched one if it fits, else a new one."""
+    """A gather of these dtypes: the prefetched one if it fits, else a new one.
+
+    What FSDP2 has gathered meanwhile (`unshard()`) comes first, so that it is resharded.
+    """
     live.dtypes = dtypes
     ahead, live.prefetched = live.prefetched, None
     if ahead is None:
         return Gather.begin(live, dtypes)
-    if ahead.fits(dtypes):
+    if ahead.fits(dtypes) and live.fsdp.is_sharded:
         return ahead
     ahead.drop()
     return Gather.begin(live, dtypes)

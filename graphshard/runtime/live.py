@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # what other modules of the runtime keep with a group
     from graphshard.runtime.calls import PendingCall
     from graphshard.runtime.gather import Gather
     from graphshard.runtime.gather_buffers import GatherBuffer, GatherLayout
+    from graphshard.runtime.graph_order import GraphOrder
     from graphshard.runtime.issued import Trail
     from graphshard.runtime.reduce import Packing
 
@@ -79,14 +80,15 @@ class Root:
     """The groups of one FSDP root. finishing: the engine run after which they are finished.
 
     ballots: what its ranks agree on, one per mesh. opening: what optimizers issue ahead,
-    if the user asked for it. reduce_groups, node_groups: process groups that plans gave to
-    reductions, and to the ranks of this node, by rank.
+    if the user asked for it. order: of its graphs. reduce_groups, node_groups: process groups that
+    plans gave to reductions, and to the ranks of this node, by rank.
     """
 
     groups: dict[State, LiveGroup]
     ballots: list[Ballot] = field(default_factory=list)
     finishing: int = -1
     opening: Opening | None = None
+    order: GraphOrder | None = None
     reduce_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     node_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -165,8 +167,10 @@ class LiveGroup:
         return kept if kept.versions == self.fsdp.versions() else None
 
     def let_go(self) -> None:
-        """Give back what is kept for a later forward or backward."""
+        """Give back what is kept for a later forward or backward, or gathered for another graph."""
         self.kept = None
+        if self.prefetched is not None and self.root is not None and self.root.order is not None:
+            self.root.order.forget(self)
 
     def drop(self, *, limit_s: float | None = None) -> None:
         """Forget what an interrupted step left. Waits `limit_s` for a prefetch, 0: not at all.

@@ -25,6 +25,7 @@ from graphshard.runtime.calls import (
 from graphshard.runtime.doubt import drop_stale, is_doubtful
 from graphshard.runtime.finish import finish_later
 from graphshard.runtime.gather import Gather, issue, prefetch, take_prefetched
+from graphshard.runtime.graph_order import FirstGather, Turn, turn_of
 from graphshard.runtime.issued import ended
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.ranges import direction_range
@@ -40,7 +41,7 @@ class Run:
 
     defined: bit k is set when tangent k of this backward is not missing. exact_sums: of gradients,
     FSDP2's to the last bit. anchors: of all groups that it opens. stopwatch: takes the times of
-    this run, if the emitted code has marks.
+    this run, if the emitted code has marks. turn: in the order of its root's graphs.
     """
 
     direction: Direction
@@ -48,6 +49,7 @@ class Run:
     exact_sums: bool = True
     anchors: tuple[Tensor, ...] = ()
     stopwatch: Stopwatch | None = None
+    turn: Turn | None = None
     groups: list[LiveGroup] = field(default_factory=list)
     _gathered: set[LiveGroup] = field(default_factory=set)
     _last: LiveGroup | None = None
@@ -71,6 +73,8 @@ class Run:
         Where the user named what to prefetch, nothing else is issued ahead of its wait, and each
         group travels alone.
         """
+        if self.turn is not None and self._last is None:
+            self.turn.begin(tuple([g.first(params) for g in groups]))
         ready = [g for g in groups if self.may_issue(g.live)]
         for bucket in [[g] for g in ready] if self._is_listed(groups) else [ready]:
             if self._last is None and self._follows_optimizer(bucket):
@@ -191,6 +195,10 @@ class OpenGroup:
 
     def places(self, params: tuple[int, ...]) -> tuple[int, ...]:
         return params or self.live.places
+
+    def first(self, params: tuple[int, ...]) -> FirstGather:
+        """What a gather of `params` is about, for the graph before this one to issue it."""
+        return FirstGather(self.live, self._dtypes, self.places(params))
 
     def entry(self, params: tuple[int, ...]) -> SentGroup:
         """What a gather of `params` sends, for the next optimizer step to send again."""
@@ -316,6 +324,8 @@ class GatherStep:
             issue([(gather, places)])
         tensors = gather.wait(places)
         self._run.prefetch_after(group.live)
+        if self._run.turn is not None:
+            self._run.turn.waited(self._run.groups)
         return tensors
 
 
@@ -323,11 +333,15 @@ class GatherStep:
 class Body:
     """What one direction runs; replaced between steps, never during one.
 
-    exact_sums: see `Run`. watched: with marks, so that each run leaves its stopwatch in `watches`.
+    exact_sums: see `Run`. looks_ahead: beside what it holds, the next graph's first all-gather may
+    be issued. num_waits: for all-gathers in one run, once it has run. watched: with marks, so that
+    each run leaves its stopwatch in `watches`.
     """
 
     call: Callable[[list[Any]], Any]
     exact_sums: bool = True
+    looks_ahead: bool = True
+    num_waits: int = -1
     watched: bool = False
     watches: list[Stopwatch] = field(default_factory=list)
 
@@ -349,9 +363,13 @@ def guarded(
 
     def call(args: list[Any]) -> Any:
         own = tuple([args[place] for place in anchors])
-        body = pick(lookup(own[0]) if own else None)
+        first = lookup(own[0]) if own else None
+        body = pick(first)
         defined = ALL_DEFINED if calls is None else calls.take_mask()
         run = Run(direction, defined, body.exact_sums, own)
+        if first is not None:
+            expects = body.num_waits if body.looks_ahead else -1
+            run.turn = turn_of(direction, first, len(own), expects)
         if body.watched:
             run.stopwatch = stopwatch(device)
         args.insert(0, run)
@@ -359,6 +377,9 @@ def guarded(
             with direction_range(direction):
                 outputs = body.call(args)
             ended(run.groups, is_backward=direction is Direction.BACKWARD)
+            if run.turn is not None:
+                run.turn.order.leave(run.turn.key)
+                body.num_waits = run.turn.num_waits
         except BaseException as error:
             run.abort(error)
             raise

@@ -29,6 +29,7 @@ from graphshard.errors import CollectiveFailed, DivergedRanks, UnsupportedModel,
 from graphshard.options import Options
 from graphshard.runtime.agree import IDLE, mark
 from graphshard.runtime.calls import PendingGraph, current_task, pending_graphs
+from graphshard.runtime.graph_order import GraphOrder
 from graphshard.runtime.waiting import CLEAN_UP_S
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ def protected(
             raise
         if watch is not None:
             keeper.after(watch, result)
+        keeper.close()
         return result
 
     return dynamo.invisible(call)
@@ -93,6 +95,7 @@ class Keeper:
         self._gone = False
         self._later: list[CaptureHandle] = []
         self._graphs: list[PendingGraph] = []
+        self._orders: list[GraphOrder] = []
 
     @dynamo.hidden
     def before(self) -> CallWatch | None:
@@ -107,10 +110,25 @@ class Keeper:
         if not recomputes:
             self._after_backward()
         changed = self._frames != dynamo.frames_seen() and not self._gone
+        watch = None
         if changed or recomputes or self._later:
             plain = self.plain is not None
-            return CallWatch(self._module, self._options, plain=plain, compiles=changed)
-        return None
+            watch = CallWatch(self._module, self._options, plain=plain, compiles=changed)
+        self._open(looks_again=changed)
+        return watch
+
+    def _open(self, *, looks_again: bool) -> None:
+        if looks_again and self._module is not None:
+            roots = (root for found in root_states_under(self._module) for root in found.roots)
+            self._orders = [root.order for root in roots if root.order is not None]
+        for order in self._orders:
+            order.open()
+
+    @dynamo.hidden
+    def close(self) -> None:
+        """The call is over, well or not."""
+        for order in self._orders:
+            order.close()
 
     def _after_backward(self) -> None:
         """See to what had to wait until no backward runs."""
@@ -160,6 +178,8 @@ class Keeper:
             recover(self._module, error)
         with cleaning_up(error):
             _mark_idle(self._module)
+        with cleaning_up(error):
+            self.close()
 
 
 def _mark_idle(module: nn.Module | None) -> None:
