@@ -189,9 +189,9 @@ class GraphCompiler:
         )
         exact_sums = self._options.compute != "inductor"  # the same on all ranks
         # A budget is a hard limit, and a plan knows what its own graph holds.
-        looks_ahead = self._options.memory_budget is None
+        overlaps = self._options.memory_budget is None
         for direction, call in self._code(template).items():
-            template.bodies[direction] = Body(call, exact_sums, looks_ahead)
+            template.bodies[direction] = Body(call, exact_sums, overlaps)
         self._shared = Shared(
             name=self.name,
             generation=self._generation,

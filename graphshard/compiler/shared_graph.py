@@ -168,7 +168,7 @@ class Shared:
             made.program,
             plan_for(made.plan, self.infos, own),
             made.problem,
-            {d: Body(b.call, b.exact_sums, b.looks_ahead) for d, b in made.bodies.items()},
+            {d: Body(b.call, b.exact_sums, b.overlaps) for d, b in made.bodies.items()},
             made.options,
             made.artifacts,
             asked=made.asked,

@@ -37,7 +37,7 @@ def _finish(root: Root, task: int) -> None:
     if ends_here:
         end_backward(state)
     if root.order is not None:
-        root.order.end_backward()
+        root.order.end_backward(task)
     for live in root.groups.values():
         fsdp = live.fsdp
         if ends_here and not fsdp.is_sharded and fsdp.reshard_after_backward:

@@ -1,17 +1,21 @@
-"""The order in which the graphs of one FSDP root run, and what is gathered ahead because of it.
+"""The order in which the graphs of one FSDP root run, and what goes on from one to the next.
 
-A graph break cuts a model into graphs, and each begins with an all-gather that nothing hides. In:
-the runs of one call of the model, or of one backward, as they begin and end. Afterwards the first
-all-gather of the graph that comes next is on its way while the last group of this one computes,
-one group ahead, as in FSDP2's backward.
+A graph break cuts a model into graphs; each begins with an all-gather that nothing hides, and its
+backward ends with a reduce-scatter. In: the runs of one call of the model, or of one backward, as
+they begin and end. Afterwards the first all-gather of the graph that comes next is on its way while
+the last group of this one computes, and what this one reduces last is on its way while the next one
+computes. As in FSDP2's backward one group is gathered ahead, and one is being reduced, until
+another one is to be.
 
 What comes next is learned: it is issued ahead once it has been the same twice. What was issued for
 a graph that did not come is thrown away when another one has run, and when the call or the backward
 ends.
 
 Assumed: all ranks run graphs of the same groups in the same order, as eager FSDP2 needs it too
-(`graphshard.runtime.issued` compares what they issue). And who changes a shard between two graphs
-of one forward without a count (through `.data`, say) calls `reshard()`.
+(`graphshard.runtime.issued` compares what they issue). Who changes a shard between two graphs of
+one forward without a count (through `.data`, say) calls `reshard()`. And nobody reads a `.grad`
+before the backward is over, but hooks of that parameter; a backward that fails loses what was put
+off.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import torch
 from graphshard.runtime.calls import current_task
 from graphshard.runtime.gather import Gather, issue
 from graphshard.runtime.live import LiveGroup, Root
+from graphshard.runtime.reduce import Reduction
 from graphshard.schedule.plan import Direction
 
 # Runs with as many groups, of which the first one is the same, are taken for runs of one graph.
@@ -71,17 +76,29 @@ class _Ahead:
         return self.live.prefetched is not self.gather
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of one run of a graph: waits for all-gathers, and reductions."""
+
+    waits: int
+    reductions: int
+
+
 @dataclass(slots=True, eq=False)
 class GraphOrder:
-    """Of one root. num_ahead: groups that were gathered ahead for another graph, and used."""
+    """Of one root. num_ahead: groups that were gathered ahead for another graph, and used.
+    num_put_off: reductions that another graph, or the end of a backward, has waited for."""
 
     num_ahead: int = 0
+    num_put_off: int = 0
     _depth: int = 0  # of calls of the model, and of modules in it
     _task: int = -1  # the backward that is running, or -1
     _last: RunKey | None = None
     _following: dict[RunKey, _Following] = field(default_factory=dict)
+    _followed: set[RunKey] = field(default_factory=set)
     _ahead: list[_Ahead] = field(default_factory=list)
     _due: list[_Ahead] = field(default_factory=list)  # for the run that is running
+    _put_off: dict[int, list[Reduction]] = field(default_factory=dict)  # of a backward: one group's
 
     @property
     def num_expected(self) -> int:
@@ -104,7 +121,9 @@ class GraphOrder:
             if self._depth == 0:
                 self._restart(-1)
 
-    def end_backward(self) -> None:
+    def end_backward(self, task: int) -> None:
+        """All of it has run well."""
+        self.complete(task)
         self._restart(-1)
 
     def _restart(self, task: int) -> None:
@@ -130,6 +149,8 @@ class GraphOrder:
         task = current_task()
         if direction is Direction.BACKWARD and task != self._task:
             self._restart(task)
+        if task < 0 and self._put_off:
+            self.give_up()
         is_known = task >= 0 if direction is Direction.BACKWARD else task < 0 < self._depth
         if is_known:
             self._drop(self._due)
@@ -157,8 +178,36 @@ class GraphOrder:
 
     def leave(self, key: RunKey) -> None:
         """It is over."""
+        if self._last is not None:
+            self._followed.add(self._last)
         self._last = key
         self._drop(self._due)
+
+    def is_followed(self, key: RunKey) -> bool:
+        """Another run came next, at least once."""
+        return key in self._followed
+
+    def put_off(self, reduction: Reduction) -> None:
+        """The next run that reduces, or the end of this backward, completes it."""
+        task = current_task()
+        if any(one.live is not reduction.live for one in self._put_off.get(task, ())):
+            self.complete(task)
+        self._put_off.setdefault(task, []).append(reduction)
+        self.num_put_off += 1
+
+    def complete(self, task: int) -> None:
+        """What was put off in this backward, and not in one around it."""
+        put_off = self._put_off.get(task, [])
+        while put_off:
+            put_off.pop(0).complete()
+        self._put_off.pop(task, None)
+
+    def give_up(self, *, limit_s: float | None = None) -> None:
+        """A backward has failed. Waits `limit_s` for what was put off, 0: not at all."""
+        while self._put_off:
+            for reduction in self._put_off.popitem()[1]:
+                if limit_s != 0:
+                    reduction.drop(limit_s=limit_s)
 
     def _may_issue(self, key: RunKey, following: _Following, busy: Iterable[LiveGroup]) -> bool:
         """All ranks answer alike: sizes, settings and writes that count are the same on them."""
@@ -182,13 +231,14 @@ class GraphOrder:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One run in its order. expects: so many waits for all-gathers; -1 if nobody knows, or if
-    nothing may be gathered ahead beside what it holds."""
+    """One run in its order. expects: what there will be; None if nobody knows, or if nothing of
+    another graph may be held beside what this one holds."""
 
     order: GraphOrder
     key: RunKey
-    expects: int
-    num_waits: int = 0
+    expects: Counts | None
+    _waits: int = 0
+    _reductions: int = 0
     _has_begun: bool = False
 
     def begin(self, bucket: FirstBucket) -> None:
@@ -199,12 +249,34 @@ class Turn:
 
     def waited(self, busy: Iterable[LiveGroup]) -> None:
         """For an all-gather. busy: groups of this run."""
-        self.num_waits += 1
-        if self.num_waits == self.expects:
+        self._waits += 1
+        if self.expects is not None and self._waits == self.expects.waits:
             self.order.look_ahead(self.key, busy)
 
+    def reduces(self) -> None:
+        """It is about to issue a reduction."""
+        self.order.complete(current_task())
+        self._reductions += 1
 
-def turn_of(direction: Direction, first: LiveGroup, num_groups: int, expects: int) -> Turn | None:
+    def puts_off(self, reduction: Reduction) -> bool:
+        """It would wait for `reduction` now: False if it has to, since it is to issue others, or
+        nothing comes next."""
+        if self.expects is None or self._reductions != self.expects.reductions:
+            return False
+        if not self.order.is_followed(self.key):
+            return False
+        self.order.put_off(reduction)
+        return True
+
+    def leave(self) -> Counts:
+        """It is over; this is what there was."""
+        self.order.leave(self.key)
+        return Counts(self._waits, self._reductions)
+
+
+def turn_of(
+    direction: Direction, first: LiveGroup, num_groups: int, expects: Counts | None
+) -> Turn | None:
     """Of a run that begins, with `num_groups` groups; None if nothing is known of its order."""
     order = None if first.root is None else first.root.order
     if order is None or not order.enter(direction):

@@ -7,7 +7,7 @@ in any place, a backend that can takes each gradient from where it is, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,6 +20,7 @@ from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
 from graphshard.fsdp2.layouts import copy_of
 from graphshard.fsdp2.param import add_sharded_grads, grad_dtypes
 from graphshard.fsdp2.settings import sums_may_move
+from graphshard.runtime.calls import current_task, more_calls_ahead
 from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
@@ -59,7 +60,8 @@ class Reduction:
     """One reduce-scatter, from issue until the sharded gradients are assigned."""
 
     __slots__ = (
-        "_exact_sums", "_input", "_live", "_output", "_packing", "_part", "_policy", "work",
+        "_exact_sums", "_input", "_output", "_packing", "_part", "_policy", "_puts_off", "live",
+        "work",
     )  # fmt: skip
 
     def __init__(
@@ -69,14 +71,16 @@ class Reduction:
         part: tuple[int, ...] = (),
         *,
         exact_sums: bool = True,
+        puts_off: Callable[[Reduction], bool] | None = None,
     ) -> None:
         """grads: parameter index -> unsharded gradient; may be empty (nothing to reduce).
 
         part: the parameters that the plan means, where not all of the group.
         exact_sums: FSDP2's to the last bit, for which their numbers have to stand where FSDP2 has
-        them.
+        them. puts_off: asked when it is to be waited for, whether somebody else does so later.
         """
-        self._live, self._part = live, part
+        self.live, self._part = live, part
+        self._puts_off = puts_off
         self._exact_sums = exact_sums
         self._packing = packing_of(live, tuple(grads))
         self.work: dist.Work | None = None
@@ -87,17 +91,17 @@ class Reduction:
             self._issue(list(grads.values()))
 
     def _names(self) -> list[str]:
-        return [f"{self._live.fqn} {list(self._part)}" if self._part else self._live.fqn]
+        return [f"{self.live.fqn} {list(self._part)}" if self._part else self.live.fqn]
 
     def _issue(self, grads: list[Tensor]) -> None:
-        fsdp, comm = self._live.fsdp, self._live.fsdp.reduce_comm
+        fsdp, comm = self.live.fsdp, self.live.fsdp.reduce_comm
         world, packing = fsdp.world_size, self._packing
         self._policy = policy = fsdp.reduce_policy(packing.params, grads)
         if world > 1:
-            self._live.counters.reduce_scatters += 1
-            note(self._live, (packing, policy.reduce_dtype), self._described)
+            self.live.counters.reduce_scatters += 1
+            note(self.live, (packing, policy.reduce_dtype), self._described)
         if self._may_stay(grads):
-            with trying_in_place([self._live]):
+            with trying_in_place([self.live]):
                 self._issue_in_place(grads)
                 return
         packed = _pack(grads, packing, world, policy, comm)
@@ -113,11 +117,11 @@ class Reduction:
         """This reduce-scatter as the ranks compare it."""
         packing, dtype = self._packing, self._policy.reduce_dtype
         fqns = [param.fqn for param in packing.params]
-        return f"reduce-scatter of {self._live.fqn} {fqns} ({dtype}, {packing.numel} a rank)"
+        return f"reduce-scatter of {self.live.fqn} {fqns} ({dtype}, {packing.numel} a rank)"
 
     def _may_stay(self, grads: list[Tensor]) -> bool:
         """The reduction may take each gradient from where it is."""
-        fsdp, policy = self._live.fsdp, self._policy
+        fsdp, policy = self.live.fsdp, self._policy
         return (
             sums_may_move(fsdp.world_size, exact=self._exact_sums)
             and fsdp.sends_in_place
@@ -128,7 +132,7 @@ class Reduction:
         )
 
     def _issue_in_place(self, grads: list[Tensor]) -> None:
-        packing, group = self._packing, self._live.fsdp.reduce_process_group
+        packing, group = self._packing, self.live.fsdp.reduce_process_group
         assert group is not None
         world, first = group.size(), grads[0]
         inputs = [
@@ -141,9 +145,12 @@ class Reduction:
         self._input, self._output = inputs, output
 
     def wait(self) -> None:
+        """`complete`, now or later."""
+        if self._packing.params and (self._puts_off is None or not self._puts_off(self)):
+            self.complete()
+
+    def complete(self) -> None:
         """Wait, then set or add to each `.grad` and run its hooks, in registration order."""
-        if not self._packing.params:
-            return
         with step_range(StepKind.REDUCE_WAIT, self._names):
             self.drain()
             if self._all_reduce():
@@ -152,7 +159,7 @@ class Reduction:
 
     def _all_reduce(self) -> bool:
         """HSDP's second reduction. False if it is put off to a later micro-step."""
-        live, output = self._live, self._output
+        live, output = self.live, self._output
         group = live.fsdp.replicate_process_group
         if group is None:
             return True
@@ -170,7 +177,7 @@ class Reduction:
         return True
 
     def _assign(self) -> None:
-        fsdp, output = self._live.fsdp, self._output
+        fsdp, output = self.live.fsdp, self._output
         fsdp.run_all_reduce_hook(output)
         if self._policy.postdivide not in (None, 1):
             output.div_(self._policy.postdivide)
@@ -188,8 +195,8 @@ class Reduction:
     def drain(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective, if any, and free its input."""
         if self.work is not None:
-            group = self._live.fsdp.reduce_process_group
-            collective = NamedCollective("reduce-scatter", self._live, self._names, group)
+            group = self.live.fsdp.reduce_process_group
+            collective = NamedCollective("reduce-scatter", self.live, self._names, group)
             finish(self.work, collective, limit_s=limit_s)
             self.work = None
         self._input = ()
@@ -246,6 +253,28 @@ def _padded(grad: Tensor, columns: int, world: int) -> Tensor:
     packed = grad.new_empty(world * columns)
     torch._chunk_cat([grad], dim=0, num_chunks=world, out=packed.view(world, -1))
     return packed
+
+
+def collect(
+    live: LiveGroup, grads: Mapping[int, Tensor], part: tuple[int, ...]
+) -> Mapping[int, Tensor]:
+    """What is to be reduced now that `grads` have come: nothing while more is to come.
+
+    part: the parameters that this is about; empty: all of the group.
+    """
+    about = part or live.places
+    if live.arrived and live.arrived_in != current_task():
+        live.arrived = {}
+    before = {i: live.arrived.pop(i) for i in about if i in live.arrived}
+    grads = merge(before, live.fsdp.as_autograd_gives(grads))
+    if more_calls_ahead(live):
+        live.arrived.update(grads)
+        live.arrived_in = current_task()
+        return {}
+    if live.fsdp.reduces:
+        return merge_unreduced(live.fsdp, grads, about)
+    keep_unreduced(live, grads)
+    return {}
 
 
 def merge(first: Mapping[int, Tensor], second: Mapping[int, Tensor]) -> Mapping[int, Tensor]:

@@ -15,21 +15,15 @@ from graphshard.fsdp2 import gradients, is_root, reset_iteration, siblings
 from graphshard.fsdp2.layouts import as_dtensor
 from graphshard.runtime.ahead import SentBucket, SentGroup, remember
 from graphshard.runtime.buckets import AllGather
-from graphshard.runtime.calls import (
-    ALL_DEFINED,
-    Calls,
-    current_task,
-    more_calls_ahead,
-    will_execute,
-)
+from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
 from graphshard.runtime.doubt import drop_stale, is_doubtful
 from graphshard.runtime.finish import finish_later
 from graphshard.runtime.gather import Gather, issue, prefetch, take_prefetched
-from graphshard.runtime.graph_order import FirstGather, Turn, turn_of
+from graphshard.runtime.graph_order import Counts, FirstGather, Turn, turn_of
 from graphshard.runtime.issued import ended
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.ranges import direction_range
-from graphshard.runtime.reduce import Reduction, keep_unreduced, merge, merge_unreduced
+from graphshard.runtime.reduce import Reduction, collect
 from graphshard.runtime.stopwatch import Stopwatch, stopwatch
 from graphshard.runtime.waiting import CLEAN_UP_S
 from graphshard.schedule.plan import Direction
@@ -156,6 +150,9 @@ class Run:
             if left_s > 0:
                 with cleaning_up(error):
                     work.drop(limit_s=left_s)
+        if self.turn is not None:
+            with cleaning_up(error):
+                self.turn.order.give_up(limit_s=max(ends - time.monotonic(), 0))
         for live in self.groups:
             with cleaning_up(error):
                 live.drop(limit_s=max(ends - time.monotonic(), 0))
@@ -281,33 +278,20 @@ class OpenGroup:
                 arriving = {i: arriving[i] for i, mask in masks if mask & defined}
             reducible = collect(live, arriving, part)
         finish_later(live)
+        turn = self._run.turn
+        if turn is not None:
+            turn.reduces()
         self._run.free_inputs(live.fsdp.reduce_input_cap)
-        reduction = Reduction(live, reducible, part, exact_sums=self._run.exact_sums)
+        reduction = Reduction(
+            live,
+            reducible,
+            part,
+            exact_sums=self._run.exact_sums,
+            puts_off=None if turn is None else turn.puts_off,
+        )
         self._run.track(reduction)
         self._run.watch([reduction])
         return reduction
-
-
-def collect(
-    live: LiveGroup, grads: Mapping[int, Tensor], part: tuple[int, ...]
-) -> Mapping[int, Tensor]:
-    """What is to be reduced now that `grads` have come: nothing while more is to come.
-
-    part: the parameters that this is about; empty: all of the group.
-    """
-    about = part or live.places
-    if live.arrived and live.arrived_in != current_task():
-        live.arrived = {}
-    before = {i: live.arrived.pop(i) for i in about if i in live.arrived}
-    grads = merge(before, live.fsdp.as_autograd_gives(grads))
-    if more_calls_ahead(live):
-        live.arrived.update(grads)
-        live.arrived_in = current_task()
-        return {}
-    if live.fsdp.reduces:
-        return merge_unreduced(live.fsdp, grads, about)
-    keep_unreduced(live, grads)
-    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,15 +317,15 @@ class GatherStep:
 class Body:
     """What one direction runs; replaced between steps, never during one.
 
-    exact_sums: see `Run`. looks_ahead: beside what it holds, the next graph's first all-gather may
-    be issued. num_waits: for all-gathers in one run, once it has run. watched: with marks, so that
-    each run leaves its stopwatch in `watches`.
+    exact_sums: see `Run`. overlaps: beside what it holds, something of another graph may be under
+    way (`graph_order`). counts: of one run, once it has run. watched: with marks, so that each run
+    leaves its stopwatch in `watches`.
     """
 
     call: Callable[[list[Any]], Any]
     exact_sums: bool = True
-    looks_ahead: bool = True
-    num_waits: int = -1
+    overlaps: bool = True
+    counts: Counts | None = None
     watched: bool = False
     watches: list[Stopwatch] = field(default_factory=list)
 
@@ -368,7 +352,7 @@ def guarded(
         defined = ALL_DEFINED if calls is None else calls.take_mask()
         run = Run(direction, defined, body.exact_sums, own)
         if first is not None:
-            expects = body.num_waits if body.looks_ahead else -1
+            expects = body.counts if body.overlaps else None
             run.turn = turn_of(direction, first, len(own), expects)
         if body.watched:
             run.stopwatch = stopwatch(device)
@@ -378,8 +362,7 @@ def guarded(
                 outputs = body.call(args)
             ended(run.groups, is_backward=direction is Direction.BACKWARD)
             if run.turn is not None:
-                run.turn.order.leave(run.turn.key)
-                body.num_waits = run.turn.num_waits
+                body.counts = run.turn.leave()
         except BaseException as error:
             run.abort(error)
             raise

@@ -1,6 +1,7 @@
 """Graph breaks between the blocks of a model: each graph's first all-gather is issued while the
 graph before it still computes."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 
 import graphshard
 from graphshard.capture.root_state import root_states_under
-from graphshard.runtime import run
+from graphshard.runtime import gather, run
 from graphshard.runtime.graph_order import GraphOrder
+from graphshard.runtime.reduce import Reduction
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore:graphshard. group")]
 
@@ -30,6 +32,10 @@ SEED = os.environ.get("GRAPHSHARD_ORDERS_SEED")
 
 class Interrupted(Exception):
     """By the user's own code, in the middle of a forward."""
+
+
+def interrupt(gradient: Tensor) -> None:
+    raise Interrupted
 
 
 class Cut(nn.Module):
@@ -45,12 +51,14 @@ class Cut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for place, index in enumerate(self.visits):
             x = x + self.blocks[index](x)
-            self.between(place)
+            self.between(place, x)
         return x
 
     @torch._dynamo.disable
-    def between(self, place: int) -> None:
+    def between(self, place: int, x: Tensor) -> None:
         action = self.actions.get(place)
+        if action == "raise in backward" and x.requires_grad:
+            x.register_hook(interrupt)
         following: Any = self.blocks[self.visits[min(place + 1, len(self.visits) - 1)]]
         if action == "raise":
             raise Interrupted
@@ -88,7 +96,7 @@ def order_of(model: nn.Module) -> GraphOrder:
 
 @contextmanager
 def events(into: list[str]) -> Iterator[None]:
-    """Names of the groups that are gathered, and where runs end."""
+    """Groups that are gathered, groups whose gradients are there ("+ ..."), and where runs end."""
 
     def sending(original: Any) -> Any:
         def send(loads: Any, group: Any) -> Any:
@@ -104,9 +112,18 @@ def events(into: list[str]) -> Iterator[None]:
 
         return ended
 
-    from graphshard.runtime import gather
+    def completing(original: Any) -> Any:
+        def complete(self: Reduction) -> None:
+            original(self)
+            into.append(f"+ {self.live.fqn}")
 
-    with patched(gather, "send", sending), patched(run, "ended", ending):
+        return complete
+
+    with (
+        patched(gather, "send", sending),
+        patched(run, "ended", ending),
+        patched(Reduction, "complete", completing),
+    ):
         yield
 
 
@@ -125,11 +142,12 @@ def order_of_events(ctx: Ctx, forward_only: bool) -> tuple[list[str], int, int]:
     return seen, order_of(model).num_ahead, graphshard.explain(model).ahead
 
 
-def test_the_next_graph_is_gathered_while_one_computes(pool: Pool) -> None:
-    blocks = [f"blocks.{i}" for i in range(4)]
-    ahead = [blocks[0], blocks[1], "end", blocks[2], "end", blocks[3], "end", "end"]
+def test_collectives_go_on_while_another_graph_computes(pool: Pool) -> None:
+    zero, one, two, three = (f"blocks.{i}" for i in range(4))
+    ahead = [zero, one, "end", two, "end", three, "end", "end"]
     # The input has no gradient: backward does not read the first block.
-    back = [blocks[3], blocks[2], "end", blocks[1], "end", "end", "end"]
+    back = [three, two, "end", one, f"+ {three}", "end", f"+ {two}", "end"]
+    back += [f"+ {one}", f"+ {zero}", "end"]
     for seen, num_ahead, expected in pool.run(2, order_of_events, True):
         assert (seen, expected) == (ahead, 3)
         assert num_ahead == 3 * 3  # in the last steps; before, the order was not known
@@ -141,14 +159,14 @@ def test_the_next_graph_is_gathered_while_one_computes(pool: Pool) -> None:
 # -- whatever happens in between -------------------------------------------------------------------
 
 ACTIONS = ("write", "hidden write", "unshard", "raise")
-ENDS = ("backward", "backward", "twice", "input", "evaluate", "accumulate")
+ENDS = ("backward", "backward", "twice", "input", "evaluate", "accumulate", "fails")
 
 
 @dataclass(frozen=True)
 class Step:
-    """visits: blocks in the order of their calls. actions: after which call what happens. end: of
-    the forward. listed: the second block is listed to be prefetched by the first; kept: blocks stay
-    gathered after forward. eager: a block is called outside of the model first."""
+    """visits: blocks in the order of their calls. actions: after which call what happens. end: what
+    follows the forward. listed: the second block is to be prefetched by the first. kept: blocks
+    stay gathered after forward. eager: a block is called outside of the model first."""
 
     visits: tuple[int, ...]
     actions: tuple[tuple[int, str], ...] = ()
@@ -207,15 +225,28 @@ def take(model: Any, step: Step, x: Tensor) -> list[Tensor | None]:
     return seen + [None if g is None else g.to_local().clone() for g in grads]
 
 
-def same_as_eager(ctx: Ctx, steps: tuple[Step, ...]) -> int:
+def fail(model: Any, step: Step, x: Tensor) -> None:
+    """A backward that ends at a block. Eager FSDP2 does not bear that: it takes no such step."""
+    failing = replace(step, actions=((0, "raise in backward"),), eager=False, end="backward")
+    with contextlib.suppress(Interrupted):
+        take(model, failing, x)
+    model.zero_grad()
+
+
+def same_as_eager(ctx: Ctx, steps: tuple[Step, ...]) -> tuple[int, int]:
     models = [cut(ctx, compiles=compiles) for compiles in (False, True)]
     optims = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
     # FSDP2 wants to see the root first.
-    for number, step in enumerate((Step((0, 1, 2, 3)), *steps)):
+    for number, step in enumerate((Step((0, 1, 2, 3)), *steps, Step((0, 1)))):
         seen = []
         for model, optim in zip(models, optims, strict=True):
             torch.manual_seed(number)
             x = torch.randn(2, 8, device=ctx.device, requires_grad=True)
+            if step.end == "fails":
+                if model is models[1]:
+                    fail(model, step, x)
+                seen.append([])
+                continue
             seen.append(take(model, step, x))
             if step.end not in ("accumulate", "input"):
                 optim.step()
@@ -225,8 +256,10 @@ def same_as_eager(ctx: Ctx, steps: tuple[Step, ...]) -> int:
             assert ours is None or theirs is None or torch.equal(ours, theirs), (number, step)
     for block in models[1].blocks:
         (group,) = graphshard.fsdp2.fsdp_groups(block._get_fsdp_state())
-        assert group.is_sharded or steps[-1].kept
-    return order_of(models[1]).num_ahead
+        assert group.is_sharded
+    order = order_of(models[1])
+    assert not order._put_off
+    return order.num_ahead, order.num_put_off
 
 
 USUAL = Step((0, 1, 2))
@@ -240,6 +273,7 @@ CASES = {
     "another comes": (*(USUAL,) * 4, Step((0, 3, 2)), Step((2, 1)), USUAL),
     "none comes": (*(USUAL,) * 4, Step((0,)), USUAL, replace(USUAL, end="input"), USUAL),
     "interrupted": (*(USUAL,) * 4, replace(USUAL, actions=((0, "raise"),)), USUAL),
+    "failed": (*(USUAL,) * 4, replace(USUAL, end="fails"), USUAL),
     "the same again": (Step((1, 1, 1)),) * 5,
     "evaluations": (replace(USUAL, end="evaluate"),) * 5 + (USUAL,) * 2,
     "micro-steps": (replace(USUAL, end="accumulate"), USUAL) * 4,
@@ -248,9 +282,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_eager(pool: Pool, name: str) -> None:
-    for num_ahead in pool.run(2, same_as_eager, CASES[name]):
+    for num_ahead, num_put_off in pool.run(2, same_as_eager, CASES[name]):
         # What computes now is not gathered a second time beside itself.
         assert (num_ahead > 0) is (name != "the same again")
+        assert (num_put_off > 0) is (name != "unsharded, and gathered ahead")
 
 
 def test_drawn(pool: Pool) -> None:
