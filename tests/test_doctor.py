@@ -162,6 +162,10 @@ def test_a_block_that_is_not_captured():
     assert lints.lint([ranks(groups=groups)]) == ()  # of the eager run
     unused = (group("a"), group("b", in_graph=False, ran=False))
     assert lints.lint([ranks(), ranks("graphshard", groups=unused)]) == ()
+    never = (group("a", in_graph=False), group("b", in_graph=False))
+    found = only(lints.lint([ranks(), ranks("graphshard", groups=never)]))
+    assert "(2 of 2 groups): no compiled call reached them" in found.what
+    assert "model.compile(backend='graphshard')" in found.fix
 
 
 def test_collectives_that_are_mostly_latency():

@@ -156,12 +156,15 @@ def saved_shards(ranks: Sequence[Facts]) -> Iterator[Finding]:
 def not_captured(groups: Sequence[GroupFacts]) -> Iterator[Finding]:
     outside = [group for group in groups if group.ran and not group.in_graph]
     if outside:
-        reason = next((group.reason for group in outside if group.reason), NO_REASON)
+        reason = next((group.reason for group in outside if group.reason), "")
         yield warning(
             "GS1129",
             f"{some([group.name for group in outside])} ran through eager FSDP2 "
-            f"({len(outside)} of {len(groups)} groups): {reason}",
-            "graphshard.explain(model) lists them; options={'fallback': 'error'} raises instead",
+            f"({len(outside)} of {len(groups)} groups): {reason or NO_REASON}",
+            "graphshard.explain(model) lists them; options={'fallback': 'error'} raises instead"
+            if reason
+            else "compile what is called, in place: model.compile(backend='graphshard'); or call "
+            "what torch.compile returned, not the model that it wrapped",
         )
 
 
