@@ -91,6 +91,7 @@ class GraphOrder:
 
     num_ahead: int = 0
     num_put_off: int = 0
+    _largest_bytes: int = 0  # once it is known
     _depth: int = 0  # of calls of the model, and of modules in it
     _task: int = -1  # the backward that is running, or -1
     _last: RunKey | None = None
@@ -217,9 +218,17 @@ class GraphOrder:
             return False
         if first.root is None or first.fsdp.prefetches(direction):
             return False
-        if sum(one.size_bytes for one in following.bucket) > _largest_bytes(first.root):
+        if sum(one.size_bytes for one in following.bucket) > self._most_ahead_bytes(first.root):
             return False
         return all(live.root is first.root and _is_free(live, self._task) for live in lives)
+
+    def _most_ahead_bytes(self, root: Root) -> int:
+        """Of the largest group: so much FSDP2 itself gathers ahead. Sharding fixes it."""
+        if not self._largest_bytes:
+            groups = root.groups.values()
+            sizes = (FirstGather(live, live.dtypes, live.places).size_bytes for live in groups)
+            self._largest_bytes = max(sizes)
+        return self._largest_bytes
 
     def forget(self, live: LiveGroup) -> None:
         """It was resharded: what was gathered ahead of it may be of values of before."""
@@ -288,9 +297,3 @@ def _is_free(live: LiveGroup, task: int) -> bool:
     """Nothing of it is gathered, and in a backward it will be asked for."""
     is_here = live.kept is not None or live.prefetched is not None or not live.fsdp.is_sharded
     return not is_here and (task < 0 or any(call.is_ahead(task) for call in live.calls))
-
-
-def _largest_bytes(root: Root) -> int:
-    """Of the largest group: so much FSDP2 itself gathers ahead."""
-    groups = root.groups.values()
-    return max(FirstGather(live, live.dtypes, live.places).size_bytes for live in groups)
