@@ -17,6 +17,7 @@ from graphshard.planner.problem import (
     Transfer,
     Use,
 )
+from graphshard.schedule.plan import Rung
 
 
 def layers(
@@ -164,7 +165,9 @@ def in_place(problem):
 def _option(r, index, num_forward, weight):
     after = r.randrange(num_forward - 1)
     saved = r.randint(1, weight + 1)
-    return Recompute(f"block.{index}", after, num_forward - 1 - after, saved, r.randint(1, 100))
+    return Recompute(
+        Rung(f"block.{index}", 0), after, num_forward - 1 - after, saved, r.randint(1, 100)
+    )
 
 
 def _group(r, index, span, num_backward, lanes, shared, rate):

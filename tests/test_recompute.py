@@ -1,9 +1,13 @@
 """What backward computes again frees what the planner was promised, and nothing else."""
 
 import functools
+import os
 from dataclasses import replace
 
 import pytest
+from drawing import drawing
+from hypothesis import given
+from hypothesis import strategies as st
 from planning import layers
 from test_offline import llama, net
 
@@ -19,6 +23,9 @@ from graphshard.pricing.liveness import saved_memory
 from graphshard.pricing.op_costs import graph_costs
 from graphshard.schedule.plan import Figures, Plan
 
+COUNT = int(os.environ.get("GRAPHSHARD_RUNGS", "4"))
+SEED = os.environ.get("GRAPHSHARD_RUNGS_SEED")
+
 
 def saved_bytes(parts):
     """Of what forward hands to backward; what is gathered is not among it."""
@@ -26,21 +33,41 @@ def saved_bytes(parts):
     return sum({memory.name: memory.size_bytes for memory in found}.values())
 
 
+@functools.cache
+def captured(build, fused):
+    """A captured model, cut so that everything is saved, and what could be computed again."""
+    with pretended(8):
+        joint_graph = capture(faked(lambda: made_of("net", build())), "net").joint_graph
+        parts = parts_of(joint_graph, copy_of(joint_graph.program.joint), fused=fused)
+    found = graph_costs(parts.placed, preset("h100"), recompute=True, fused=fused).units
+    return joint_graph, parts, found
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["aten", "inductor"])
 @pytest.mark.parametrize("build", [net, functools.partial(llama, "none")], ids=["net", "llama"])
-def test_a_unit_frees_what_it_promises(build, fused):
-    with pretended(8):
-        fake = faked(lambda: made_of("net", build()))
-        joint_graph = capture(fake, "net").joint_graph
-        joint = joint_graph.program.joint
-        spare = copy_of(joint)
-        parts = parts_of(joint_graph, joint, fused=fused)
-        found = graph_costs(parts.placed, preset("h100"), recompute=True, fused=fused).units
-        chosen = found[1:3]
-        assert len(chosen) == 2
-        again = repeating(joint_graph, spare, parts, chosen, fused=fused)
-    promised = sum(unit.saved_bytes for unit in chosen)
-    assert saved_bytes(parts) - saved_bytes(again) == promised > 0
+def test_units_free_what_they_promise_whichever_are_chosen(build, fused):
+    joint_graph, parts, found = captured(build, fused)
+
+    @drawing(COUNT, SEED)
+    @given(st.sets(st.sampled_from(range(len(found))), min_size=1))
+    def draw(places):
+        chosen = [found[place] for place in sorted(places)]
+        with pretended(8):
+            joint = joint_graph.program.joint
+            again = repeating(joint_graph, joint, parts, chosen, fused=fused)
+        promised = sum(unit.saved_bytes for unit in chosen)
+        assert saved_bytes(parts) - saved_bytes(again) == promised > 0
+
+    draw()
+
+
+def test_products_have_a_rung_of_their_own():
+    """Of a Llama's block, whatever the sizes are: ranks mean the same by a rung."""
+    _, _, found = captured(functools.partial(llama, "none"), False)
+    middle = found[len(found) // 2].group
+    own = {u.rung: u.nodes for u in found if u.group == middle}
+    products = {rung: sum(name.startswith("mm_") for name in names) for rung, names in own.items()}
+    assert products == {0: 0, 1: 5, 2: 0}
 
 
 def plan_that_takes(step_us, exposed_us):

@@ -44,9 +44,9 @@ from graphshard.graph.program import (
 )
 from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import graph_costs
-from graphshard.pricing.recompute import RecomputeUnit, kept_beside, tag
+from graphshard.pricing.recompute import RecomputeUnit, kept_beside, rung_of, tag
 from graphshard.runtime.live import LiveGroup, find
-from graphshard.schedule.plan import GroupInfo, Plan, PricedOn
+from graphshard.schedule.plan import GroupInfo, Plan, PricedOn, Rung
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,11 @@ def joint_graph_of(
 def plan_partition(
     joint_graph: JointGraph,
     planning: PlanningInputs,
-    settle: Callable[[tuple[str, ...]], tuple[str, ...]],
+    settle: Callable[[tuple[Rung, ...]], tuple[Rung, ...]],
 ) -> PlannedPartition:
     """The plan of a captured graph, whose joint graph is used up. Raises InfeasibleBudget.
 
-    settle: from what this rank would compute again (FQNs of groups) to what all ranks do.
+    settle: from what this rank would compute again to what all ranks do.
     """
     joint = joint_graph.program.joint
     assert joint is not None
@@ -139,10 +139,10 @@ def plan_partition(
     parts = parts_of(joint_graph, joint, fused=planning.fused)
     again = partial(repeating, joint_graph, spare, parts, fused=planning.fused)
     planned = decide(parts, planning, again)
-    names = settle(planned.plan.recompute)
-    if names == planned.plan.recompute:
+    rungs = settle(planned.plan.recompute)
+    if rungs == planned.plan.recompute:
         return planned
-    return decide(parts, replace(planning, recompute_as=names), again)
+    return decide(parts, replace(planning, recompute_as=rungs), again)
 
 
 def repeating(
@@ -213,7 +213,7 @@ def decide(
     plan, without = agreed_plans(costs, planning, problem)
     planned = PlannedPartition(parts, problem, plan)
     if plan.recompute:
-        units = tuple(u for u in costs.units if costs.groups[u.group].fqn in plan.recompute)
+        units = tuple(u for u in costs.units if rung_of(u, costs.groups) in plan.recompute)
         plain = None if without is None else PlannedPartition(parts, problem, without)
         is_agreed = plan.recompute == planning.recompute_as
         found = _repeating(again(units), plan, planning, problem)

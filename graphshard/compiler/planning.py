@@ -22,8 +22,8 @@ from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import plan_best
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy, price
-from graphshard.pricing.recompute import offered
-from graphshard.schedule.plan import Figures, GroupInfo, Plan, Reshard, Schedule
+from graphshard.pricing.recompute import offered, rung_of
+from graphshard.schedule.plan import Figures, GroupInfo, Plan, Reshard, Rung, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +65,15 @@ class PlanningInputs:
     """What a plan with the cost model needs to know.
 
     fused: compute is priced as a compiler fuses it (see `graphshard.pricing.op_costs.graph_costs`).
-    recompute_as: FQNs of the groups that the ranks have agreed to compute again in a graph of these
-    groups; None if they have none yet.
+    recompute_as: what the ranks have agreed to compute again in a graph of these groups; None if
+    they have agreed on nothing yet.
     """
 
     settings: tuple[GroupSettings, ...]
     machine: Machine
     policy: PlanningPolicy
     fused: bool = False
-    recompute_as: tuple[str, ...] | None = None
+    recompute_as: tuple[Rung, ...] | None = None
 
     @property
     def in_parts(self) -> bool:
@@ -123,12 +123,12 @@ def agreed_plans(
     Other ranks may run a graph of theirs beside this one (a batch of another length): of graphs
     that compute other things again the collectives differ.
     """
-    names = planning.recompute_as
-    plan = None if names is None else _or_none(costs, problem, planning.policy.reshard)
-    offers = {costs.groups[unit.group].fqn for unit in costs.units}
-    if names is None or plan is None or not offers.issuperset(names):
+    rungs = planning.recompute_as
+    plan = None if rungs is None else _or_none(costs, problem, planning.policy.reshard)
+    offers = {rung_of(unit, costs.groups) for unit in costs.units}
+    if rungs is None or plan is None or not offers.issuperset(rungs):
         return best_plans(costs, planning, problem)
-    return (replace(plan, recompute=names), plan) if names else (plan, None)
+    return (replace(plan, recompute=rungs), plan) if rungs else (plan, None)
 
 
 def is_worth(repeating: Plan, without: Plan) -> bool:
@@ -196,7 +196,7 @@ def _planned(
     return replace(
         _plan_of(name, groups, planned.schedules),
         estimate=planned.estimate,
-        recompute=tuple(problem.recompute[index].name for index in planned.recompute),
+        recompute=tuple(problem.recompute[index].rung for index in planned.recompute),
         reasons=planned.reasons,
         forecasts=planned.forecasts,
         fsdp2=planned.fsdp2,

@@ -41,7 +41,18 @@ _SAME_FLOPS = (
         aten._scaled_dot_product_flash_attention_backward,
     ),
 )
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 _OWN_NAMESPACES = ("aten", "prims")
+
+
+def counts_flops(node: fx.Node) -> bool:
+    """Its time is that of its flops, not of its bytes: products, convolutions, attention."""
+    packet = _packet(node)
+    return packet in flop_registry or packet in dict(_SAME_FLOPS)
+
+
+def is_product(node: fx.Node) -> bool:
+    return _packet(node) in _PRODUCTS
 
 
 def graph_work(

@@ -1,16 +1,21 @@
-"""What backward could compute again instead of saving: the inside of each group's forward.
+"""What backward could compute again instead of saving: rungs of the inside of a group's forward.
 
-In: a placed program and its costs. Out: one `RecomputeUnit` per group that saves anything, with the
-nodes to tag for the partition, the bytes that this frees and the time that it costs. Random and
+In: a placed program and its costs. Out: `RecomputeUnit`s, some per group that saves anything, with
+the nodes to tag for the partition, the bytes that this frees and the time that it costs. Random and
 writing ops are never repeated, nor what reads what the graph writes to (a norm's running
 statistics), nor what the user's own checkpointing already decides.
+
+A group's first rung has what takes no product (casts, norms, activations), the next what matrix
+products make, the last the rest. Each is computed from what the others save, or compute
+again, so that any of them may be chosen: they free together what they free one by one, and cost
+together at most what they cost one by one.
 """
 
 from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -23,20 +28,22 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graphshard.graph.owners import owner
 from graphshard.graph.program import Program, compute_nodes, is_view, output_node, step_of
 from graphshard.planner.problem import Problem, Recompute, checked
+from graphshard.pricing.flops import counts_flops, is_product
 from graphshard.pricing.liveness import tensor_bytes
 from graphshard.pricing.usage import GroupUse, Usage
-from graphshard.schedule.plan import GroupInfo
+from graphshard.schedule.plan import GroupInfo, Rung
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeUnit:
-    """`nodes` (names in the joint graph) are computed again.
+    """`nodes` (names in the joint graph) are computed again: rung `rung` of a group, by its number.
 
     Their memory, `saved_bytes`, is free between forward op `after` and backward op `before`;
     backward takes `extra_us` longer.
     """
 
     group: int
+    rung: int
     nodes: tuple[str, ...]
     after: int
     before: int
@@ -54,38 +61,81 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
     times = dict(zip(compute, us, strict=True))
     readers = _first_reader(program.backward.graph)
     written = _written(program.forward.graph)
-    found = []
+    found: list[RecomputeUnit] = []
     for group, first, last in _innermost(forward.uses):
         inside = _inside(compute[first : last + 1], returned, written)
         freed = [n for n in saved if n in inside and owner(n) in inside and n.name in readers]
-        repeated = _ancestors(freed, inside)
-        size = sum(map(tensor_bytes, _owners(freed)))
-        size -= sum(map(tensor_bytes, _new_inputs(repeated, saved)))
-        if freed and size > 0:
-            found.append(
-                RecomputeUnit(
-                    group=group,
-                    nodes=tuple(n.name for n in repeated),
-                    after=last,
-                    before=min(readers[n.name] for n in freed),
-                    saved_bytes=size,
-                    extra_us=sum(times[n] for n in repeated),
+        span = _Span(inside, freed, saved, times)
+        for number, own in enumerate(_rungs(span)):
+            repeated = span.again(own)
+            size = span.bytes_of(own) - sum(map(tensor_bytes, _new_inputs(repeated, saved)))
+            if own and size > 0:
+                found.append(
+                    RecomputeUnit(
+                        group=group,
+                        rung=number,
+                        nodes=tuple(n.name for n in repeated),
+                        after=last,
+                        before=min(readers[n.name] for n in own),
+                        saved_bytes=size,
+                        extra_us=span.us_of(own),
+                    )
                 )
-            )
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The forward of one group: ops that may run twice, in order; those of their results that could
+    be freed; all that is saved; times of ops."""
+
+    inside: Mapping[fx.Node, None]
+    freed: Sequence[fx.Node]
+    saved: Collection[fx.Node]
+    times: Mapping[fx.Node, float]
+
+    def again(self, own: Sequence[fx.Node]) -> list[fx.Node]:
+        """`own` and what it is made from, where the rest of `freed` is there."""
+        there = set(self.freed).difference(own)
+        return _ancestors(own, {n: None for n in self.inside if n not in there})
+
+    def bytes_of(self, own: Sequence[fx.Node]) -> int:
+        return sum(map(tensor_bytes, _owners(own)))
+
+    def us_of(self, own: Sequence[fx.Node]) -> float:
+        return sum(self.times[n] for n in self.again(own))
+
+
+def _rungs(span: _Span) -> list[list[fx.Node]]:
+    """What could be freed, by rung: the same for any sizes, so that ranks with batches of other
+    lengths mean the same by it. What needs to have something else saved is in the last one."""
+    rungs: list[list[fx.Node]] = [[], [], []]
+    for memory in _owners(span.freed):
+        own = [node for node in span.freed if owner(node) is memory]
+        again = span.again(own)
+        heavy = [node for node in again if counts_flops(node)]
+        if _new_inputs(again, span.saved) or not all(map(is_product, heavy)):
+            rungs[2] += own
+        else:
+            rungs[1 if heavy else 0] += own
+    return rungs
+
+
+def rung_of(unit: RecomputeUnit, groups: Sequence[GroupInfo]) -> Rung:
+    return Rung(groups[unit.group].fqn, unit.rung)
 
 
 def offered(
     problem: Problem, groups: Sequence[GroupInfo], found: Sequence[RecomputeUnit]
 ) -> Problem:
-    """`problem` with the units as options; same order, named by group."""
+    """`problem` with the units as options; same order."""
     forward, backward = (
         [0, *accumulate(region.num_ops for region in regions)]
         for regions in (problem.forward, problem.backward)
     )
     options = tuple(
         Recompute(
-            name=groups[unit.group].fqn,
+            rung=rung_of(unit, groups),
             after=bisect_right(forward, unit.after) - 1,
             before=bisect_right(backward, unit.before) - 1,
             saved_bytes=unit.saved_bytes,
@@ -98,7 +148,9 @@ def offered(
 
 def tag(joint: fx.Graph, chosen: Sequence[RecomputeUnit], kept: Collection[str] = ()) -> None:
     """Have the partition compute the chosen units again, and save `kept` (names)."""
-    place = {name: number for number, unit in enumerate(chosen) for name in unit.nodes}
+    # One region for each group: of two regions, what the second reads of the first is saved.
+    regions = {group: place for place, group in enumerate(dict.fromkeys(u.group for u in chosen))}
+    place = {name: regions[unit.group] for unit in chosen for name in unit.nodes}
     for node in joint.nodes:
         if "recompute" in node.meta or node.op != "call_function":
             continue

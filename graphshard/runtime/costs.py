@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 
 from graphshard.runtime.agree import look_for
 from graphshard.runtime.ballot import Ballot, Terms, collect
-from graphshard.schedule.plan import Plan
+from graphshard.schedule.plan import Plan, Rung
 
 
 def lead_costs(ballots: Iterable[Ballot], own: str) -> str:
@@ -40,9 +41,9 @@ def say_costs(ballots: Iterable[Ballot], costs: str) -> None:
             ballot.store.set("costs", costs)
 
 
-def agreed_recompute(ballots: Sequence[Ballot], fqns: tuple[str, ...]) -> tuple[str, ...] | None:
-    """FQNs of the groups that the ranks compute again in a graph of groups `fqns` that trains; None
-    if they have not agreed on one."""
+def agreed_recompute(ballots: Sequence[Ballot], fqns: tuple[str, ...]) -> tuple[Rung, ...] | None:
+    """What the ranks compute again in a graph of groups `fqns` that trains; None if they have not
+    agreed on it."""
     if len(ballots) != 1:
         return None
     (ballot,) = ballots
@@ -50,10 +51,10 @@ def agreed_recompute(ballots: Sequence[Ballot], fqns: tuple[str, ...]) -> tuple[
         if plan.backward is not None and tuple(g.fqn for g in plan.groups) == fqns:
             return plan.recompute
     said = None if ballot.agreed else ballot.store.get(_recompute_key(fqns))
-    return None if said is None else tuple(json.loads(said))
+    return None if said is None else _rungs(said)
 
 
-def lead_recompute(ballots: Sequence[Ballot], own: tuple[str, ...]) -> tuple[str, ...]:
+def lead_recompute(ballots: Sequence[Ballot], own: tuple[Rung, ...]) -> tuple[Rung, ...]:
     """What the lowest rank computes again in the first graph that trains; `own` where it is not the
     first, or where that rank has gone on without saying.
 
@@ -65,10 +66,10 @@ def lead_recompute(ballots: Sequence[Ballot], own: tuple[str, ...]) -> tuple[str
     (ballot,) = ballots
     lead, key = ballot.ranks[0], f"{ballot.slot}/recompute"
     if ballot.rank == lead:
-        ballot.store.set(key, json.dumps(own))
+        ballot.store.set(key, _text(own))
         return own
     said = collect_unless_away(ballot, {lead: key}, "what is computed again")
-    return own if said is None else tuple(json.loads(said[lead]))
+    return own if said is None else _rungs(said[lead])
 
 
 def collect_unless_away(
@@ -99,6 +100,14 @@ def _is_away(ballot: Ballot, rank: int) -> bool:
     return any(ballot.store.check([key]) for key in gone)
 
 
+def _text(rungs: Sequence[Rung]) -> str:
+    return json.dumps([astuple(rung) for rung in rungs])
+
+
+def _rungs(text: str | bytes) -> tuple[Rung, ...]:
+    return tuple(Rung(*pair) for pair in json.loads(text))
+
+
 def _recompute_key(fqns: tuple[str, ...]) -> str:
     return f"recompute/{hashlib.sha256(json.dumps(fqns).encode()).hexdigest()[:16]}"
 
@@ -114,5 +123,5 @@ def join(ballots: Iterable[Ballot], plan: Plan, terms: Terms, costs: str) -> Non
         ballot.store.set(f"joined/{ballot.rank}", "")
         if plan.backward is not None:
             key = _recompute_key(tuple(group.fqn for group in plan.groups))
-            ballot.store.set(key, json.dumps(plan.recompute))
+            ballot.store.set(key, _text(plan.recompute))
         say_costs([ballot], costs)

@@ -34,6 +34,15 @@ class ParamInfo:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Rung:
+    """A part of what forward saves for a group's backward: `number` 0 has what is cheapest to
+    compute again. group: FQN."""
+
+    group: str
+    number: Count
+
+
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
     """One `fully_shard` group. `gathered_bytes` counts FSDP2's padding of uneven shards.

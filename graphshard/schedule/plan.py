@@ -33,6 +33,7 @@ from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.groups import GroupInfo as GroupInfo
 from graphshard.schedule.groups import ParamInfo as ParamInfo
 from graphshard.schedule.groups import Reshard as Reshard
+from graphshard.schedule.groups import Rung as Rung
 from graphshard.schedule.groups import size_bytes
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.reasons import NotEarlier, Reason, group_of
@@ -44,7 +45,7 @@ from graphshard.schedule.steps import Schedule as Schedule
 from graphshard.schedule.steps import Step as Step
 from graphshard.schedule.steps import StepKind as StepKind
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class Plan:
     estimate: None for a plan that was made without the cost model; it then has no reasons and no
     forecasts. forecasts: what each step is expected to take, one per schedule. fsdp2: what FSDP2
     itself would run, with the forecasts of that. measured: what this plan took where it ran.
-    recompute: FQNs of the groups whose forward is computed again in backward, because the planner
-    chose so. reduces_apart: it also chose a process group of their own for reductions.
+    recompute: what is computed again in backward, because the planner chose so. reduces_apart: it
+    also chose a process group of their own for reductions.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Plan:
     forward: Schedule
     backward: Schedule | None
     estimate: Estimate | None = None
-    recompute: tuple[str, ...] = ()
+    recompute: tuple[Rung, ...] = ()
     reasons: tuple[Reason, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
     priced_on: PricedOn | None = None

@@ -24,7 +24,7 @@ def plan_for(plan: Plan, first: Sequence[GroupInfo], own: Sequence[GroupInfo]) -
     return replace(
         plan,
         groups=tuple(_group(group, *pairs[group.id]) for group in plan.groups),
-        recompute=tuple(names.get(fqn, fqn) for fqn in plan.recompute),
+        recompute=tuple(replace(r, group=names.get(r.group, r.group)) for r in plan.recompute),
         reasons=tuple(_reason(reason, names) for reason in plan.reasons),
     )
 

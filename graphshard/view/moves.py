@@ -6,6 +6,7 @@ computed again, and each collective that is issued, or waited for, at another pl
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -69,12 +70,23 @@ def _stays(plan: Plan) -> dict[str, str]:
 
 
 def _recomputed(before: Plan, after: Plan) -> Iterator[MoveRow]:
-    for fqn in after.recompute:
-        if fqn not in before.recompute:
-            yield MoveRow("recomputed", (fqn,), "computed again in backward")
-    for fqn in before.recompute:
-        if fqn not in after.recompute:
-            yield MoveRow("not recomputed", (fqn,), "no longer computed again in backward")
+    was, now = _rungs(before), _rungs(after)
+    for fqn in dict.fromkeys((*now, *was)):
+        more, fewer = now[fqn] - was[fqn], was[fqn] - now[fqn]
+        if more:
+            part = "more of it is " if was[fqn] else ""
+            yield MoveRow("recomputed", (fqn,), f"{part}computed again in backward")
+        if fewer:
+            part = "some of it is " if now[fqn] else ""
+            yield MoveRow("not recomputed", (fqn,), f"{part}no longer computed again in backward")
+
+
+def _rungs(plan: Plan) -> Mapping[str, set[int]]:
+    """What is computed again, by FQN."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for rung in plan.recompute:
+        found[rung.group].add(rung.number)
+    return found
 
 
 def _places(plan: Plan, schedule: Schedule) -> dict[Key, int]:
