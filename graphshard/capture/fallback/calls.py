@@ -66,9 +66,11 @@ def protected(
         except BaseException as error:
             keeper.failed(watch, error)
             raise
-        if watch is not None:
-            keeper.after(watch, result)
-        keeper.close()
+        try:
+            if watch is not None:
+                keeper.after(watch, result)
+        finally:
+            keeper.close()
         return result
 
     return dynamo.invisible(call)
