@@ -25,6 +25,7 @@ from graphshard.schedule.plan import Figures, Plan
 
 COUNT = int(os.environ.get("GRAPHSHARD_RUNGS", "4"))
 SEED = os.environ.get("GRAPHSHARD_RUNGS_SEED")
+LLAMA = functools.partial(llama, "none")
 
 
 def saved_bytes(parts):
@@ -44,7 +45,7 @@ def captured(build, fused):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["aten", "inductor"])
-@pytest.mark.parametrize("build", [net, functools.partial(llama, "none")], ids=["net", "llama"])
+@pytest.mark.parametrize("build", [net, LLAMA], ids=["net", "llama"])
 def test_units_free_what_they_promise_whichever_are_chosen(build, fused):
     joint_graph, parts, found = captured(build, fused)
 
@@ -63,7 +64,7 @@ def test_units_free_what_they_promise_whichever_are_chosen(build, fused):
 
 def test_products_have_a_rung_of_their_own():
     """Of a Llama's block, whatever the sizes are: ranks mean the same by a rung."""
-    _, _, found = captured(functools.partial(llama, "none"), False)
+    _, _, found = captured(LLAMA, False)
     middle = found[len(found) // 2].group
     own = {u.rung: u.nodes for u in found if u.group == middle}
     products = {rung: sum(name.startswith("mm_") for name in names) for rung, names in own.items()}

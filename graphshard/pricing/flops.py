@@ -47,8 +47,7 @@ _OWN_NAMESPACES = ("aten", "prims")
 
 def counts_flops(node: fx.Node) -> bool:
     """Its time is that of its flops, not of its bytes: products, convolutions, attention."""
-    packet = _packet(node)
-    return packet in flop_registry or packet in dict(_SAME_FLOPS)
+    return _formula(node) is not None
 
 
 def is_product(node: fx.Node) -> bool:
@@ -106,10 +105,15 @@ def _is_free(node: fx.Node) -> bool:
     return _packet(node) in _NO_TRAFFIC or not any(map(_has_tensor, touches))
 
 
+def _formula(node: fx.Node) -> Any:
+    """torch's, or None."""
+    packet = _packet(node)
+    return flop_registry.get(dict(_SAME_FLOPS).get(packet, packet))
+
+
 def _flops(node: fx.Node, sizes: Sizes) -> tuple[Quantity, bool]:
     """Flops, and whether they are known. Pointwise ops and reductions are bound by memory: 0."""
-    packet = _packet(node)
-    formula = flop_registry.get(dict(_SAME_FLOPS).get(packet, packet))
+    formula = _formula(node)
     if formula is None:
         return 0, getattr(node.target, "namespace", None) in _OWN_NAMESPACES
     # Most formulas take shapes; those that torch registers with `get_raw` look into tensors.

@@ -65,10 +65,11 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
     for group, first, last in _innermost(forward.uses):
         inside = _inside(compute[first : last + 1], returned, written)
         freed = [n for n in saved if n in inside and owner(n) in inside and n.name in readers]
-        span = _Span(inside, freed, saved, times)
+        span = _Span(inside, freed, saved)
         for number, own in enumerate(_rungs(span)):
             repeated = span.again(own)
-            size = span.bytes_of(own) - sum(map(tensor_bytes, _new_inputs(repeated, saved)))
+            size = sum(map(tensor_bytes, _owners(own)))
+            size -= sum(map(tensor_bytes, _new_inputs(repeated, saved)))
             if own and size > 0:
                 found.append(
                     RecomputeUnit(
@@ -78,7 +79,7 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
                         after=last,
                         before=min(readers[n.name] for n in own),
                         saved_bytes=size,
-                        extra_us=span.us_of(own),
+                        extra_us=sum(times[n] for n in repeated),
                     )
                 )
     return tuple(found)
@@ -87,23 +88,16 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
 @dataclass(frozen=True, slots=True)
 class _Span:
     """The forward of one group: ops that may run twice, in order; those of their results that could
-    be freed; all that is saved; times of ops."""
+    be freed; all that is saved."""
 
     inside: Mapping[fx.Node, None]
     freed: Sequence[fx.Node]
     saved: Collection[fx.Node]
-    times: Mapping[fx.Node, float]
 
     def again(self, own: Sequence[fx.Node]) -> list[fx.Node]:
         """`own` and what it is made from, where the rest of `freed` is there."""
         there = set(self.freed).difference(own)
         return _ancestors(own, {n: None for n in self.inside if n not in there})
-
-    def bytes_of(self, own: Sequence[fx.Node]) -> int:
-        return sum(map(tensor_bytes, _owners(own)))
-
-    def us_of(self, own: Sequence[fx.Node]) -> float:
-        return sum(self.times[n] for n in self.again(own))
 
 
 def _rungs(span: _Span) -> list[list[fx.Node]]:

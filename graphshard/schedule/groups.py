@@ -36,8 +36,8 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rung:
-    """A part of what forward saves for a group's backward: `number` 0 has what is cheapest to
-    compute again. group: FQN."""
+    """A part of what forward saves for a group's backward, by the kind of ops that make it
+    (`graphshard.pricing.recompute`): `number` 0 takes no product. group: FQN."""
 
     group: str
     number: Count
