@@ -17,7 +17,7 @@ from graphshard.planner.problem import (
     Transfer,
     Use,
 )
-from graphshard.schedule.plan import Rung
+from graphshard.schedule.plan import Activation
 
 
 def layers(
@@ -166,7 +166,7 @@ def _option(r, index, num_forward, weight):
     after = r.randrange(num_forward - 1)
     saved = r.randint(1, weight + 1)
     return Recompute(
-        Rung(f"block.{index}", 0), after, num_forward - 1 - after, saved, r.randint(1, 100)
+        Activation(f"block.{index}", 0), after, num_forward - 1 - after, saved, r.randint(1, 100)
     )
 
 

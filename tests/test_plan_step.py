@@ -10,7 +10,7 @@ from planning import in_place, layers, random_problem
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.plan_step import fsdp2, plan_step
 from graphshard.planner.problem import Recompute
-from graphshard.schedule.plan import Direction, Rung, StepKind
+from graphshard.schedule.plan import Activation, Direction, StepKind
 from graphshard.schedule.reasons import Decision, Gain
 
 
@@ -41,7 +41,7 @@ def test_room_that_computing_again_makes_is_used(count, options):
     )  # fmt: skip
     free = plan_step(replace(problem, budget_bytes=10**9)).estimate
     offered = tuple(
-        Recompute(Rung(f"layers.{i}", 0), i, count - 1 - i, saved_bytes=900, extra_us=60.0)
+        Recompute(Activation(f"layers.{i}", 0), i, count - 1 - i, saved_bytes=900, extra_us=60.0)
         for i in range(count - 1)
     )
     budget = free.ours.peak_bytes - 900 * options + 100
@@ -59,7 +59,7 @@ def test_more_memory_is_no_slower(count, gather_us):
         regroup_gathers=True,
     )  # fmt: skip
     offered = tuple(
-        Recompute(Rung(f"layers.{i}", 0), i, count - 1 - i, saved_bytes=900, extra_us=50.0)
+        Recompute(Activation(f"layers.{i}", 0), i, count - 1 - i, saved_bytes=900, extra_us=50.0)
         for i in range(count - 1)
     )
     most = plan_step(replace(problem, budget_bytes=10**9)).estimate.ours.peak_bytes

@@ -23,8 +23,8 @@ from graphshard.pricing.liveness import saved_memory
 from graphshard.pricing.op_costs import graph_costs
 from graphshard.schedule.plan import Figures, Plan
 
-COUNT = int(os.environ.get("GRAPHSHARD_RUNGS", "4"))
-SEED = os.environ.get("GRAPHSHARD_RUNGS_SEED")
+COUNT = int(os.environ.get("GRAPHSHARD_AGAIN", "4"))
+SEED = os.environ.get("GRAPHSHARD_AGAIN_SEED")
 LLAMA = functools.partial(llama, "none")
 
 
@@ -62,13 +62,22 @@ def test_units_free_what_they_promise_whichever_are_chosen(build, fused):
     draw()
 
 
-def test_products_have_a_rung_of_their_own():
-    """Of a Llama's block, whatever the sizes are: ranks mean the same by a rung."""
-    _, _, found = captured(LLAMA, False)
+def kinds(found):
+    """Of a Llama's middle block: matrix products and attentions in each unit, in their order."""
     middle = found[len(found) // 2].group
-    own = {u.rung: u.nodes for u in found if u.group == middle}
-    products = {rung: sum(name.startswith("mm_") for name in names) for rung, names in own.items()}
-    assert products == {0: 0, 1: 5, 2: 0}
+    return [
+        tuple(sum(name.startswith(kind) for name in u.nodes) for kind in ("mm_", "_scaled_dot"))
+        for u in found
+        if u.group == middle
+    ]
+
+
+def test_what_each_op_saves_is_a_choice_of_its_own():
+    """Norm, products with queries, keys and values, attention, norm, gate and up, and pointwise."""
+    _, _, found = captured(LLAMA, False)
+    assert [kind for kind in kinds(found) if any(kind)] == [(1, 0)] * 3 + [(0, 1)] + [(1, 0)] * 2
+    numbers = [u.number for u in found if u.group == found[0].group]
+    assert numbers == sorted(set(numbers))
 
 
 def plan_that_takes(step_us, exposed_us):

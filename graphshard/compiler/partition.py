@@ -42,11 +42,12 @@ from graphshard.graph.program import (
     set_anchor_group,
     unshard_marks,
 )
+from graphshard.graph.random_ops import note_random_values, with_tags, without_tags
 from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import graph_costs
-from graphshard.pricing.recompute import RecomputeUnit, kept_beside, rung_of, tag
+from graphshard.pricing.recompute import RecomputeUnit, activation_of, kept_beside, tag
 from graphshard.runtime.live import LiveGroup, find
-from graphshard.schedule.plan import GroupInfo, Plan, PricedOn, Rung
+from graphshard.schedule.plan import Activation, GroupInfo, Plan, PricedOn
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,12 @@ def joint_graph_of(
     def split(graph: fx.GraphModule, fused: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
         min_cut = fused and may_cut
         partition = min_cut_rematerialization_partition if min_cut else default_partition
+        not_random = without_tags(graph.graph)
         with context():
             forward, backward = partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
+        for part in (forward, backward):
+            with_tags(part.graph, not_random)
+            note_random_values(part.graph)
         _order_saved(forward, backward, outputs)
         return forward, backward
 
@@ -127,7 +132,7 @@ def joint_graph_of(
 def plan_partition(
     joint_graph: JointGraph,
     planning: PlanningInputs,
-    settle: Callable[[tuple[Rung, ...]], tuple[Rung, ...]],
+    settle: Callable[[tuple[Activation, ...]], tuple[Activation, ...]],
 ) -> PlannedPartition:
     """The plan of a captured graph, whose joint graph is used up. Raises InfeasibleBudget.
 
@@ -139,10 +144,10 @@ def plan_partition(
     parts = parts_of(joint_graph, joint, fused=planning.fused)
     again = partial(repeating, joint_graph, spare, parts, fused=planning.fused)
     planned = decide(parts, planning, again)
-    rungs = settle(planned.plan.recompute)
-    if rungs == planned.plan.recompute:
+    chosen = settle(planned.plan.recompute)
+    if chosen == planned.plan.recompute:
         return planned
-    return decide(parts, replace(planning, recompute_as=rungs), again)
+    return decide(parts, replace(planning, recompute_as=chosen), again)
 
 
 def repeating(
@@ -213,7 +218,7 @@ def decide(
     plan, without = agreed_plans(costs, planning, problem)
     planned = PlannedPartition(parts, problem, plan)
     if plan.recompute:
-        units = tuple(u for u in costs.units if rung_of(u, costs.groups) in plan.recompute)
+        units = tuple(u for u in costs.units if activation_of(u, costs.groups) in plan.recompute)
         plain = None if without is None else PlannedPartition(parts, problem, without)
         is_agreed = plan.recompute == planning.recompute_as
         found = _repeating(again(units), plan, planning, problem)

@@ -22,8 +22,8 @@ from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import plan_best
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy, price
-from graphshard.pricing.recompute import offered, rung_of
-from graphshard.schedule.plan import Figures, GroupInfo, Plan, Reshard, Rung, Schedule
+from graphshard.pricing.recompute import activation_of, offered
+from graphshard.schedule.plan import Activation, Figures, GroupInfo, Plan, Reshard, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class PlanningInputs:
     machine: Machine
     policy: PlanningPolicy
     fused: bool = False
-    recompute_as: tuple[Rung, ...] | None = None
+    recompute_as: tuple[Activation, ...] | None = None
 
     @property
     def in_parts(self) -> bool:
@@ -123,12 +123,12 @@ def agreed_plans(
     Other ranks may run a graph of theirs beside this one (a batch of another length): of graphs
     that compute other things again the collectives differ.
     """
-    rungs = planning.recompute_as
-    plan = None if rungs is None else _or_none(costs, problem, planning.policy.reshard)
-    offers = {rung_of(unit, costs.groups) for unit in costs.units}
-    if rungs is None or plan is None or not offers.issuperset(rungs):
+    agreed = planning.recompute_as
+    plan = None if agreed is None else _or_none(costs, problem, planning.policy.reshard)
+    offers = {activation_of(unit, costs.groups) for unit in costs.units}
+    if agreed is None or plan is None or not offers.issuperset(agreed):
         return best_plans(costs, planning, problem)
-    return (replace(plan, recompute=rungs), plan) if rungs else (plan, None)
+    return (replace(plan, recompute=agreed), plan) if agreed else (plan, None)
 
 
 def is_worth(repeating: Plan, without: Plan) -> bool:
@@ -196,7 +196,7 @@ def _planned(
     return replace(
         _plan_of(name, groups, planned.schedules),
         estimate=planned.estimate,
-        recompute=tuple(problem.recompute[index].rung for index in planned.recompute),
+        recompute=tuple(problem.recompute[index].activation for index in planned.recompute),
         reasons=planned.reasons,
         forecasts=planned.forecasts,
         fsdp2=planned.fsdp2,

@@ -85,7 +85,7 @@ def unrolled(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> G
         for direction, op_costs in costs.by_direction.items()
     }
     found = _units(costs.units, naming, inserts, repeat.count)
-    units = tuple(sorted(found, key=lambda unit: (unit.after, unit.rung)))
+    units = tuple(sorted(found, key=lambda unit: (unit.after, unit.number)))
     return GraphCosts(costs.name, naming.groups, _with_kept(by_direction, naming.groups), units)
 
 
@@ -288,7 +288,10 @@ def _units(
         return
     forward, backward = inserts[Direction.FORWARD], inserts[Direction.BACKWARD]
     first_in_backward = {
-        (s, u.rung): u for u in units for b, s in [naming.owner.get(u.group, (0, ""))] if b == EARLY
+        (s, u.number): u
+        for u in units
+        for b, s in [naming.owner.get(u.group, (0, ""))]
+        if b == EARLY
     }
     for unit in units:
         block, suffix = naming.owner.get(unit.group, (None, ""))
@@ -298,7 +301,7 @@ def _units(
             after=forward.moved(block, unit.after),
             before=backward.moved(block, unit.before),
         )
-        if block != EARLY - 1 or (suffix, unit.rung) not in first_in_backward:
+        if block != EARLY - 1 or (suffix, unit.number) not in first_in_backward:
             continue
         for copy in range(1, forward.copies + 1):
             place = block + copy
@@ -307,5 +310,5 @@ def _units(
                 unit,
                 group=naming.copy[place, suffix],
                 after=forward.copied(copy, unit.after),
-                before=backward.copied(late, first_in_backward[suffix, unit.rung].before),
+                before=backward.copied(late, first_in_backward[suffix, unit.number].before),
             )

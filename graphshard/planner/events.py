@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 
 from graphshard.planner.choices import Bucket, Choices, parts_of, transfer_us
 from graphshard.planner.problem import Category, Problem, gather_of
@@ -169,14 +169,26 @@ def _activations(
     forward = direction is Direction.FORWARD
     ends = (0, handed_over) if forward else (handed_over, 0)
     between = [ends[0], *map(min, inside, inside[1:]), ends[1]]
+    spared = _spared(problem, choices, direction)
+    return (
+        _less(inside, spared[:-1] if forward else spared[1:]),
+        _less(between, spared),
+    )
+
+
+def _spared(problem: Problem, choices: Choices, direction: Direction) -> list[int]:
+    """Bytes that wait to be recomputed before, between and after the regions."""
+    changes = [0] * (len(problem.regions(direction)) + 1)
+    forward = direction is Direction.FORWARD
     for option in (problem.recompute[index] for index in choices.recompute):
-        late, early = slice(option.after + 1, None), slice(option.before)
-        for alive, spared in (
-            (inside, late if forward else early),
-            (between, late if forward else slice(option.before + 1)),
-        ):
-            alive[spared] = [max(0, amount - option.saved_bytes) for amount in alive[spared]]
-    return inside, between
+        changes[option.after + 1 if forward else option.before] += option.saved_bytes
+    if forward:
+        return list(accumulate(changes))
+    return [*accumulate(reversed(changes))][::-1]
+
+
+def _less(alive: Iterable[int], spared: Iterable[int]) -> list[int]:
+    return [max(0, amount - less) for amount, less in zip(alive, spared, strict=True)]
 
 
 # -- gathers -------------------------------------------------------------------------------------

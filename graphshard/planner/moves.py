@@ -114,12 +114,13 @@ def moves(memo: Memo) -> list[Move]:
     """Every open decision, those that usually matter most first."""
     found = list(_kept_moves(memo, _by_need(memo)))
     found += _node_moves(memo, _by_need(memo))
-    found += [Move(What.RECOMPUTE, i) for i in _by_price(memo)]
     for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
         found += _joins(memo, what)
         found += _splits(memo, what)
     found += [Move(What.ACROSS, g.id) for g in _carried(memo)]
     found += _delays(memo)
+    # Most of them are settled by their price: a flip pays off where room is left over.
+    found += [Move(What.RECOMPUTE, i) for i in _by_price(memo)]
     return found
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from graphshard.errors import PlanError
+from graphshard.schedule.plan import Activation, Direction, Step, StepKind
 from graphshard.schedule.plan import Allocation as Allocation
 from graphshard.schedule.plan import Category as Category
-from graphshard.schedule.plan import Direction, Rung, Step, StepKind
 
 # Times are rounded to multiples of this (about 1 ns). Sums of such numbers below 2**43 us are
 # exact in float64, so equal schedules have equal times and gains add up without a remainder.
@@ -206,7 +206,7 @@ class Recompute:
     which takes `extra_us` longer. What is computed twice is counted twice where several are taken.
     """
 
-    rung: Rung
+    activation: Activation
     after: int
     before: int
     saved_bytes: int
@@ -378,7 +378,7 @@ def _faults(problem: Problem) -> Iterator[str]:
     for option in problem.recompute:
         ends = (option.after, len(problem.forward)), (option.before, len(problem.backward))
         if not all(0 <= region < count for region, count in ends):
-            yield f"recompute {option.rung} names a region that does not exist"
+            yield f"recompute {option.activation} names a region that does not exist"
 
 
 def _part_faults(problem: Problem, group: Group, part: Part) -> Iterator[str]:

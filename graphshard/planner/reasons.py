@@ -170,7 +170,7 @@ def _cut(memo: Memo, cuts: Cuts, direction: Direction, kind: StepKind) -> Iterat
 def _recomputed(memo: Memo, chosen: Choices) -> Iterator[Reason]:
     """One for each group, whatever of it is computed again."""
     taken = [memo.problem.recompute[index] for index in chosen.recompute]
-    for fqn in dict.fromkeys(option.rung.group for option in taken):
-        own = [option for option in taken if option.rung.group == fqn]
+    for fqn in dict.fromkeys(option.activation.group for option in taken):
+        own = [option for option in taken if option.activation.group == fqn]
         extra_us, saved_bytes = sum(o.extra_us for o in own), sum(o.saved_bytes for o in own)
         yield Recomputation(fqn, extra_us, saved_bytes)

@@ -162,7 +162,7 @@ def simulate(
 
 def simulated_as(problem: Problem, plan: Plan) -> Simulation:
     """`plan` at the costs of `problem`, which has its regions and groups."""
-    again = tuple(i for i, o in enumerate(problem.recompute) if o.rung in plan.recompute)
+    again = tuple(i for i, o in enumerate(problem.recompute) if o.activation in plan.recompute)
     across = tuple(g.id for g in plan.groups if g.between_micro_steps)
     return simulate(problem, plan.schedules, again, across)
 

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from graphshard.cost.algebra import Quantity, least
 from graphshard.cost.roofline import FREE, OpWork
 from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, is_view
+from graphshard.graph.random_ops import wrapped_op
 from graphshard.pricing.sizes import Sizes, dtype_name
 
 aten = torch.ops.aten
@@ -41,17 +42,7 @@ _SAME_FLOPS = (
         aten._scaled_dot_product_flash_attention_backward,
     ),
 )
-_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 _OWN_NAMESPACES = ("aten", "prims")
-
-
-def counts_flops(node: fx.Node) -> bool:
-    """Its time is that of its flops, not of its bytes: products, convolutions, attention."""
-    return _formula(node) is not None
-
-
-def is_product(node: fx.Node) -> bool:
-    return _packet(node) in _PRODUCTS
 
 
 def graph_work(
@@ -115,12 +106,14 @@ def _flops(node: fx.Node, sizes: Sizes) -> tuple[Quantity, bool]:
     """Flops, and whether they are known. Pointwise ops and reductions are bound by memory: 0."""
     formula = _formula(node)
     if formula is None:
-        return 0, getattr(node.target, "namespace", None) in _OWN_NAMESPACES
+        return 0, getattr(wrapped_op(node)[0], "namespace", None) in _OWN_NAMESPACES
     # Most formulas take shapes; those that torch registers with `get_raw` look into tensors.
     wants_shapes = hasattr(formula, "__wrapped__")
     read = sizes.shape if wants_shapes else _same
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: read(n.meta["val"]))
-    flops = sizes.quantity(formula(*args, **kwargs, out_val=read(node.meta["val"])))
+    op, given = wrapped_op(node)
+    options = node.kwargs if op is node.target else {}
+    args, kwargs = map_arg((given, options), lambda n: read(n.meta["val"]))
+    flops = sizes.quantity(formula(*args, **kwargs, out_val=read(node.meta.get("val"))))
     return flops, True
 
 
@@ -187,7 +180,8 @@ def _has_tag(node: fx.Node, *tags: torch.Tag) -> bool:
 
 
 def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
+    op, _ = wrapped_op(node)
+    return getattr(op, "overloadpacket", op)
 
 
 def _has_tensor(node: fx.Node) -> bool:

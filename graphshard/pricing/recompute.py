@@ -1,14 +1,12 @@
-"""What backward could compute again instead of saving: rungs of the inside of a group's forward.
+"""What backward could compute again instead of saving: activations of a group's inner forward.
 
-In: a placed program and its costs. Out: `RecomputeUnit`s, some per group that saves anything, with
-the nodes to tag for the partition, the bytes that this frees and the time that it costs. Random and
-writing ops are never repeated, nor what reads what the graph writes to (a norm's running
-statistics), nor what the user's own checkpointing already decides.
+In: a placed program and its costs. Out: `RecomputeUnit`s, one for each op of a group's forward that
+makes what is saved, with the nodes to tag for the partition, the bytes that this frees and the time
+that it costs. Random and writing ops are never repeated, nor what reads what the graph writes to (a
+norm's running statistics), nor what the user's own checkpointing already decides.
 
-A group's first rung has what takes no product (casts, norms, activations), the next what matrix
-products make, the last the rest. Each is computed from what the others save, or compute
-again, so that any of them may be chosen: they free together what they free one by one, and cost
-together at most what they cost one by one.
+Each is computed from what the others save, or compute again, so that any of them may be chosen:
+they free together what they free one by one, and cost together at most what they cost one by one.
 """
 
 from __future__ import annotations
@@ -25,25 +23,25 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.graph.owners import owner
+from graphshard.graph.owners import maker, owner
 from graphshard.graph.program import Program, compute_nodes, is_view, output_node, step_of
+from graphshard.graph.random_ops import is_random
 from graphshard.planner.problem import Problem, Recompute, checked
-from graphshard.pricing.flops import counts_flops, is_product
 from graphshard.pricing.liveness import tensor_bytes
 from graphshard.pricing.usage import GroupUse, Usage
-from graphshard.schedule.plan import GroupInfo, Rung
+from graphshard.schedule.plan import Activation, GroupInfo
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeUnit:
-    """`nodes` (names in the joint graph) are computed again: rung `rung` of a group, by its number.
+    """`nodes` (names in the joint graph) are computed again: activation `number` of a group.
 
     Their memory, `saved_bytes`, is free between forward op `after` and backward op `before`;
     backward takes `extra_us` longer.
     """
 
     group: int
-    rung: int
+    number: int
     nodes: tuple[str, ...]
     after: int
     before: int
@@ -66,15 +64,15 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
         inside = _inside(compute[first : last + 1], returned, written)
         freed = [n for n in saved if n in inside and owner(n) in inside and n.name in readers]
         span = _Span(inside, freed, saved)
-        for number, own in enumerate(_rungs(span)):
+        for number, own in enumerate(_by_op(freed)):
             repeated = span.again(own)
             size = sum(map(tensor_bytes, _owners(own)))
             size -= sum(map(tensor_bytes, _new_inputs(repeated, saved)))
-            if own and size > 0:
+            if size > 0:
                 found.append(
                     RecomputeUnit(
                         group=group,
-                        rung=number,
+                        number=number,
                         nodes=tuple(n.name for n in repeated),
                         after=last,
                         before=min(readers[n.name] for n in own),
@@ -100,23 +98,17 @@ class _Span:
         return _ancestors(own, {n: None for n in self.inside if n not in there})
 
 
-def _rungs(span: _Span) -> list[list[fx.Node]]:
-    """What could be freed, by rung: the same for any sizes, so that ranks with batches of other
-    lengths mean the same by it. What needs to have something else saved is in the last one."""
-    rungs: list[list[fx.Node]] = [[], [], []]
-    for memory in _owners(span.freed):
-        own = [node for node in span.freed if owner(node) is memory]
-        again = span.again(own)
-        heavy = [node for node in again if counts_flops(node)]
-        if _new_inputs(again, span.saved) or not all(map(is_product, heavy)):
-            rungs[2] += own
-        else:
-            rungs[1 if heavy else 0] += own
-    return rungs
+def _by_op(freed: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """`freed` by the op that makes it. A place in this list means the same whatever the sizes are,
+    so that ranks with batches of other lengths mean the same by an activation's number."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in freed:
+        found.setdefault(maker(node), []).append(node)
+    return list(found.values())
 
 
-def rung_of(unit: RecomputeUnit, groups: Sequence[GroupInfo]) -> Rung:
-    return Rung(groups[unit.group].fqn, unit.rung)
+def activation_of(unit: RecomputeUnit, groups: Sequence[GroupInfo]) -> Activation:
+    return Activation(groups[unit.group].fqn, unit.number)
 
 
 def offered(
@@ -129,7 +121,7 @@ def offered(
     )
     options = tuple(
         Recompute(
-            rung=rung_of(unit, groups),
+            activation=activation_of(unit, groups),
             after=bisect_right(forward, unit.after) - 1,
             before=bisect_right(backward, unit.before) - 1,
             saved_bytes=unit.saved_bytes,
@@ -228,7 +220,7 @@ def _repeatable(node: fx.Node) -> bool:
         return isinstance(source, fx.Node) and _repeatable(source)
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", "") == "_operator"
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return not target._schema.is_mutable and not is_random(node)
 
 
 def _ancestors(nodes: Sequence[fx.Node], inside: Collection[fx.Node]) -> list[fx.Node]:

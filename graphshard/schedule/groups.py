@@ -35,9 +35,9 @@ class ParamInfo:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Rung:
-    """A part of what forward saves for a group's backward, by the kind of ops that make it
-    (`graphshard.pricing.recompute`): `number` 0 takes no product. group: FQN."""
+class Activation:
+    """What one op of a group's forward saves for backward. number: the place of the op among those
+    that do, in forward's order (`graphshard.pricing.recompute`). group: FQN."""
 
     group: str
     number: Count

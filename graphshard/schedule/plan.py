@@ -30,10 +30,10 @@ from graphshard.schedule.estimate import Figures as Figures
 from graphshard.schedule.estimate import Moment as Moment
 from graphshard.schedule.estimate import estimate_summary
 from graphshard.schedule.forecast import Forecast
+from graphshard.schedule.groups import Activation as Activation
 from graphshard.schedule.groups import GroupInfo as GroupInfo
 from graphshard.schedule.groups import ParamInfo as ParamInfo
 from graphshard.schedule.groups import Reshard as Reshard
-from graphshard.schedule.groups import Rung as Rung
 from graphshard.schedule.groups import size_bytes
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.reasons import NotEarlier, Reason, group_of
@@ -45,7 +45,7 @@ from graphshard.schedule.steps import Schedule as Schedule
 from graphshard.schedule.steps import Step as Step
 from graphshard.schedule.steps import StepKind as StepKind
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Plan:
     forward: Schedule
     backward: Schedule | None
     estimate: Estimate | None = None
-    recompute: tuple[Rung, ...] = ()
+    recompute: tuple[Activation, ...] = ()
     reasons: tuple[Reason, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
     priced_on: PricedOn | None = None

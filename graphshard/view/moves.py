@@ -70,7 +70,7 @@ def _stays(plan: Plan) -> dict[str, str]:
 
 
 def _recomputed(before: Plan, after: Plan) -> Iterator[MoveRow]:
-    was, now = _rungs(before), _rungs(after)
+    was, now = _numbers(before), _numbers(after)
     for fqn in dict.fromkeys((*now, *was)):
         more, fewer = now[fqn] - was[fqn], was[fqn] - now[fqn]
         if more:
@@ -81,11 +81,11 @@ def _recomputed(before: Plan, after: Plan) -> Iterator[MoveRow]:
             yield MoveRow("not recomputed", (fqn,), f"{part}no longer computed again in backward")
 
 
-def _rungs(plan: Plan) -> Mapping[str, set[int]]:
+def _numbers(plan: Plan) -> Mapping[str, set[int]]:
     """What is computed again, by FQN."""
     found: dict[str, set[int]] = defaultdict(set)
-    for rung in plan.recompute:
-        found[rung.group].add(rung.number)
+    for one in plan.recompute:
+        found[one.group].add(one.number)
     return found
 
 
