@@ -26,6 +26,7 @@ MOST_COUNT = 2**24
 _CHOICES = {
     "compute": ("aten", "inductor"),
     "fallback": ("warn", "error"),
+    "recompute": ("auto", "user"),
     "reshard": ("fsdp2", "auto"),
     "schedule": ("fsdp2", "planned"),
     "verify": ("compile", "every", "off"),
@@ -52,6 +53,9 @@ class Options:
     what it keeps, gathers one group ahead.
     memory_budget: hard limit on the predicted peak of a rank in bytes, or what its device has.
     None: FSDP2's predicted peak.
+    recompute: "user": regions of the model that are checkpointed are computed again as the user
+    says; "auto": the planner decides what is, where their policy leaves it open; None: "auto" with
+    a memory budget, else "user".
     reshard: "fsdp2" keeps gathered what FSDP2's settings say ("planned": what the user set, the
     planner decides the rest); "auto" leaves it to the planner for all groups.
     verify: "compile": the ranks agree on each new plan before it runs; "every": and on each forward
@@ -81,12 +85,20 @@ class Options:
     schedule: str = "planned"
     report_dir: Path | None = None
     promote: bool = True
+    recompute: str | None = None
     inductor: tuple[tuple[str, object], ...] = ()
     given: tuple[tuple[str, Given], ...] = field(default=(), compare=False)
 
     @property
     def is_planned(self) -> bool:
         return self.schedule == "planned"
+
+    @property
+    def replaces_checkpoints(self) -> bool:
+        """The planner decides in the place of the user's checkpoints."""
+        if self.recompute is None:
+            return self.memory_budget is not None
+        return self.recompute == "auto"
 
     def terms(self) -> dict[str, object]:
         """By name, what all ranks need alike: it decides what they ask each other and send, or
@@ -95,6 +107,7 @@ class Options:
         own = {name: getattr(self, name) for name in names}
         budget = self.memory_budget
         said = budget.value if isinstance(budget, Device) else budget
+        own["recompute"] = "auto" if self.replaces_checkpoints else "user"
         return {DISABLE: False} | own | self.terms_of_calls() | {"memory_budget": said}
 
     def terms_of_calls(self) -> dict[str, object]:
@@ -149,7 +162,11 @@ def _without_weaker(own: dict[str, Given]) -> dict[str, Given]:
     schedule = own.get("schedule")
     if schedule is None or schedule.value != "fsdp2":
         return own
-    nothing = {"memory_budget": (None, "fsdp2"), "reshard": ("fsdp2",)}
+    nothing = {
+        "memory_budget": (None, "fsdp2"),
+        "reshard": ("fsdp2",),
+        "recompute": (None, "user"),
+    }
     asks = {k: own[k] for k in nothing if k in own and own[k].value not in nothing[k]}
     for key in _as_strong(asks, schedule):
         with _from(own[key].origin):
@@ -224,6 +241,10 @@ def _choice(key: str, given: Given) -> object:
     return given.value
 
 
+def _recompute(key: str, given: Given) -> object:
+    return None if given.value is None else _choice(key, given)
+
+
 def _machine(key: str, given: Given) -> str | None:
     """A name of a preset, or the path of a profile, which has a suffix."""
     value = given.value
@@ -291,6 +312,7 @@ _PARSERS: dict[str, Callable[[str, Given], object]] = {
     "schedule": _choice,
     "report_dir": _path,
     "promote": partial(_switch, default=True),
+    "recompute": _recompute,
 }
 
 

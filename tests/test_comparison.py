@@ -18,8 +18,8 @@ def planned(problem, name="toy"):
     forward, backward = found.schedules
     groups = tuple(group(g.id, g.fqn, g.gathered_bytes) for g in problem.groups)
     return Plan(
-        name, "2.13.0", groups, forward, backward, found.estimate, (), found.reasons,
-        found.forecasts, fsdp2=found.fsdp2,
+        name, "2.13.0", groups, forward, backward, found.estimate, reasons=found.reasons,
+        forecasts=found.forecasts, fsdp2=found.fsdp2,
     )  # fmt: skip
 
 

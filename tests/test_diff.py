@@ -11,7 +11,7 @@ from test_comparison import as_predicted, planned
 
 from graphshard.cli import main
 from graphshard.errors import MeasureError
-from graphshard.schedule.plan import Activation, Direction
+from graphshard.schedule.plan import Activation, Direction, Recomputed
 from graphshard.view.diff import REST, WAITS, diff, diff_measured
 from graphshard.view.diff_text import diff_dict, diff_text
 from graphshard.view.text import WIDTH
@@ -104,10 +104,12 @@ def test_merged_split_and_recomputed_groups_are_said():
     assert said == [("alone", ("layers.0",)), ("alone", ("layers.1",))]
     said = [m.text for m in moves(plans[0], plans[2])]
     assert said == [f"all-gather in forward: one for parameters {n}" for n in (0, 1)]
-    again = replace(plans[0], recompute=(Activation("layers.1", 1),))
+    again = replace(plans[0], recompute=Recomputed((Activation("layers.1", 1),)))
     assert [m.what for m in moves(plans[0], again)] == ["recomputed"]
     assert [m.what for m in moves(again, plans[0])] == ["not recomputed"]
-    more = replace(plans[0], recompute=(Activation("layers.1", 0), Activation("layers.1", 1)))
+    more = replace(
+        plans[0], recompute=Recomputed((Activation("layers.1", 0), Activation("layers.1", 1)))
+    )
     assert [m.text for m in moves(again, more)] == ["more of it is computed again in backward"]
     (fewer,) = moves(more, again)
     assert fewer.text == "some of it is no longer computed again in backward"

@@ -19,7 +19,7 @@ from graphshard.schedule.plan import Reshard
 
 KEYS = (
     "compute, fallback, dump_dir, memory_budget, reshard, machine, micro_steps, "
-    "overlap_optimizer, replan_after, verify, schedule, report_dir, promote"
+    "overlap_optimizer, replan_after, verify, schedule, report_dir, promote, recompute"
 )
 
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"
@@ -198,17 +198,20 @@ def test_who_decides_about_the_schedule():
     assert policy(schedule="fsdp2") == PlanningPolicy(most_ahead=1)
     planned = PlanningPolicy(reshard=Reshard.OPEN, recompute=True, regroup=True)
     assert policy() == policy(schedule="planned") == policy(memory_budget="fsdp2") == planned
-    assert policy(schedule="planned", memory_budget=10) == replace(planned, budget_bytes=10)
-    assert policy(memory_budget=10) == replace(planned, budget_bytes=10)
+    freely = replace(planned, replaces_checkpoints=True)
+    assert policy(schedule="planned", memory_budget=10) == replace(freely, budget_bytes=10)
+    assert policy(memory_budget=10) == replace(freely, budget_bytes=10)
+    assert policy(memory_budget=10, recompute="user") == replace(planned, budget_bytes=10)
+    assert policy(recompute="auto") == freely
     device = policy(memory_budget="device")
-    assert replace(device, budget_bytes=None) == planned
+    assert replace(device, budget_bytes=None) == freely
     assert 0.9 * 80e9 - STEP_BYTES < device.budget_bytes <= 0.9 * 80e9
     assert policy(reshard="auto") == replace(planned, reshard=Reshard.AUTO)
 
 
-@pytest.mark.parametrize("key", ["memory_budget", "reshard"])
+@pytest.mark.parametrize("key", ["memory_budget", "reshard", "recompute"])
 def test_fsdp2s_own_schedule_plans_nothing(key, monkeypatch):
-    value = {"memory_budget": "1GB", "reshard": "auto"}[key]
+    value = {"memory_budget": "1GB"}.get(key, "auto")
     with pytest.raises(
         OptionsError, match=f"GS103: schedule='fsdp2' plans nothing: leave out {key}"
     ):

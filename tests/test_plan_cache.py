@@ -142,7 +142,7 @@ def moved(data):
         moved,
         lambda d: d["groups"][0].update(fqn="other"),
         lambda d: d.update(torch_version="2.12.0"),
-        lambda d: d.update(recompute=[{"group": "layers.0", "number": 0}]),
+        lambda d: d.update(recompute={"activations": [{"group": "layers.0", "number": 0}]}),
         lambda d: d.update(backward=None, forecasts=[]),
         lambda d: d.update(reduces_apart=True),
         lambda d: d.update(estimate=None),

@@ -395,6 +395,7 @@ NAMES: dict[str, dict[str, str | None]] = {
     "torch.utils._python_dispatch": {
         "TorchDispatchMode": None,
         "_disable_current_modes": None,
+        "is_in_torch_dispatch_mode": "include_infra_modes",
         "is_traceable_wrapper_subclass": "t",
     },
     "torch.utils._pytree": {

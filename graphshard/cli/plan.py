@@ -69,6 +69,12 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     plan.add_argument("--reshard", choices=("fsdp2", "auto"), default="fsdp2", help="who decides")
     plan.add_argument(
+        "--recompute",
+        choices=("auto", "user"),
+        help="user: what the model checkpoints is computed again as it says; auto (default with a "
+        "budget): the planner decides",
+    )
+    plan.add_argument(
         "--micro-steps", metavar="N", type=count, default=1, help="per optimizer step"
     )
     plan.add_argument(
@@ -117,7 +123,8 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     from graphshard.options import parse_options
 
     machines = [machine_of(name) for name in args.hw]
-    given = {name: getattr(args, name) for name in ("schedule", "reshard", "micro_steps")}
+    names = ("schedule", "reshard", "micro_steps", "recompute")
+    given = {name: getattr(args, name) for name in names}
     asked = [parse_options({**given, "memory_budget": size}, elsewhere={}) for size in args.budget]
     batches: list[dict[str, int]] = [{"batch": n} for n in args.batch or ()] or [{}]
     lengths: list[dict[str, int]] = [{"seq": n} for n in args.seq or ()] or [{}]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -24,13 +24,16 @@ from torch._functorch.partitioners import (
 from graphshard.capture.dynamo import input_example, tracing_context
 from graphshard.codegen.emit import with_run_input
 from graphshard.compiler.planning import (
+    FirstPlans,
     PlanningInputs,
-    agreed_plans,
+    Posed,
+    first_plans,
     is_worth,
     place,
     plan_with_costs,
     problem_of,
     run_captured,
+    run_passes,
 )
 from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.describe import describe
@@ -43,11 +46,15 @@ from graphshard.graph.program import (
     unshard_marks,
 )
 from graphshard.graph.random_ops import note_random_values, with_tags, without_tags
+from graphshard.passes import RELEASED
+from graphshard.passes.release_checkpoints import num_open
 from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import graph_costs
 from graphshard.pricing.recompute import RecomputeUnit, activation_of, kept_beside, tag
 from graphshard.runtime.live import LiveGroup, find
-from graphshard.schedule.plan import Activation, GroupInfo, Plan, PricedOn
+from graphshard.schedule.plan import GroupInfo, Plan, PricedOn, Recomputed
+
+_Planned = TypeVar("_Planned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +74,13 @@ class JointGraph:
     """A joint graph after the passes on the captured form, and AOTAutograd's ways to cut it.
 
     split: saves what backward reads; the flag asks for what Inductor does instead, which is to
-    compute cheap ops again in backward where that saves less. With checkpointing in the graph,
-    that decides in both cases.
+    compute cheap ops again in backward where that saves less. checkpointed: the user says what to
+    save, or to compute again. checkpoints: as in `Recomputed`, also where they were taken out.
     """
 
     program: Program
+    checkpointed: bool
+    checkpoints: int
     split: Callable[[fx.GraphModule, bool], tuple[fx.GraphModule, fx.GraphModule]]
 
 
@@ -111,11 +120,8 @@ def joint_graph_of(
     _name_anchors(joint, found)
     program = run_captured(Program(name, found.infos, outputs, joint=joint))
     context = tracing_context()
-    # Over several checkpointed blocks the min-cut would start again from the first one.
-    may_cut = not _is_checkpointed(joint.graph)
 
-    def split(graph: fx.GraphModule, fused: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
-        min_cut = fused and may_cut
+    def split(graph: fx.GraphModule, min_cut: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
         partition = min_cut_rematerialization_partition if min_cut else default_partition
         not_random = without_tags(graph.graph)
         with context():
@@ -126,28 +132,58 @@ def joint_graph_of(
         _order_saved(forward, backward, outputs)
         return forward, backward
 
-    return JointGraph(program, split)
+    return JointGraph(program, _is_checkpointed(joint.graph), num_open(joint.graph), split)
+
+
+def released(joint_graph: JointGraph) -> JointGraph | None:
+    """A copy of a joint graph in which the planner decides what the user's checkpoints left open;
+    None if there are no such checkpoints."""
+    joint = joint_graph.program.joint
+    assert joint is not None
+    if not joint_graph.checkpoints:
+        return None
+    program = run_passes(replace(joint_graph.program, joint=copy_of(joint)), RELEASED)
+    assert program.joint is not None
+    return replace(joint_graph, program=program, checkpointed=_is_checkpointed(program.joint.graph))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A joint graph that is cut in two, and how to cut it so that it computes more again.
+    checkpoints: as in `JointGraph`."""
+
+    parts: Partition
+    again: Callable[[tuple[RecomputeUnit, ...]], Partition]
+    checkpoints: int = 0
 
 
 def plan_partition(
     joint_graph: JointGraph,
     planning: PlanningInputs,
-    settle: Callable[[tuple[Activation, ...]], tuple[Activation, ...]],
+    settle: Callable[[Recomputed], Recomputed],
 ) -> PlannedPartition:
     """The plan of a captured graph, whose joint graph is used up. Raises InfeasibleBudget.
 
     settle: from what this rank would compute again to what all ranks do.
     """
+    other = released(joint_graph) if planning.policy.replaces_checkpoints else None
+    own = _cut(joint_graph, planning)
+    free = None if other is None else _cut(other, planning)
+    planned = decide(own, free, planning)
+    chosen = settle(planned.plan.recompute)
+    if chosen == planned.plan.recompute:
+        return planned
+    return decide(own, free, replace(planning, recompute_as=chosen))
+
+
+def _cut(joint_graph: JointGraph, planning: PlanningInputs) -> Cut:
+    """`joint_graph` is used up."""
     joint = joint_graph.program.joint
     assert joint is not None
     spare = copy_of(joint) if planning.policy.recompute else joint
     parts = parts_of(joint_graph, joint, fused=planning.fused)
     again = partial(repeating, joint_graph, spare, parts, fused=planning.fused)
-    planned = decide(parts, planning, again)
-    chosen = settle(planned.plan.recompute)
-    if chosen == planned.plan.recompute:
-        return planned
-    return decide(parts, replace(planning, recompute_as=chosen), again)
+    return Cut(parts, again, joint_graph.checkpoints)
 
 
 def repeating(
@@ -174,7 +210,8 @@ def plan_inference(
     outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
     program = run_captured(Program(name, found.infos, outputs, forward=gm))
     placed = place(replace(program, forward=with_run_input(gm)))
-    return decide(Partition(gm, None, placed), planning, lambda chosen: Partition(gm, None, placed))
+    parts = Partition(gm, None, placed)
+    return decide(Cut(parts, lambda chosen: parts), None, planning)
 
 
 def parts_of(
@@ -190,7 +227,8 @@ def parts_of(
     kept: names of nodes that are saved in any case. fused: see JointGraph.
     """
     tag(joint.graph, repeated, kept)
-    forward, backward = joint_graph.split(joint, fused)
+    # Over several checkpointed blocks the min-cut would start again from the first one.
+    forward, backward = joint_graph.split(joint, fused and not joint_graph.checkpointed)
     cut = replace(
         joint_graph.program,
         joint=None,
@@ -200,30 +238,72 @@ def parts_of(
     return Partition(forward, backward, place(cut))
 
 
-def decide(
-    parts: Partition,
-    planning: PlanningInputs,
-    again: Callable[[tuple[RecomputeUnit, ...]], Partition],
-) -> PlannedPartition:
-    """Plan `parts`, or what `again` makes of the graph where something is to be computed again.
+def decide(own: Cut, free: Cut | None, planning: PlanningInputs) -> PlannedPartition:
+    """The better of two plans: with what the user's checkpoints say, and, if that may be replaced
+    (`free`), without. Raises InfeasibleBudget if no schedule fits the policy's budget.
+    """
+    posed = pose(own, planning)
+    if free is None:
+        return decided(own, posed, planning)
+    agreed = planning.recompute_as
+    if agreed is not None and not agreed.replaced:
+        return decided(own, posed, planning)
+    freely = pose(free, planning, posed.problem)
+    if agreed is not None:
+        return decided(free, freely, planning)
+    return better_of(
+        partial(decided, own, posed, planning),
+        partial(decided, free, freely, planning),
+        lambda planned: planned.plan,
+    )
+
+
+def better_of(
+    own: Callable[[], _Planned], free: Callable[[], _Planned], plan_of: Callable[[_Planned], Plan]
+) -> _Planned:
+    """What `free` finds where that is worth it, or where nothing else fits. Raises InfeasibleBudget
+    if neither fits: the one that needs less."""
+    try:
+        theirs = own()
+    except InfeasibleBudget as error:
+        try:
+            return free()
+        except InfeasibleBudget as other:
+            raise min(error, other, key=lambda one: one.shortage.least_bytes) from None
+    try:
+        ours = free()
+    except InfeasibleBudget:
+        return theirs
+    return ours if is_worth(plan_of(ours), plan_of(theirs)) else theirs
+
+
+def pose(cut: Cut, planning: PlanningInputs, baseline: Problem | None = None) -> Posed:
+    """baseline: see Posed."""
+    costs = graph_costs(
+        cut.parts.placed, planning.machine,
+        recompute=planning.policy.recompute, fused=planning.fused, parts=planning.in_parts,
+    )  # fmt: skip
+    return Posed(costs, problem_of(costs, planning), cut.checkpoints, baseline)
+
+
+def decided(cut: Cut, posed: Posed, planning: PlanningInputs) -> PlannedPartition:
+    """Plan the parts of `cut`, or what it makes of the graph where something is to be computed
+    again.
 
     The second is planned anew, since the graph is another one then; what it is really worth counts.
     Raises InfeasibleBudget if no schedule fits the policy's budget.
     """
-    recompute, fused = planning.policy.recompute, planning.fused
-    costs = graph_costs(
-        parts.placed, planning.machine, recompute=recompute, fused=fused, parts=planning.in_parts
-    )
-    problem = problem_of(costs, planning)
-    plan, without = agreed_plans(costs, planning, problem)
-    planned = PlannedPartition(parts, problem, plan)
-    if plan.recompute:
-        units = tuple(u for u in costs.units if activation_of(u, costs.groups) in plan.recompute)
-        plain = None if without is None else PlannedPartition(parts, problem, without)
-        is_agreed = plan.recompute == planning.recompute_as
-        found = _repeating(again(units), plan, planning, problem)
-        planned = _better(found, plain, is_agreed=is_agreed)
-    return replace(planned, plan=replace(planned.plan, priced_on=priced_on(planning)))
+    first = first_plans(posed, planning)
+    plain = None
+    if first.without is not None:
+        plain = PlannedPartition(cut.parts, posed.problem, first.without)
+    if first.recompute.activations:
+        groups, chosen = posed.costs.groups, set(first.recompute.activations)
+        units = tuple(u for u in posed.costs.units if activation_of(u, groups) in chosen)
+        found = _repeating(cut.again(units), first, planning, posed)
+        plain = _better(found, plain, is_agreed=first.recompute == planning.recompute_as)
+    assert plain is not None
+    return replace(plain, plan=replace(plain.plan, priced_on=priced_on(planning)))
 
 
 def _better(
@@ -244,24 +324,23 @@ def _better(
 
 
 def _repeating(
-    parts: Partition, chosen: Plan, planning: PlanningInputs, baseline: Problem
+    parts: Partition, first: FirstPlans, planning: PlanningInputs, posed: Posed
 ) -> PlannedPartition | InfeasibleBudget:
-    """The plan of `parts`, whose backward computes again what `chosen` says, or why there is none.
+    """The plan of `parts`, whose backward computes again what `first` says, or why there is none.
 
-    The budget stays that of `chosen`: FSDP2's own peak is that of the graph that saves everything.
+    The budget stays that of `first`: FSDP2's own peak is that of the graph that it runs.
     """
     costs = graph_costs(
         parts.placed, planning.machine,
         recompute=False, fused=planning.fused, parts=planning.in_parts,
     )  # fmt: skip
-    assert chosen.estimate is not None
-    budget_bytes = chosen.estimate.budget_bytes
-    problem = replace(problem_of(costs, planning), budget_bytes=budget_bytes)
+    problem = replace(problem_of(costs, planning), budget_bytes=first.budget_bytes)
+    baseline = posed.problem if posed.baseline is None else posed.baseline
     try:
         plan = plan_with_costs(costs, problem, planning.policy.reshard, baseline)
     except InfeasibleBudget as error:
         return error
-    return PlannedPartition(parts, problem, replace(plan, recompute=chosen.recompute))
+    return PlannedPartition(parts, problem, replace(plan, recompute=first.recompute))
 
 
 def priced_on(planning: PlanningInputs) -> PricedOn:

@@ -68,7 +68,7 @@ def check(plan: Plan, problem: Problem, groups: tuple[GroupInfo, ...], torch_ver
     if own != asked or plan.torch_version != torch_version:
         raise PlanError("GS603", "it is of other groups, or of another torch")
     offered = {option.activation for option in problem.recompute}
-    if not offered.issuperset(plan.recompute) or plan.estimate is None:
+    if not offered.issuperset(plan.recompute.activations) or plan.estimate is None:
         raise PlanError("GS603", "it computes again what the graph does not have")
     if plan.reduces_apart != problem.reduces_apart:
         if not plan.reduces_apart or not problem.may_reduce_apart:

@@ -23,7 +23,7 @@ from graphshard.planner.separate_group import plan_best
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy, price
 from graphshard.pricing.recompute import activation_of, offered
-from graphshard.schedule.plan import Activation, Figures, GroupInfo, Plan, Reshard, Schedule
+from graphshard.schedule.plan import Figures, GroupInfo, Plan, Recomputed, Reshard, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class PlanningInputs:
     machine: Machine
     policy: PlanningPolicy
     fused: bool = False
-    recompute_as: tuple[Activation, ...] | None = None
+    recompute_as: Recomputed | None = None
 
     @property
     def in_parts(self) -> bool:
@@ -91,44 +91,86 @@ def problem_of(costs: GraphCosts, planning: PlanningInputs) -> Problem:
     return price(costs, planning.settings, planning.machine, planning.policy)
 
 
-def best_plan(costs: GraphCosts, planning: PlanningInputs, problem: Problem) -> Plan:
-    """The best plan of what `costs` poses; backward computes something again if the budget needs
-    that, or if it is worth it.
+@dataclass(frozen=True, slots=True)
+class Posed:
+    """What a placed program poses, as it was partitioned.
+
+    checkpoints: of the user, as in `Recomputed`. baseline: what FSDP2 would run, where they were
+    taken out of the program.
+    """
+
+    costs: GraphCosts
+    problem: Problem
+    checkpoints: int = 0
+    baseline: Problem | None = None
+
+    @property
+    def replaced(self) -> bool:
+        """The plan decides in the place of the user's checkpoints."""
+        return self.baseline is not None
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPlans:
+    """What to compute again, within what budget, and the best plan that computes nothing again;
+    None if none of these fits."""
+
+    recompute: Recomputed
+    budget_bytes: int
+    without: Plan | None
+
+
+def first_plans(posed: Posed, planning: PlanningInputs) -> FirstPlans:
+    """What the ranks have agreed to compute again, if they have and the graph can; else the best.
+
+    Other ranks may run a graph of theirs beside this one (a batch of another length): of graphs
+    that compute other things again the collectives differ. Raises InfeasibleBudget.
+    """
+    agreed, costs = planning.recompute_as, posed.costs
+    offers = {activation_of(unit, costs.groups) for unit in costs.units}
+    if agreed is None or not offers.issuperset(agreed.activations):
+        chosen, without = best_plans(posed, planning)
+        if not chosen.recompute.activations:
+            without = chosen
+        return FirstPlans(chosen.recompute, _budget_of(chosen), without)
+    try:
+        without = _plan_of_posed(posed, posed.problem, planning)
+    except InfeasibleBudget as error:
+        if not agreed.activations:
+            raise
+        return FirstPlans(agreed, error.shortage.budget_bytes, None)
+    return FirstPlans(agreed, _budget_of(without), without)
+
+
+def best_plans(posed: Posed, planning: PlanningInputs) -> tuple[Plan, Plan | None]:
+    """The best plan, and the best one that computes nothing again if that is another one: backward
+    computes something again if the budget needs that, or if it is worth it.
 
     Raises InfeasibleBudget if no choice fits the policy's budget.
     """
-    return best_plans(costs, planning, problem)[0]
-
-
-def best_plans(
-    costs: GraphCosts, planning: PlanningInputs, problem: Problem
-) -> tuple[Plan, Plan | None]:
-    """The best plan, and the best one that computes nothing again if that is another one."""
-    reshard = planning.policy.reshard
+    costs, problem = posed.costs, posed.problem
     if not planning.policy.recompute or not costs.units:
-        return plan_with_costs(costs, problem, reshard), None
-    chosen = plan_with_costs(costs, offered(problem, costs.groups, costs.units), reshard)
-    without = _or_none(costs, problem, reshard) if chosen.recompute else None
-    if without is not None and not is_worth(chosen, without):
-        return without, None
-    return chosen, without
+        return _plan_of_posed(posed, problem, planning), None
+    chosen = _plan_of_posed(posed, offered(problem, costs.groups, costs.units), planning)
+    if not chosen.recompute.activations:
+        return chosen, None
+    try:
+        without = _plan_of_posed(posed, problem, planning)
+    except InfeasibleBudget:
+        return chosen, None
+    return (chosen, without) if is_worth(chosen, without) else (without, None)
 
 
-def agreed_plans(
-    costs: GraphCosts, planning: PlanningInputs, problem: Problem
-) -> tuple[Plan, Plan | None]:
-    """As `best_plans`, with what the ranks have agreed to compute again; freely where nothing is
-    agreed, or where that is not possible.
+def _plan_of_posed(posed: Posed, problem: Problem, planning: PlanningInputs) -> Plan:
+    """problem: that of `posed`, or the same with options."""
+    plan = plan_with_costs(posed.costs, problem, planning.policy.reshard, posed.baseline)
+    chosen = plan.recompute.activations
+    return replace(plan, recompute=Recomputed(chosen, posed.checkpoints, posed.replaced))
 
-    Other ranks may run a graph of theirs beside this one (a batch of another length): of graphs
-    that compute other things again the collectives differ.
-    """
-    agreed = planning.recompute_as
-    plan = None if agreed is None else _or_none(costs, problem, planning.policy.reshard)
-    offers = {activation_of(unit, costs.groups) for unit in costs.units}
-    if agreed is None or plan is None or not offers.issuperset(agreed):
-        return best_plans(costs, planning, problem)
-    return (replace(plan, recompute=agreed), plan) if agreed else (plan, None)
+
+def _budget_of(plan: Plan) -> int:
+    assert plan.estimate is not None
+    return plan.estimate.budget_bytes
 
 
 def is_worth(repeating: Plan, without: Plan) -> bool:
@@ -137,14 +179,6 @@ def is_worth(repeating: Plan, without: Plan) -> bool:
     gain_us = theirs.step_time_us - ours.step_time_us
     added_us = _busy_us(ours) - _busy_us(theirs)
     return gain_us - DEARER * max(0.0, added_us) >= WORTHWHILE * theirs.step_time_us
-
-
-def _or_none(costs: GraphCosts, problem: Problem, reshard: Reshard) -> Plan | None:
-    """The plan, or None if nothing fits the budget."""
-    try:
-        return plan_with_costs(costs, problem, reshard)
-    except InfeasibleBudget:
-        return None
 
 
 def _figures(plan: Plan) -> Figures:
@@ -164,8 +198,8 @@ def plan_with_costs(
 ) -> Plan:
     """The best plan that the planner finds. Raises InfeasibleBudget if none fits the budget.
 
-    problem: what the program poses, or that with other times. baseline: the problem without
-    recomputation, if the program has some: what FSDP2 would run.
+    problem: what the program poses, or that with other times. baseline: what FSDP2 would run, if
+    that is another problem: one that computes something else again.
     """
     groups = tuple(
         replace(
@@ -196,7 +230,7 @@ def _planned(
     return replace(
         _plan_of(name, groups, planned.schedules),
         estimate=planned.estimate,
-        recompute=tuple(problem.recompute[index].activation for index in planned.recompute),
+        recompute=Recomputed(tuple(problem.recompute[i].activation for i in planned.recompute)),
         reasons=planned.reasons,
         forecasts=planned.forecasts,
         fsdp2=planned.fsdp2,

@@ -120,6 +120,7 @@ def policy_of(options: Options, machine: Machine) -> PlanningPolicy:
         budget,
         reshard=Reshard.AUTO if options.reshard == "auto" else Reshard.OPEN,
         recompute=True,
+        replaces_checkpoints=options.replaces_checkpoints,
         regroup=True,
         micro_steps=count,
     )

@@ -37,6 +37,7 @@ def plan(
     ranks_per_node: int = RANKS_PER_NODE,
     schedule: str = "planned",
     reshard: str = "fsdp2",
+    recompute: str | None = None,
     micro_steps: int = 1,
     compute: str = "aten",
     shard: Callable[[nn.Module], Any] | None = None,
@@ -47,10 +48,10 @@ def plan(
     model: on the meta device; or a function that makes one, which may call `fully_shard` itself.
     inputs: the arguments of one call on one rank, as a tuple, a dict or one tensor.
     world_size: ranks. hardware: a preset such as "h100-ib400", or a profile that `graphshard
-    calibrate` wrote. memory_budget, schedule, reshard, micro_steps: as in `options=`. compute:
-    "aten" prices the captured ops one by one, as the backend runs them with that option; "inductor"
-    as fused between two points of communication, about as the backend runs them by default. shard:
-    calls `fully_shard` on the model's parts and on the model.
+    calibrate` wrote. memory_budget, schedule, reshard, recompute, micro_steps: as in `options=`.
+    compute: "aten" prices the captured ops one by one, as the backend runs them with that option;
+    "inductor" as fused between two points of communication, about as the backend runs them by
+    default. shard: calls `fully_shard` on the model's parts and on the model.
 
     Raises OptionsError (GS103) for another `compute` or a number of ranks that is none,
     OfflineError if the model cannot be built or sharded, CaptureError if its step is not one graph,
@@ -63,6 +64,7 @@ def plan(
     options = {
         "memory_budget": memory_budget,
         "reshard": reshard,
+        "recompute": recompute,
         "micro_steps": micro_steps,
         "schedule": schedule,
     }

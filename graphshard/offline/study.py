@@ -15,8 +15,20 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 from graphshard.capture.interpreter import no_collections
-from graphshard.compiler.partition import Partition, decide, parts_of, priced_on, repeating
-from graphshard.compiler.planning import PlanningInputs, best_plan, problem_of
+from graphshard.compiler.partition import (
+    Cut,
+    JointGraph,
+    Partition,
+    better_of,
+    decide,
+    decided,
+    parts_of,
+    pose,
+    priced_on,
+    released,
+    repeating,
+)
+from graphshard.compiler.planning import PlanningInputs, Posed, best_plans, problem_of
 from graphshard.cost.machine import Machine
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2 import fsdp_groups
@@ -41,6 +53,7 @@ from graphshard.offline.world import (
     varying,
     world_of,
 )
+from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import GraphCosts, graph_costs
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.pricing.recompute import RecomputeUnit
@@ -70,8 +83,10 @@ class Point:
         return self.policy.regroup and self.world_size > 1
 
 
-# sizes, machine, recompute, fused, in parts: what the costs of a graph hang on.
-_CostsKey: TypeAlias = tuple[Sizes, str, bool, bool, bool]
+# sizes, machine, recompute, fused, in parts, freed: what the costs of a graph hang on.
+_CostsKey: TypeAlias = tuple[Sizes, str, bool, bool, bool, bool]
+# What is computed again besides, fused, freed.
+_CutKey: TypeAlias = tuple[tuple[RecomputeUnit, ...], bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +104,10 @@ class Study:
 
     Where blocks are alike, a few of them are captured and the rest is counted (see `repeats` and
     `unroll`); `whole` captures all of them, and so does a plan that computes some blocks again: in
-    a sweep (`PlanningPolicy.near`) what that saves and costs is estimated instead. say: is told
-    what is being done, for people who wait.
+    a sweep (`PlanningPolicy.near`) what that saves and costs is estimated instead. freed: only with
+    the user's checkpoints replaced (True), or as they are; None: what is better, if a point's
+    policy may choose. baseline: what FSDP2 would run, for the first. say: is told what is being
+    done, for people who wait.
     """
 
     name: str
@@ -98,16 +115,15 @@ class Study:
     points: tuple[Point, ...]
     say: Callable[[str], None] = lambda text: None
     whole: bool = False
+    freed: bool | None = None
+    baseline: Problem | None = None
     _repeats: list[Repeat] = field(default_factory=list)
     _captures: dict[Sizes | None, Captured] = field(default_factory=dict)
     _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
     _arguments: dict[Sizes, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    _parts: dict[tuple[Sizes, tuple[RecomputeUnit, ...], bool], Partition] = field(
-        default_factory=dict
-    )
-    _cuts: dict[tuple[int, tuple[RecomputeUnit, ...], bool], Partition] = field(
-        default_factory=dict
-    )
+    _free: dict[int, JointGraph | None] = field(default_factory=dict)
+    _parts: dict[tuple[Sizes, _CutKey], Partition] = field(default_factory=dict)
+    _cuts: dict[tuple[int, _CutKey], Partition] = field(default_factory=dict)
     _costs: dict[_CostsKey, GraphCosts] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
     _times: dict[str, float] = field(default_factory=lambda: {"capture": 0, "passes": 0, "plan": 0})
@@ -142,25 +158,52 @@ class Study:
         world = self._worlds[point.world_size, point.ranks_per_node]
         settings = tuple(replace(s, exact_sums=not point.fused) for s in world.settings)
         planning = PlanningInputs(settings, point.machine, point.policy, point.fused)
+        planned = self._planned_short if self._repeats else self._planned_whole
         try:
-            if self._repeats:
-                costs = replace(self._costs_of(point), groups=world.infos)
-                plan = best_plan(costs, planning, problem_of(costs, planning))
-                plan = replace(plan, priced_on=priced_on(planning))
-                if plan.recompute and not point.policy.near:
-                    return self._whole_answer(point)
-            else:
-                plan = decide(
-                    self._in_world(point), planning, lambda chosen: self._in_world(point, chosen)
-                ).plan
+            plan = planned(point, planning)
         except InfeasibleBudget as error:
             return Answer(point, None, error)
         return Answer(point, replace(plan, name=self.name))
 
-    def _whole_answer(self, point: Point) -> Answer:
-        """A partition in which some blocks are computed again cannot be counted: it is made."""
+    def _planned_whole(self, point: Point, planning: PlanningInputs) -> Plan:
+        if self.freed is not None:
+            cut = self._cut_for(point, freed=self.freed)
+            return decided(cut, pose(cut, planning, self.baseline), planning).plan
+        free = self._cut_for(point, freed=True) if self._may_free(point) else None
+        return decide(self._cut_for(point), free, planning).plan
+
+    def _planned_short(self, point: Point, planning: PlanningInputs) -> Plan:
+        """From the costs of the whole model, which were counted."""
+        own = self._posed_short(point, planning)
+        as_it_is = partial(self._plan_of_costs, own, point, planning)
+        if not self._may_free(point):
+            return as_it_is()
+        free = self._posed_short(point, planning, own.problem)
+        return better_of(
+            as_it_is, partial(self._plan_of_costs, free, point, planning), lambda plan: plan
+        )
+
+    def _posed_short(
+        self, point: Point, planning: PlanningInputs, baseline: Problem | None = None
+    ) -> Posed:
+        infos = self._worlds[point.world_size, point.ranks_per_node].infos
+        costs = replace(self._costs[self._key(point, freed=baseline is not None)], groups=infos)
+        # Of the few blocks that were captured it is not known how many checkpoints all have.
+        return Posed(costs, problem_of(costs, planning), baseline=baseline)
+
+    def _plan_of_costs(self, posed: Posed, point: Point, planning: PlanningInputs) -> Plan:
+        plan, _ = best_plans(posed, planning)
+        if not plan.recompute.activations or point.policy.near:
+            return replace(plan, priced_on=priced_on(planning))
+        # A partition in which some blocks are computed again cannot be counted: it is made.
         self.say("capturing the whole model, since backward computes some of its blocks again")
-        return next(Study(self.name, self.build, (point,), self.say, whole=True).answers())
+        freed, baseline = posed.replaced, posed.baseline
+        study = Study(self.name, self.build, (point,), self.say, True, freed, baseline)
+        answer = next(study.answers())
+        if answer.infeasible is not None:
+            raise answer.infeasible
+        assert answer.plan is not None
+        return answer.plan
 
     # -- captures and worlds -------------------------------------------------------------------
 
@@ -205,8 +248,10 @@ class Study:
         except CaptureError as error:
             self.say(f"a model with fewer blocks cannot be captured: {error}")
             return []
-        for point in {self._key(point): point for point in self.points}.values():
-            costs: GraphCosts | None = self._short_costs(point)
+        asked = [(point, False) for point in self.points]
+        asked += [(point, True) for point in self.points if self._may_free(point)]
+        for key, (point, freed) in {self._key(p, freed=f): (p, f) for p, f in asked}.items():
+            costs: GraphCosts | None = self._short_costs(point, freed=freed)
             for repeat in self._repeats:
                 costs = costs and unrolled(costs, repeat, infos)
             # A group that is used behind the captured blocks alone would be forgotten.
@@ -215,8 +260,8 @@ class Study:
                 for known in (self._captures, self._cuts, self._parts, self._costs):
                     known.clear()
                 return []
-            self._costs[self._key(point)] = costs
-        return [info.fqn for info in self._costs_of(self.points[0]).groups]
+            self._costs[key] = costs
+        return [info.fqn for info in next(iter(self._costs.values())).groups]
 
     def _fake(self, sizes: Sizes) -> Fake:
         """A fresh model, with as many blocks as are captured."""
@@ -252,55 +297,70 @@ class Study:
         # Of a few blocks the middle ones are compared op by op: all are traced in the same way.
         return capture(fake, self.name, varying, by_blocks=not self._repeats)
 
-    # -- parts and bases -----------------------------------------------------------------------
+    # -- parts and costs -----------------------------------------------------------------------
 
-    def _in_world(self, point: Point, chosen: tuple[RecomputeUnit, ...] = ()) -> Partition:
+    def _may_free(self, point: Point) -> bool:
+        """The user's checkpoints may be replaced, and there are some."""
+        if not point.policy.replaces_checkpoints:
+            return False
+        return self._joint_graph(self._capture_of(point.sizes), freed=True) is not None
+
+    def _joint_graph(self, captured: Captured, *, freed: bool) -> JointGraph | None:
+        if not freed:
+            return captured.joint_graph
+        if id(captured) not in self._free:
+            self._free[id(captured)] = released(captured.joint_graph)
+        return self._free[id(captured)]
+
+    def _cut_for(self, point: Point, *, freed: bool = False) -> Cut:
         """The partition for a point, with its sizes and the groups of its world."""
-        parts = self._cut(point.sizes, chosen, point.fused)
         infos = self._worlds[point.world_size, point.ranks_per_node].infos
-        return replace(parts, placed=parts.placed.with_groups(infos))
 
-    def _cut(self, sizes: Sizes, chosen: tuple[RecomputeUnit, ...], fused: bool) -> Partition:
-        if (sizes, chosen, fused) not in self._parts:
-            symbolic = None in self._captures
-            captured = self._captures[None if symbolic else sizes]
+        def again(chosen: tuple[RecomputeUnit, ...] = ()) -> Partition:
+            parts = self._cut(point.sizes, (chosen, point.fused, freed))
+            return replace(parts, placed=parts.placed.with_groups(infos))
+
+        return Cut(again(), again, self._capture_of(point.sizes).joint_graph.checkpoints)
+
+    def _capture_of(self, sizes: Sizes) -> Captured:
+        return self._captures[None if None in self._captures else sizes]
+
+    def _cut(self, sizes: Sizes, key: _CutKey) -> Partition:
+        if (sizes, key) not in self._parts:
+            captured = self._capture_of(sizes)
             own = self._shapes[sizes]
             numbers = {name: own[at.leaf][at.dim] for at, name in captured.symbols.items()}
             with self._timed("passes"):
-                parts = self._partition(captured, chosen, fused)
+                parts = self._partition(captured, key)
                 placed = concrete(parts.placed, numbers)
-            self._parts[sizes, chosen, fused] = replace(parts, placed=placed)
-        return self._parts[sizes, chosen, fused]
+            self._parts[sizes, key] = replace(parts, placed=placed)
+        return self._parts[sizes, key]
 
-    def _partition(
-        self, captured: Captured, chosen: tuple[RecomputeUnit, ...], fused: bool
-    ) -> Partition:
-        key = id(captured), chosen, fused
-        if key not in self._cuts:
-            joint = captured.joint_graph.program.joint
+    def _partition(self, captured: Captured, key: _CutKey) -> Partition:
+        if (id(captured), key) not in self._cuts:
+            chosen, fused, freed = key
+            joint_graph = self._joint_graph(captured, freed=freed)
+            assert joint_graph is not None
+            joint = joint_graph.program.joint
             assert joint is not None
-            joint_graph = captured.joint_graph
             if chosen:
-                first = self._partition(captured, (), fused)
-                self._cuts[key] = repeating(joint_graph, joint, first, chosen, fused=fused)
+                first = self._partition(captured, ((), fused, freed))
+                parts = repeating(joint_graph, joint, first, chosen, fused=fused)
             else:
-                self._cuts[key] = parts_of(joint_graph, copy_of(joint), fused=fused)
-        return self._cuts[key]
+                parts = parts_of(joint_graph, copy_of(joint), fused=fused)
+            self._cuts[id(captured), key] = parts
+        return self._cuts[id(captured), key]
 
-    def _key(self, point: Point) -> _CostsKey:
+    def _key(self, point: Point, *, freed: bool) -> _CostsKey:
         policy = point.policy
-        return point.sizes, point.machine.name, policy.recompute, point.fused, point.in_parts
+        name = point.machine.name
+        return point.sizes, name, policy.recompute, point.fused, point.in_parts, freed
 
-    def _costs_of(self, point: Point) -> GraphCosts:
-        return self._costs[self._key(point)]
-
-    def _short_costs(self, point: Point) -> GraphCosts:
-        placed = self._cut(point.sizes, (), point.fused).placed
-        recompute = point.policy.recompute
+    def _short_costs(self, point: Point, *, freed: bool) -> GraphCosts:
         return graph_costs(
-            placed,
+            self._cut(point.sizes, ((), point.fused, freed)).placed,
             point.machine,
-            recompute=recompute,
+            recompute=point.policy.recompute,
             fused=point.fused,
             parts=point.in_parts,
         )

@@ -50,7 +50,8 @@ class Planned:
 def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     """The best schedules found. Raises InfeasibleBudget (GS601) if none fits the budget.
 
-    baseline: what FSDP2 would run, where that is not `problem` (activations are computed again).
+    baseline: what FSDP2 would run, where that is not `problem` (other activations are computed
+    again); then also the one whose peak is the budget.
     Raises PlanError (GS602) for a problem that contradicts itself.
     """
     memo = Memo(checked(problem))
@@ -59,28 +60,32 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     if (with_all := with_copies(memo.problem)) != memo.problem:
         copies = Memo(with_all)
         copied = placed_as(copies, fsdp2_choices(with_all))
-    budget = copied.peak_bytes if problem.budget_bytes is None else problem.budget_bytes
+    run, theirs = copies, copied
+    if baseline is not None:
+        run = Memo(with_copies(together(checked(baseline))))
+        theirs = placed_as(run, fsdp2_choices(run.problem))
+    budget = theirs.peak_bytes if problem.budget_bytes is None else problem.budget_bytes
     bound = lower_bound_us(memo.problem)
     context = SearchContext(
         memo, budget, enough_us=bound * (1 + problem.near) if problem.near else 0.0
     )
     best = _chosen(context, own)
     if best is None:
-        raise InfeasibleBudget(shortage_of(memo.problem, budget, copied.peak_bytes))
-    other, eager = copies, copied
+        raise InfeasibleBudget(shortage_of(memo.problem, budget, theirs.peak_bytes))
+    eager = copied
     before = [(Decision.IN_PLACE, own)]
     if memo.problem.reduces_apart:
         before.insert(0, (Decision.SEPARATE_GROUP, copied))
         other = Memo(with_copies(together(memo.problem)))
         eager = placed_as(other, fsdp2_choices(other.problem))
+        if baseline is None:
+            run, theirs = other, eager
     if baseline is not None:
         before.insert(0, (Decision.COMPUTES_AGAIN, eager))
-        other = Memo(with_copies(together(checked(baseline))))
-        eager = placed_as(other, fsdp2_choices(other.problem))
-    theirs = simulated(other, eager)
+    simulation = simulated(run, theirs)
     ours = simulated(memo, best)
-    estimate = Estimate(_figures(ours), _figures(theirs), budget, bound)
-    reasons = reasons_of(context, before, best, ours, theirs)
+    estimate = Estimate(_figures(ours), _figures(simulation), budget, bound)
+    reasons = reasons_of(context, before, best, ours, simulation)
     choices = best.choices
     return Planned(
         schedules=schedules(memo, best),
@@ -89,7 +94,7 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
         across=choices.across,
         reasons=tuple(reasons),
         forecasts=forecasts(memo, best),
-        fsdp2=Baseline(schedules(other, eager), forecasts(other, eager)),
+        fsdp2=Baseline(schedules(run, theirs), forecasts(run, theirs)),
         reduces_apart=memo.problem.reduces_apart,
     )
 

@@ -162,7 +162,8 @@ def simulate(
 
 def simulated_as(problem: Problem, plan: Plan) -> Simulation:
     """`plan` at the costs of `problem`, which has its regions and groups."""
-    again = tuple(i for i, o in enumerate(problem.recompute) if o.activation in plan.recompute)
+    chosen = set(plan.recompute.activations)
+    again = tuple(i for i, o in enumerate(problem.recompute) if o.activation in chosen)
     across = tuple(g.id for g in plan.groups if g.between_micro_steps)
     return simulate(problem, plan.schedules, again, across)
 

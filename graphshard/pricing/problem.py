@@ -52,7 +52,8 @@ class PlanningPolicy:
 
     budget_bytes: hard limit on the peak; None: FSDP2's own peak. most_ahead: gathers in flight;
     None: as many as memory allows. reshard: OPEN leaves it groups without a setting, AUTO all.
-    recompute: activations may be computed again. regroup: gathers may be merged and split.
+    recompute: activations may be computed again. replaces_checkpoints: also others than the user's
+    checkpoints would, where these leave it open. regroup: gathers may be merged and split.
     micro_steps: forward and backward runs per optimizer step, of which the last one reduces.
     near: a step that is longer than the lower bound by this share of it is good enough.
     """
@@ -61,6 +62,7 @@ class PlanningPolicy:
     most_ahead: int | None = None
     reshard: Reshard = Reshard.FSDP2
     recompute: bool = False
+    replaces_checkpoints: bool = False
     regroup: bool = False
     micro_steps: int = 1
     near: float = 0.0

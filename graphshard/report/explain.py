@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan
 from graphshard.view.comparison import comparison_text
 from graphshard.view.gain import Gained, gain_lines
+from graphshard.view.recomputed import recomputed_text
 
 MORE_BYTES = 2**30  # of which `explain` says what they would gain
 NEAR = 0.01  # of the lower bound, for that
@@ -73,6 +74,8 @@ class Report:
     options: those that were given, with where they stand; code goes over the environment, that over
     a file.
     gained: over FSDP2's own schedule, by each plan that the cost model made.
+    recomputed: name of a plan -> what its backward computes again, and whether that replaces the
+    user's checkpoints; empty where nothing is.
     ahead: runs of graphs of which the first all-gather is issued while another graph computes.
     """
 
@@ -86,6 +89,7 @@ class Report:
     options: tuple[tuple[str, Given], ...] = ()
     gained: tuple[Gained, ...] = ()
     ahead: int = 0
+    recomputed: dict[str, str] = field(default_factory=dict)
 
     @property
     def graphs(self) -> int:
@@ -110,6 +114,7 @@ class Report:
             f"regions      {count} of compute in {name}, compiled from {distinct} distinct ones"
             for name, (count, distinct) in self.regions.items()
         ]
+        lines += [f"recomputed   {text} in {name}" for name, text in self.recomputed.items()]
         if self.ahead:
             lines.append(
                 f"ahead        {self.ahead} runs of graphs begin with an all-gather that is issued "
@@ -140,6 +145,7 @@ def explain(model: nn.Module) -> Report:
         unseen=counts.unseen,
         options=_options(compiled),
         gained=tuple(g for c in compiled if (g := _gained(c)) is not None),
+        recomputed={c.plan.name: text for c in compiled if (text := recomputed_text(c.plan))},
         ahead=sum(root.order.num_expected for r in root_states for root in r.roots if root.order),
     )
 

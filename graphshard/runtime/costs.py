@@ -14,7 +14,7 @@ from functools import partial
 
 from graphshard.runtime.agree import look_for
 from graphshard.runtime.ballot import Ballot, Terms, collect
-from graphshard.schedule.plan import Activation, Plan
+from graphshard.schedule.plan import Activation, Plan, Recomputed
 
 
 def lead_costs(ballots: Iterable[Ballot], own: str) -> str:
@@ -41,9 +41,7 @@ def say_costs(ballots: Iterable[Ballot], costs: str) -> None:
             ballot.store.set("costs", costs)
 
 
-def agreed_recompute(
-    ballots: Sequence[Ballot], fqns: tuple[str, ...]
-) -> tuple[Activation, ...] | None:
+def agreed_recompute(ballots: Sequence[Ballot], fqns: tuple[str, ...]) -> Recomputed | None:
     """What the ranks compute again in a graph of groups `fqns` that trains; None if they have not
     agreed on it."""
     if len(ballots) != 1:
@@ -53,12 +51,10 @@ def agreed_recompute(
         if plan.backward is not None and tuple(g.fqn for g in plan.groups) == fqns:
             return plan.recompute
     said = None if ballot.agreed else ballot.store.get(_recompute_key(fqns))
-    return None if said is None else _activations(said)
+    return None if said is None else _recomputed(said)
 
 
-def lead_recompute(
-    ballots: Sequence[Ballot], own: tuple[Activation, ...]
-) -> tuple[Activation, ...]:
+def lead_recompute(ballots: Sequence[Ballot], own: Recomputed) -> Recomputed:
     """What the lowest rank computes again in the first graph that trains; `own` where it is not the
     first, or where that rank has gone on without saying.
 
@@ -73,7 +69,7 @@ def lead_recompute(
         ballot.store.set(key, _text(own))
         return own
     said = collect_unless_away(ballot, {lead: key}, "what is computed again")
-    return own if said is None else _activations(said[lead])
+    return own if said is None else _recomputed(said[lead])
 
 
 def collect_unless_away(
@@ -104,12 +100,13 @@ def _is_away(ballot: Ballot, rank: int) -> bool:
     return any(ballot.store.check([key]) for key in gone)
 
 
-def _text(chosen: Sequence[Activation]) -> str:
-    return json.dumps([astuple(one) for one in chosen])
+def _text(chosen: Recomputed) -> str:
+    return json.dumps(astuple(chosen))
 
 
-def _activations(text: str | bytes) -> tuple[Activation, ...]:
-    return tuple(Activation(*pair) for pair in json.loads(text))
+def _recomputed(text: str | bytes) -> Recomputed:
+    pairs, *rest = json.loads(text)
+    return Recomputed(tuple(Activation(*pair) for pair in pairs), *rest)
 
 
 def _recompute_key(fqns: tuple[str, ...]) -> str:

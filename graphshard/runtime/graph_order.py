@@ -9,7 +9,8 @@ another one is to be.
 
 What comes next is learned: it is issued ahead once it has been the same twice. What was issued for
 a graph that did not come is thrown away when another one has run, and when the call or the backward
-ends.
+ends. Under a dispatch mode of the user each graph issues its own: a selective checkpoint expects to
+see the same ops when it calls the graph again.
 
 Assumed: all ranks run graphs of the same groups in the same order, as eager FSDP2 needs it too
 (`graphshard.runtime.issued` compares what they issue). Who changes a shard between two graphs of
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from graphshard.runtime.calls import current_task
 from graphshard.runtime.gather import Gather, issue
@@ -121,6 +123,10 @@ class GraphOrder:
             self._depth -= 1
             if self._depth == 0:
                 self._restart(-1)
+
+    def skip(self) -> None:
+        """A run of which nothing is known comes between the one before and the one after it."""
+        self._restart(self._task)
 
     def end_backward(self, task: int) -> None:
         """All of it has run well."""
@@ -289,6 +295,9 @@ def turn_of(
     """Of a run that begins, with `num_groups` groups; None if nothing is known of its order."""
     order = None if first.root is None else first.root.order
     if order is None or not order.enter(direction):
+        return None
+    if is_in_torch_dispatch_mode(include_infra_modes=False):
+        order.skip()
         return None
     return Turn(order, (direction, first, num_groups), expects)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from graphshard.files.decode import Count, Positive
@@ -41,6 +41,28 @@ class Activation:
 
     group: str
     number: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What backward computes again because the planner chose so.
+
+    checkpoints: regions of `torch.utils.checkpoint` in the graph whose policy leaves it open what
+    is; 0 also where they were not counted. replaced: the plan decides what these regions save and
+    compute again.
+    """
+
+    activations: tuple[Activation, ...] = ()
+    checkpoints: Count = 0
+    replaced: bool = False
+
+    def renamed(self, name_of: Callable[[str], str]) -> Recomputed:
+        """name_of: from a group's FQN to its new one."""
+        renamed = (replace(one, group=name_of(one.group)) for one in self.activations)
+        return replace(self, activations=tuple(renamed))
+
+
+NOTHING_RECOMPUTED = Recomputed()
 
 
 @dataclass(frozen=True, slots=True)

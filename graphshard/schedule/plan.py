@@ -30,11 +30,12 @@ from graphshard.schedule.estimate import Figures as Figures
 from graphshard.schedule.estimate import Moment as Moment
 from graphshard.schedule.estimate import estimate_summary
 from graphshard.schedule.forecast import Forecast
+from graphshard.schedule.groups import NOTHING_RECOMPUTED, size_bytes
 from graphshard.schedule.groups import Activation as Activation
 from graphshard.schedule.groups import GroupInfo as GroupInfo
 from graphshard.schedule.groups import ParamInfo as ParamInfo
+from graphshard.schedule.groups import Recomputed as Recomputed
 from graphshard.schedule.groups import Reshard as Reshard
-from graphshard.schedule.groups import size_bytes
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.reasons import NotEarlier, Reason, group_of
 from graphshard.schedule.signature import ALL_REDUCE, CollectiveSignature, SignatureEntry
@@ -85,7 +86,7 @@ class Plan:
     forward: Schedule
     backward: Schedule | None
     estimate: Estimate | None = None
-    recompute: tuple[Activation, ...] = ()
+    recompute: Recomputed = NOTHING_RECOMPUTED
     reasons: tuple[Reason, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
     priced_on: PricedOn | None = None

@@ -24,7 +24,7 @@ def plan_for(plan: Plan, first: Sequence[GroupInfo], own: Sequence[GroupInfo]) -
     return replace(
         plan,
         groups=tuple(_group(group, *pairs[group.id]) for group in plan.groups),
-        recompute=tuple(replace(r, group=names.get(r.group, r.group)) for r in plan.recompute),
+        recompute=plan.recompute.renamed(lambda fqn: names.get(fqn, fqn)),
         reasons=tuple(_reason(reason, names) for reason in plan.reasons),
     )
 

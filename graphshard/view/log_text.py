@@ -13,6 +13,7 @@ from graphshard.schedule.reasons import NotEarlier
 from graphshard.schedule.steps import ISSUES, range_name
 from graphshard.view.names import shown
 from graphshard.view.reasons import reason_text
+from graphshard.view.recomputed import recomputed_text
 from graphshard.view.scenario import Carried, Scenario, predicted
 from graphshard.view.text import bytes_text, count_text, group_names
 from graphshard.view.units import change_text, time_text
@@ -29,6 +30,8 @@ def log_text(plan: Plan, measured: Measured | None = None) -> str:
         f"{s['reduce_scatters']:,} reduce-scatters per step, at most "
         f"{bytes_text(s['gathered_peak_bytes'])} of gathered parameters"
     ]
+    if again := recomputed_text(plan):
+        lines.append(f"  {again}")
     if plan.forecasts:
         lines += _costs(plan, predicted(plan))
     if measured is not None:

@@ -84,7 +84,7 @@ def _recomputed(before: Plan, after: Plan) -> Iterator[MoveRow]:
 def _numbers(plan: Plan) -> Mapping[str, set[int]]:
     """What is computed again, by FQN."""
     found: dict[str, set[int]] = defaultdict(set)
-    for one in plan.recompute:
+    for one in plan.recompute.activations:
         found[one.group].add(one.number)
     return found
 

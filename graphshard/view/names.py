@@ -21,7 +21,7 @@ def shown(plan: Plan) -> Plan:
         name=printable(plan.name),
         torch_version=printable(plan.torch_version),
         groups=tuple(map(_group, plan.groups)),
-        recompute=tuple(replace(r, group=printable(r.group)) for r in plan.recompute),
+        recompute=plan.recompute.renamed(printable),
         reasons=tuple(map(_reason, plan.reasons)),
         priced_on=priced and replace(priced, machine=printable(priced.machine)),
     )

@@ -10,6 +10,7 @@ from graphshard.schedule.plan import Estimate, Plan
 from graphshard.schedule.reasons import Gain
 from graphshard.view.names import shown
 from graphshard.view.reasons import DECISIONS
+from graphshard.view.recomputed import recomputed_text
 from graphshard.view.text import WIDTH, bytes_text, count_text
 
 COLUMN = 15
@@ -61,6 +62,8 @@ def plan_text(plan: Plan, where: str, effort: Effort, path: str) -> str:
     lines = [f"{plan.name}  {where}, no weights, no GPU used", ""]
     lines += _effort(effort)
     lines += ["", *_comparison(plan, plan.estimate), "", *_reasons(plan)]
+    if again := recomputed_text(plan):
+        lines.append(again)
     lines += ["", f"wrote {path}", f"next  graphshard view {path}"]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 

@@ -21,7 +21,7 @@ from graphshard.view.text import bytes_text
 from graphshard.view.units import time_text
 
 DECISIONS = {
-    Decision.COMPUTES_AGAIN: "activations that this graph computes again",
+    Decision.COMPUTES_AGAIN: "other activations saved or computed again",
     Decision.SEPARATE_GROUP: "reductions on a process group of their own",
     Decision.IN_PLACE: "collectives in place, without copies",
     Decision.KEPT: "what stays gathered",

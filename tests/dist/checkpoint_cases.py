@@ -39,7 +39,9 @@ EQUAL, DIFFERS, REFUSED = "equal", "differs", "refused by eager"
 @dataclass(frozen=True)
 class CheckpointCase:
     """reshard: of blocks. calls: of the model in one loss. micro: the setting that is off in all
-    micro-steps of a step but the last ("" for steps of one). breaks: where Dynamo has to stop."""
+    micro-steps of a step but the last ("" for steps of one). breaks: where Dynamo has to stop.
+    room: for the planner to replace the checkpoints, within FSDP2's peak or much more; "": they
+    stay."""
 
     layers: int = field(default=2, metadata={"of": (2, 3, 4)})
     flavour: str = field(default="plain", metadata={"of": FLAVOURS})
@@ -54,6 +56,7 @@ class CheckpointCase:
     dropout: bool = field(default=False, metadata={"of": (False, True)})
     shared: bool = field(default=False, metadata={"of": (False, False, True)})
     frozen: bool = field(default=False, metadata={"of": (False, False, True)})
+    room: str = field(default="", metadata={"of": ("", "theirs", "much")})
 
 
 def drawn(seed: int) -> CheckpointCase:
@@ -177,12 +180,14 @@ def build(ctx: Ctx, case: CheckpointCase) -> nn.Module:
 
 
 def compile_in_place(model: nn.Module, case: CheckpointCase) -> None:
+    rooms = {"": {}, "theirs": {"recompute": "auto"}, "much": {"memory_budget": "1000GiB"}}
+    room = rooms[case.room]
     if case.compiled != "root":
-        options = {"promote": case.compiled != "apart"}
+        options = {"promote": case.compiled != "apart", **room}
         for block in dict.fromkeys(model.blocks):
             block.compile(backend="graphshard", options=options)
     if case.compiled in ("root", "both"):
-        model.compile(backend="graphshard")
+        model.compile(backend="graphshard", options=room)
 
 
 def steps(model: nn.Module, ctx: Ctx, case: CheckpointCase, count: int = 3) -> list[Any]:
@@ -219,12 +224,15 @@ def _set(model: nn.Module, case: CheckpointCase, *, last: bool) -> None:
 
 @dataclass(frozen=True)
 class CheckpointOutcome:
-    """in_graph: how many forward calls of groups ran in a graph, of how many."""
+    """in_graph: how many forward calls of groups ran in a graph, of how many. replaced: graphs in
+    which the planner took the place of the checkpoints; repeats: those that compute more again."""
 
     verdict: str
     why: str = ""
     in_graph: int = 0
     groups: int = 0
+    replaced: int = 0
+    repeats: int = 0
     said: tuple[str, ...] = ()
 
 
@@ -239,8 +247,15 @@ def run_checkpoint_case(ctx: Ctx, case: CheckpointCase) -> CheckpointOutcome:
         actual = steps(model, ctx, case)
     why = _first_difference(expected, actual)
     report = graphshard.explain(model)
+    plans = [plan.recompute for plan in graphshard.plans(model)]
     return CheckpointOutcome(
-        DIFFERS if why else EQUAL, why, report.captured, report.present, tuple(said)
+        DIFFERS if why else EQUAL,
+        why,
+        report.captured,
+        report.present,
+        sum(own.replaced for own in plans),
+        sum(bool(own.activations) for own in plans),
+        tuple(said),
     )
 
 

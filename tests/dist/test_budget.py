@@ -200,7 +200,7 @@ def slow_network(ctx: Ctx, name: str) -> tuple[tuple[str, ...], int, int, int]:
     (plan,) = graphshard.plans(model)
     assert plan.estimate is not None
     budget_bytes, theirs = plan.estimate.budget_bytes, plan.estimate.fsdp2
-    return plan.recompute, budget_bytes, plan.estimate.peak_bytes, theirs.peak_bytes
+    return plan.recompute.activations, budget_bytes, plan.estimate.peak_bytes, theirs.peak_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "convnet"])

@@ -140,7 +140,7 @@ def swept(ctx: Ctx) -> list[dict[str, Any]]:
                 **peaks(model, optimizer, ctx),
                 "share": share,
                 "budget": summary["budget_bytes"],
-                "recompute": plan.recompute,
+                "recompute": plan.recompute.activations,
             }
         )
         if own_bytes == NO_LIMIT:

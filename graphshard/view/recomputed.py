@@ -1,0 +1,43 @@
+"""What backward computes again, and what became of the user's checkpoints, in one sentence."""
+
+from __future__ import annotations
+
+from graphshard.schedule.plan import Plan
+from graphshard.schedule.reasons import Decision, Gain
+from graphshard.view.text import bytes_text, count_text
+from graphshard.view.units import time_text
+
+
+def recomputed_text(plan: Plan) -> str:
+    """Empty where nothing is computed again and nothing was checkpointed."""
+    own = plan.recompute
+    groups = len({activation.group for activation in own.activations})
+    again = (
+        f"{count_text(len(own.activations), 'activation')} of {count_text(groups, 'group')} "
+        "computed again"
+        if groups
+        else ""
+    )
+    regions = "checkpointed regions"
+    if own.checkpoints:
+        regions = count_text(own.checkpoints, "checkpointed region")
+    if own.replaced:
+        return f"{regions} replaced by the plan ({again or 'nothing computed again'}){_gain(plan)}"
+    if not own.checkpoints:
+        return again
+    return f"{regions} as the model has them{again and f', and {again}'}"
+
+
+def _gain(plan: Plan) -> str:
+    """Over FSDP2's schedule with the user's checkpoints."""
+    gains = (reason for reason in plan.reasons if isinstance(reason, Gain))
+    found = next((gain for gain in gains if gain.decision is Decision.COMPUTES_AGAIN), None)
+    if found is None:
+        return ""
+    time = f"{time_text(abs(found.gain_us))} {_way(found.gain_us)}"
+    memory = f"{bytes_text(abs(found.gain_bytes))} {_way(found.gain_bytes)} memory"
+    return f": {time} a step, {memory}"
+
+
+def _way(gain: float) -> str:
+    return "less" if gain >= 0 else "more"
