@@ -59,7 +59,7 @@ def issued_and_ready(problem):
     return issued, [bucket.groups for bucket in reduce_buckets(Memo(problem), Choices())]
 
 
-REORDERED = (12, 16, 17)  # seeds of problems of which a plan lets a reduction pass another one
+REORDERED = (12, 17, 22)  # seeds of problems of which a plan lets a reduction pass another one
 
 
 @settings(deadline=None, max_examples=20, derandomize=True)

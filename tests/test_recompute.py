@@ -3,6 +3,7 @@
 import functools
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from drawing import drawing
@@ -16,12 +17,15 @@ from graphshard.compiler.planning import is_worth
 from graphshard.cost.presets import preset
 from graphshard.graph.program import copy_of
 from graphshard.offline.capture import capture
+from graphshard.offline.study import Point, Study
 from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended
+from graphshard.planner.infeasible import LEAST_PLAUSIBLE_BYTES
 from graphshard.planner.plan_step import plan_step
 from graphshard.pricing.liveness import saved_memory
 from graphshard.pricing.op_costs import graph_costs
-from graphshard.schedule.plan import Figures, Plan
+from graphshard.pricing.problem import PlanningPolicy
+from graphshard.schedule.plan import Figures, Plan, Reshard
 
 COUNT = int(os.environ.get("GRAPHSHARD_AGAIN", "4"))
 SEED = os.environ.get("GRAPHSHARD_AGAIN_SEED")
@@ -101,3 +105,32 @@ def plan_that_takes(step_us, exposed_us):
 def test_what_is_computed_again_has_to_pay(step_us, exposed_us, worth):
     """Against 1,000 us, of which 700 us are compute."""
     assert is_worth(plan_that_takes(step_us, exposed_us), plan_that_takes(1000.0, 300.0)) == worth
+
+
+def answers(build, budgets, fused):
+    machine = preset("h100")
+    policies = [
+        PlanningPolicy(budget, reshard=Reshard.OPEN, recompute=True, regroup=True)
+        for budget in budgets
+    ]
+    points = tuple(Point(8, 8, machine, policy, fused=fused) for policy in policies)
+    study = Study("net", lambda sizes: made_of("net", build()), points, whole=True)
+    return list(study.answers())
+
+
+@pytest.mark.parametrize(
+    ("build", "fused"), [(net, False), (LLAMA, True)], ids=["net, aten", "llama, inductor"]
+)
+def test_more_memory_fits_and_is_no_slower(build, fused):
+    """From what everything computed again needs to what FSDP2 itself does."""
+    free, tiny = answers(build, [None, LEAST_PLAUSIBLE_BYTES], fused)
+    low, high = tiny.infeasible.shortage.least_bytes, free.plan.estimate.peak_bytes
+    try_again = answers(build, [low], fused)[0].infeasible
+    if try_again is not None:  # it was a promise for another graph
+        low = try_again.shortage.least_bytes
+    budgets = [low + (high - low) * share // 5 for share in range(6)]
+    found = [answer.plan.estimate for answer in answers(build, budgets, fused)]
+    assert all(own.peak_bytes <= budget for own, budget in zip(found, budgets, strict=True))
+    steps = [own.step_time_us for own in found]
+    assert all(more <= 1.005 * less for less, more in pairwise(steps)), steps
+    assert steps[-1] < steps[0]

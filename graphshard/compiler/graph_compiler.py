@@ -28,16 +28,10 @@ from graphshard.capture.repeated.trace import RepeatedBlock, traced_by_blocks
 from graphshard.capture.root_state import CompiledPlan, RootState
 from graphshard.codegen.emit import check_inputs
 from graphshard.codegen.lowering import lowering_of
+from graphshard.compiler.decide import PlannedPartition, plan_inference, plan_partition
 from graphshard.compiler.executable import Executable, callables_of
 from graphshard.compiler.measured_costs import at_measured_costs, posed_by
-from graphshard.compiler.partition import (
-    Found,
-    PlannedPartition,
-    find_groups,
-    joint_graph_of,
-    plan_inference,
-    plan_partition,
-)
+from graphshard.compiler.partition import Found, find_groups, joint_graph_of
 from graphshard.compiler.planning import (
     PlanningInputs,
     apply,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from graphshard.compiler.partition import PlannedPartition
+from graphshard.compiler.decide import PlannedPartition
 from graphshard.compiler.plan_cache import key_of
 from graphshard.compiler.planning import plan_with_costs, torch_version
 from graphshard.errors import InfeasibleBudget, PlanError

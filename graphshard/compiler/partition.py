@@ -1,9 +1,8 @@
-"""From a captured graph to a planned partition: partitioned, placed and planned, in no order yet.
+"""From a captured graph to a partition: cut in two and placed, in no order yet.
 
-In come the graph that AOTAutograd hands over, the groups that it uses, and `PlanningInputs`
-(settings, machine, policy). Out comes a `PlannedPartition`: the two graphs as they were
-partitioned, the program with its communication placed naively, and its plan. A run and a plan made
-offline differ only in where the inputs come from. Nothing here communicates.
+In come the graph that AOTAutograd hands over and the groups that it uses. Out comes a `Partition`,
+the two graphs and the program with its communication placed naively, and, where backward is to
+compute more again, another one (`Cut`). Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,18 +23,10 @@ from torch._functorch.partitioners import (
 from graphshard.capture.dynamo import input_example, tracing_context
 from graphshard.codegen.emit import with_run_input
 from graphshard.compiler.planning import (
-    FirstPlans,
-    PlanningInputs,
-    Posed,
-    first_plans,
-    is_worth,
     place,
-    plan_with_costs,
-    problem_of,
     run_captured,
     run_passes,
 )
-from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import (
     Program,
@@ -48,13 +39,9 @@ from graphshard.graph.program import (
 from graphshard.graph.random_ops import note_random_values, with_tags, without_tags
 from graphshard.passes import RELEASED
 from graphshard.passes.release_checkpoints import num_open
-from graphshard.planner.problem import Problem
-from graphshard.pricing.op_costs import graph_costs
-from graphshard.pricing.recompute import RecomputeUnit, activation_of, kept_beside, tag
+from graphshard.pricing.recompute import RecomputeUnit, kept_beside, tag
 from graphshard.runtime.live import LiveGroup, find
-from graphshard.schedule.plan import GroupInfo, Plan, PricedOn, Recomputed
-
-_Planned = TypeVar("_Planned")
+from graphshard.schedule.plan import GroupInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +80,6 @@ class Partition:
     placed: Program
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedPartition:
-    """problem: what the placed program of `parts` poses; `plan` is its answer."""
-
-    parts: Partition
-    problem: Problem
-    plan: Plan
-
-
 def find_groups(gm: fx.GraphModule) -> Found:
     """The groups whose anchors are inputs of a graph that Dynamo captured."""
     groups: dict[LiveGroup, int] = {}
@@ -117,7 +95,7 @@ def joint_graph_of(
     name: str, joint: fx.GraphModule, inputs: Any, outputs: int, found: Found, kwargs: Any
 ) -> JointGraph:
     """What AOTAutograd asks to be partitioned; the arguments are those of its `partition_fn`."""
-    _name_anchors(joint, found)
+    name_anchors(joint, found)
     program = run_captured(Program(name, found.infos, outputs, joint=joint))
     context = tracing_context()
 
@@ -157,32 +135,13 @@ class Cut:
     checkpoints: int = 0
 
 
-def plan_partition(
-    joint_graph: JointGraph,
-    planning: PlanningInputs,
-    settle: Callable[[Recomputed], Recomputed],
-) -> PlannedPartition:
-    """The plan of a captured graph, whose joint graph is used up. Raises InfeasibleBudget.
-
-    settle: from what this rank would compute again to what all ranks do.
-    """
-    other = released(joint_graph) if planning.policy.replaces_checkpoints else None
-    own = _cut(joint_graph, planning)
-    free = None if other is None else _cut(other, planning)
-    planned = decide(own, free, planning)
-    chosen = settle(planned.plan.recompute)
-    if chosen == planned.plan.recompute:
-        return planned
-    return decide(own, free, replace(planning, recompute_as=chosen))
-
-
-def _cut(joint_graph: JointGraph, planning: PlanningInputs) -> Cut:
-    """`joint_graph` is used up."""
+def cut(joint_graph: JointGraph, *, recompute: bool, fused: bool) -> Cut:
+    """`joint_graph` is used up. recompute: it may be cut again. fused: see JointGraph."""
     joint = joint_graph.program.joint
     assert joint is not None
-    spare = copy_of(joint) if planning.policy.recompute else joint
-    parts = parts_of(joint_graph, joint, fused=planning.fused)
-    again = partial(repeating, joint_graph, spare, parts, fused=planning.fused)
+    spare = copy_of(joint) if recompute else joint
+    parts = parts_of(joint_graph, joint, fused=fused)
+    again = partial(repeating, joint_graph, spare, parts, fused=fused)
     return Cut(parts, again, joint_graph.checkpoints)
 
 
@@ -200,18 +159,6 @@ def repeating(
     """
     kept = kept_beside(parts.placed, chosen) if fused else frozenset()
     return parts_of(joint_graph, copy_of(joint), chosen, kept, fused=fused)
-
-
-def plan_inference(
-    name: str, gm: fx.GraphModule, found: Found, planning: PlanningInputs
-) -> PlannedPartition:
-    """The plan of a graph under no_grad. Raises InfeasibleBudget."""
-    _name_anchors(gm, found)
-    outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
-    program = run_captured(Program(name, found.infos, outputs, forward=gm))
-    placed = place(replace(program, forward=with_run_input(gm)))
-    parts = Partition(gm, None, placed)
-    return decide(Cut(parts, lambda chosen: parts), None, planning)
 
 
 def parts_of(
@@ -236,115 +183,6 @@ def parts_of(
         backward=with_run_input(backward),
     )
     return Partition(forward, backward, place(cut))
-
-
-def decide(own: Cut, free: Cut | None, planning: PlanningInputs) -> PlannedPartition:
-    """The better of two plans: with what the user's checkpoints say, and, if that may be replaced
-    (`free`), without. Raises InfeasibleBudget if no schedule fits the policy's budget.
-    """
-    posed = pose(own, planning)
-    if free is None:
-        return decided(own, posed, planning)
-    agreed = planning.recompute_as
-    if agreed is not None and not agreed.replaced:
-        return decided(own, posed, planning)
-    freely = pose(free, planning, posed.problem)
-    if agreed is not None:
-        return decided(free, freely, planning)
-    return better_of(
-        partial(decided, own, posed, planning),
-        partial(decided, free, freely, planning),
-        lambda planned: planned.plan,
-    )
-
-
-def better_of(
-    own: Callable[[], _Planned], free: Callable[[], _Planned], plan_of: Callable[[_Planned], Plan]
-) -> _Planned:
-    """What `free` finds where that is worth it, or where nothing else fits. Raises InfeasibleBudget
-    if neither fits: the one that needs less."""
-    try:
-        theirs = own()
-    except InfeasibleBudget as error:
-        try:
-            return free()
-        except InfeasibleBudget as other:
-            raise min(error, other, key=lambda one: one.shortage.least_bytes) from None
-    try:
-        ours = free()
-    except InfeasibleBudget:
-        return theirs
-    return ours if is_worth(plan_of(ours), plan_of(theirs)) else theirs
-
-
-def pose(cut: Cut, planning: PlanningInputs, baseline: Problem | None = None) -> Posed:
-    """baseline: see Posed."""
-    costs = graph_costs(
-        cut.parts.placed, planning.machine,
-        recompute=planning.policy.recompute, fused=planning.fused, parts=planning.in_parts,
-    )  # fmt: skip
-    return Posed(costs, problem_of(costs, planning), cut.checkpoints, baseline)
-
-
-def decided(cut: Cut, posed: Posed, planning: PlanningInputs) -> PlannedPartition:
-    """Plan the parts of `cut`, or what it makes of the graph where something is to be computed
-    again.
-
-    The second is planned anew, since the graph is another one then; what it is really worth counts.
-    Raises InfeasibleBudget if no schedule fits the policy's budget.
-    """
-    first = first_plans(posed, planning)
-    plain = None
-    if first.without is not None:
-        plain = PlannedPartition(cut.parts, posed.problem, first.without)
-    if first.recompute.activations:
-        groups, chosen = posed.costs.groups, set(first.recompute.activations)
-        units = tuple(u for u in posed.costs.units if activation_of(u, groups) in chosen)
-        found = _repeating(cut.again(units), first, planning, posed)
-        plain = _better(found, plain, is_agreed=first.recompute == planning.recompute_as)
-    assert plain is not None
-    return replace(plain, plan=replace(plain.plan, priced_on=priced_on(planning)))
-
-
-def _better(
-    repeating: PlannedPartition | InfeasibleBudget,
-    plain: PlannedPartition | None,
-    *,
-    is_agreed: bool,
-) -> PlannedPartition:
-    """The second, unless the first is agreed on or worth it. Raises what the first is if there is
-    no second."""
-    if isinstance(repeating, InfeasibleBudget):
-        if plain is None:
-            raise repeating
-        return plain
-    if plain is None or is_agreed or is_worth(repeating.plan, plain.plan):
-        return repeating
-    return plain
-
-
-def _repeating(
-    parts: Partition, first: FirstPlans, planning: PlanningInputs, posed: Posed
-) -> PlannedPartition | InfeasibleBudget:
-    """The plan of `parts`, whose backward computes again what `first` says, or why there is none.
-
-    The budget stays that of `first`: FSDP2's own peak is that of the graph that it runs.
-    """
-    costs = graph_costs(
-        parts.placed, planning.machine,
-        recompute=False, fused=planning.fused, parts=planning.in_parts,
-    )  # fmt: skip
-    problem = replace(problem_of(costs, planning), budget_bytes=first.budget_bytes)
-    baseline = posed.problem if posed.baseline is None else posed.baseline
-    try:
-        plan = plan_with_costs(costs, problem, planning.policy.reshard, baseline)
-    except InfeasibleBudget as error:
-        return error
-    return PlannedPartition(parts, problem, replace(plan, recompute=first.recompute))
-
-
-def priced_on(planning: PlanningInputs) -> PricedOn:
-    return PricedOn(planning.machine.name, planning.settings[0].ranks_per_node, planning.fused)
 
 
 def _order_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
@@ -384,7 +222,7 @@ def _is_checkpointed(joint: fx.Graph) -> bool:
     return any("recompute" in node.meta and node not in gathered for node in joint.nodes)
 
 
-def _name_anchors(gm: fx.GraphModule, found: Found) -> None:
+def name_anchors(gm: fx.GraphModule, found: Found) -> None:
     for node in gm.graph.find_nodes(op="placeholder"):
         described = node.meta.get("desc")
         if isinstance(described, PlainAOTInput) and described.idx in found.anchors:

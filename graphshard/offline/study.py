@@ -15,16 +15,12 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 from graphshard.capture.interpreter import no_collections
+from graphshard.compiler.decide import better_of, decide, decided, pose, priced_on
 from graphshard.compiler.partition import (
     Cut,
     JointGraph,
     Partition,
-    better_of,
-    decide,
-    decided,
     parts_of,
-    pose,
-    priced_on,
     released,
     repeating,
 )

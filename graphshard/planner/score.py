@@ -199,3 +199,9 @@ def all_policies(problem: Problem, direction: Direction) -> tuple[FillPolicy, ..
     shared = any(g.reduce_lane in lanes for g in problem.groups)
     ahead = dict.fromkeys(min(most, count) for count in (AHEAD if shared else AHEAD[:2]))
     return tuple(FillPolicy(*values) for values in product(ahead, BUFFERS, ROOM))
+
+
+def most_frugal(problem: Problem, direction: Direction) -> FillPolicy:
+    """One gather in flight; of all policies, it fits where any of them does, or nearly so."""
+    policies = all_policies(problem, direction)
+    return min(policies, key=lambda policy: (policy.gathers, policy.buffers, policy.room))

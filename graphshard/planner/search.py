@@ -23,7 +23,14 @@ from graphshard.planner.moves import (
     still_open,
     unmoved,
 )
-from graphshard.planner.score import Candidate, SearchContext, all_policies, candidate, place
+from graphshard.planner.score import (
+    Candidate,
+    SearchContext,
+    all_policies,
+    candidate,
+    most_frugal,
+    place,
+)
 
 # How many events the search may play; about a second of Python for each million.
 LEAST_EFFORT = 150_000
@@ -79,7 +86,8 @@ def better(one: Best, other: Best) -> Best:
 
 
 def _tune(context: SearchContext, choices: Choices) -> None:
-    """Search with the few policies that serve `choices` best."""
+    """Search with the few policies that serve `choices` best, and with the most frugal one: other
+    choices, which compute less again, may fit with no other."""
     for direction in context.problem.directions:
         ranked = []
         for index, policy in enumerate(all_policies(context.problem, direction)):
@@ -88,7 +96,9 @@ def _tune(context: SearchContext, choices: Choices) -> None:
             if found is not None:
                 ranked.append((found.us, found.peak_bytes, index, policy))
         ranked.sort(key=lambda row: row[:3])
-        context.policies[direction] = tuple(policy for *_, policy in ranked[:POLICIES])
+        chosen = [policy for *_, policy in ranked[:POLICIES]]
+        chosen.append(most_frugal(context.problem, direction))
+        context.policies[direction] = tuple(dict.fromkeys(chosen))
     context.scores.clear()
 
 

@@ -1,0 +1,232 @@
+"""What a captured graph is planned to be: with which activations computed again, in which order.
+
+In come partitions (`graphshard.compiler.partition`) and `PlanningInputs` (settings, machine,
+policy). Out comes a `PlannedPartition`: the two graphs as they are cut in the end, the problem that
+they pose, and its plan. A run and a plan made offline differ only in where the inputs come from.
+Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from torch import fx
+
+from graphshard.codegen.emit import with_run_input
+from graphshard.compiler.partition import (
+    Cut,
+    Found,
+    JointGraph,
+    Partition,
+    cut,
+    name_anchors,
+    released,
+)
+from graphshard.compiler.planning import (
+    FirstPlans,
+    PlanningInputs,
+    Posed,
+    first_plans,
+    is_worth,
+    place,
+    plan_with_costs,
+    problem_of,
+    run_captured,
+)
+from graphshard.errors import InfeasibleBudget
+from graphshard.graph.program import Program, output_node
+from graphshard.planner.problem import Problem
+from graphshard.pricing.op_costs import graph_costs
+from graphshard.pricing.recompute import activation_of
+from graphshard.schedule.plan import Plan, PricedOn, Recomputed
+
+_Planned = TypeVar("_Planned")
+# So often what is computed again is chosen anew where it frees less than it promised.
+TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPartition:
+    """problem: what the placed program of `parts` poses; `plan` is its answer."""
+
+    parts: Partition
+    problem: Problem
+    plan: Plan
+
+
+def plan_partition(
+    joint_graph: JointGraph,
+    planning: PlanningInputs,
+    settle: Callable[[Recomputed], Recomputed],
+) -> PlannedPartition:
+    """The plan of a captured graph, whose joint graph is used up. Raises InfeasibleBudget.
+
+    settle: from what this rank would compute again to what all ranks do.
+    """
+    other = released(joint_graph) if planning.policy.replaces_checkpoints else None
+    cut_in_two = partial(cut, recompute=planning.policy.recompute, fused=planning.fused)
+    own, free = cut_in_two(joint_graph), None if other is None else cut_in_two(other)
+    planned = decide(own, free, planning)
+    chosen = settle(planned.plan.recompute)
+    if chosen == planned.plan.recompute:
+        return planned
+    return decide(own, free, replace(planning, recompute_as=chosen))
+
+
+def plan_inference(
+    name: str, gm: fx.GraphModule, found: Found, planning: PlanningInputs
+) -> PlannedPartition:
+    """The plan of a graph under no_grad. Raises InfeasibleBudget."""
+    name_anchors(gm, found)
+    outputs = len(output_node(gm.graph).args[0])  # type: ignore[arg-type]
+    program = run_captured(Program(name, found.infos, outputs, forward=gm))
+    placed = place(replace(program, forward=with_run_input(gm)))
+    parts = Partition(gm, None, placed)
+    return decide(Cut(parts, lambda chosen: parts), None, planning)
+
+
+def decide(own: Cut, free: Cut | None, planning: PlanningInputs) -> PlannedPartition:
+    """The better of two plans: with what the user's checkpoints say, and, if that may be replaced
+    (`free`), without. Raises InfeasibleBudget if no schedule fits the policy's budget.
+    """
+    posed = pose(own, planning)
+    if free is None:
+        return decided(own, posed, planning)
+    agreed = planning.recompute_as
+    if agreed is not None and not agreed.replaced:
+        return decided(own, posed, planning)
+    freely = pose(free, planning, posed.problem)
+    if agreed is not None:
+        return decided(free, freely, planning)
+    return better_of(
+        partial(decided, own, posed, planning),
+        partial(decided, free, freely, planning),
+        lambda planned: planned.plan,
+    )
+
+
+def better_of(
+    own: Callable[[], _Planned], free: Callable[[], _Planned], plan_of: Callable[[_Planned], Plan]
+) -> _Planned:
+    """What `free` finds where that is worth it, or where nothing else fits. Raises InfeasibleBudget
+    if neither fits: the one that needs less."""
+    try:
+        theirs = own()
+    except InfeasibleBudget as error:
+        try:
+            return free()
+        except InfeasibleBudget as other:
+            raise min(error, other, key=lambda one: one.shortage.least_bytes) from None
+    try:
+        ours = free()
+    except InfeasibleBudget:
+        return theirs
+    return ours if is_worth(plan_of(ours), plan_of(theirs)) else theirs
+
+
+def pose(cut: Cut, planning: PlanningInputs, baseline: Problem | None = None) -> Posed:
+    """baseline: see Posed."""
+    costs = graph_costs(
+        cut.parts.placed, planning.machine,
+        recompute=planning.policy.recompute, fused=planning.fused, parts=planning.in_parts,
+    )  # fmt: skip
+    return Posed(costs, problem_of(costs, planning), cut.checkpoints, baseline)
+
+
+def decided(cut: Cut, posed: Posed, planning: PlanningInputs) -> PlannedPartition:
+    """Plan the parts of `cut`, or what it makes of the graph where something is to be computed
+    again.
+
+    The second is planned anew, since the graph is another one then; what it is really worth counts.
+    Raises InfeasibleBudget if no schedule fits the policy's budget.
+    """
+    first = first_plans(posed, planning)
+    plain = None
+    if first.without is not None:
+        plain = PlannedPartition(cut.parts, posed.problem, first.without)
+    if first.recompute.activations:
+        found = _cut_again(cut, posed, planning, first)
+        plain = _better(found, plain, is_agreed=first.recompute == planning.recompute_as)
+    assert plain is not None
+    return replace(plain, plan=replace(plain.plan, priced_on=priced_on(planning)))
+
+
+def _cut_again(
+    cut: Cut, posed: Posed, planning: PlanningInputs, first: FirstPlans
+) -> PlannedPartition | InfeasibleBudget:
+    """What comes of computing again what `first` says.
+
+    What that frees was a promise, of a graph that is another one now. Where it does not fit, the
+    choice is made again for as much less, and at last everything is computed again.
+    """
+    chosen, limit_bytes = first.recompute, first.budget_bytes
+    found = _repeating(cut, posed, planning, first.budget_bytes, chosen)
+    for tries_left in reversed(range(TRIES)):
+        if isinstance(found, PlannedPartition) or chosen == planning.recompute_as:
+            break
+        limit_bytes -= found.shortage.least_bytes - first.budget_bytes
+        other = _everything(posed)
+        if tries_left:
+            other = _within(posed, planning, limit_bytes)
+        if other != chosen:
+            chosen = other
+            found = _repeating(cut, posed, planning, first.budget_bytes, chosen)
+    return found
+
+
+def _within(posed: Posed, planning: PlanningInputs, limit_bytes: int) -> Recomputed:
+    """What to compute again for a budget that is not the user's; all where nothing fits that."""
+    less = replace(posed, problem=replace(posed.problem, budget_bytes=limit_bytes))
+    try:
+        return first_plans(less, planning).recompute
+    except InfeasibleBudget:
+        return _everything(posed)
+
+
+def _everything(posed: Posed) -> Recomputed:
+    found = (activation_of(unit, posed.costs.groups) for unit in posed.costs.units)
+    return Recomputed(tuple(found), posed.checkpoints, posed.replaced)
+
+
+def _better(
+    repeating: PlannedPartition | InfeasibleBudget,
+    plain: PlannedPartition | None,
+    *,
+    is_agreed: bool,
+) -> PlannedPartition:
+    """The second, unless the first is agreed on or worth it. Raises what the first is if there is
+    no second."""
+    if isinstance(repeating, InfeasibleBudget):
+        if plain is None:
+            raise repeating
+        return plain
+    if plain is None or is_agreed or is_worth(repeating.plan, plain.plan):
+        return repeating
+    return plain
+
+
+def _repeating(
+    cut: Cut, posed: Posed, planning: PlanningInputs, budget_bytes: int, chosen: Recomputed
+) -> PlannedPartition | InfeasibleBudget:
+    """The plan of what backward is when it computes `chosen` again, or why there is none."""
+    wanted, groups = set(chosen.activations), posed.costs.groups
+    parts = cut.again(tuple(u for u in posed.costs.units if activation_of(u, groups) in wanted))
+    costs = graph_costs(
+        parts.placed, planning.machine,
+        recompute=False, fused=planning.fused, parts=planning.in_parts,
+    )  # fmt: skip
+    # Where none is given it is FSDP2's own peak, of the graph that FSDP2 runs.
+    problem = replace(problem_of(costs, planning), budget_bytes=budget_bytes)
+    baseline = posed.problem if posed.baseline is None else posed.baseline
+    try:
+        plan = plan_with_costs(costs, problem, planning.policy.reshard, baseline)
+    except InfeasibleBudget as error:
+        return error
+    return PlannedPartition(parts, problem, replace(plan, recompute=chosen))
+
+
+def priced_on(planning: PlanningInputs) -> PricedOn:
+    return PricedOn(planning.machine.name, planning.settings[0].ranks_per_node, planning.fused)
