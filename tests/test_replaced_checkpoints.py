@@ -10,7 +10,6 @@ from graphshard.compiler.partition import released
 from graphshard.compiler.planning_inputs import policy_of
 from graphshard.cost.presets import preset
 from graphshard.offline.capture import capture
-from graphshard.offline.repeats import CAPTURED
 from graphshard.offline.study import Point, Study
 from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended
@@ -34,12 +33,12 @@ def policies(joint_graph):
 
 
 @functools.cache
-def planned(how, *, depth=DEPTH, whole=False, **options):
+def planned(how, **options):
     machine = preset("h100")
     policy = policy_of(parse_options(options, elsewhere={}), machine)
     point = Point(8, 8, machine, policy, fused=True)
-    build = functools.partial(llama, how, depth)
-    study = Study("net", lambda sizes: made_of("net", build()), (point,), whole=whole)
+    build = functools.partial(llama, how, DEPTH)
+    study = Study("net", lambda sizes: made_of("net", build()), (point,))
     (answer,) = study.answers()
     return answer.plan
 
@@ -103,12 +102,3 @@ def test_it_is_said():
     assert " less a step, " in text
     assert text.endswith(" more memory")
     assert recomputed_text(planned("none")) == ""
-
-
-def test_of_many_alike_blocks_a_few_are_captured():
-    given = {"depth": CAPTURED + 2, "memory_budget": "10GiB"}
-    short, whole = planned("full", **given), planned("full", whole=True, **given)
-    assert short.recompute.replaced
-    assert whole.recompute.replaced
-    assert short.estimate == whole.estimate
-    assert "checkpointed regions replaced by the plan" in recomputed_text(short)

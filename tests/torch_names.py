@@ -395,13 +395,16 @@ NAMES: dict[str, dict[str, str | None]] = {
     "torch.utils._python_dispatch": {
         "TorchDispatchMode": None,
         "_disable_current_modes": None,
-        "is_in_torch_dispatch_mode": "include_infra_modes",
+        "_get_current_dispatch_mode_stack": "",
         "is_traceable_wrapper_subclass": "t",
     },
     "torch.utils._pytree": {
         "tree_leaves": "tree is_leaf",
         "tree_map": "func tree rests is_leaf",
         "tree_map_only": "type_or_types_or_pred func tree is_leaf",
+    },
+    "torch.utils.checkpoint": {
+        "_CachingTorchDispatchMode": None,
     },
 }
 

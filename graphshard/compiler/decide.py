@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from torch import fx
 
@@ -39,22 +39,27 @@ from graphshard.compiler.planning import (
 from graphshard.errors import InfeasibleBudget
 from graphshard.graph.program import Program, output_node
 from graphshard.planner.problem import Problem
-from graphshard.pricing.op_costs import graph_costs
+from graphshard.pricing.op_costs import GraphCosts, graph_costs
 from graphshard.pricing.recompute import activation_of
 from graphshard.schedule.plan import Plan, PricedOn, Recomputed
 
-_Planned = TypeVar("_Planned")
+Parts = TypeVar("Parts")
 # So often what is computed again is chosen anew where it frees less than it promised.
 TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedPartition:
+class Decided(Generic[Parts]):
     """problem: what the placed program of `parts` poses; `plan` is its answer."""
 
-    parts: Partition
+    parts: Parts
     problem: Problem
     plan: Plan
+
+
+PlannedPartition: TypeAlias = Decided[Partition]
+# From what is computed again to what the graph costs then.
+Again: TypeAlias = Callable[[Recomputed], tuple[Parts, GraphCosts]]
 
 
 def plan_partition(
@@ -94,23 +99,21 @@ def decide(own: Cut, free: Cut | None, planning: PlanningInputs) -> PlannedParti
     """
     posed = pose(own, planning)
     if free is None:
-        return decided(own, posed, planning)
+        return decided_cut(own, posed, planning)
     agreed = planning.recompute_as
     if agreed is not None and not agreed.replaced:
-        return decided(own, posed, planning)
+        return decided_cut(own, posed, planning)
     freely = pose(free, planning, posed.problem)
     if agreed is not None:
-        return decided(free, freely, planning)
+        return decided_cut(free, freely, planning)
     return better_of(
-        partial(decided, own, posed, planning),
-        partial(decided, free, freely, planning),
-        lambda planned: planned.plan,
+        partial(decided_cut, own, posed, planning), partial(decided_cut, free, freely, planning)
     )
 
 
 def better_of(
-    own: Callable[[], _Planned], free: Callable[[], _Planned], plan_of: Callable[[_Planned], Plan]
-) -> _Planned:
+    own: Callable[[], Decided[Parts]], free: Callable[[], Decided[Parts]]
+) -> Decided[Parts]:
     """What `free` finds where that is worth it, or where nothing else fits. Raises InfeasibleBudget
     if neither fits: the one that needs less."""
     try:
@@ -124,21 +127,41 @@ def better_of(
         ours = free()
     except InfeasibleBudget:
         return theirs
-    return ours if is_worth(plan_of(ours), plan_of(theirs)) else theirs
+    return ours if is_worth(ours.plan, theirs.plan) else theirs
 
 
 def pose(cut: Cut, planning: PlanningInputs, baseline: Problem | None = None) -> Posed:
     """baseline: see Posed."""
-    costs = graph_costs(
-        cut.parts.placed, planning.machine,
-        recompute=planning.policy.recompute, fused=planning.fused, parts=planning.in_parts,
-    )  # fmt: skip
+    costs = costs_of(cut.parts, planning, recompute=planning.policy.recompute)
     return Posed(costs, problem_of(costs, planning), cut.checkpoints, baseline)
 
 
-def decided(cut: Cut, posed: Posed, planning: PlanningInputs) -> PlannedPartition:
-    """Plan the parts of `cut`, or what it makes of the graph where something is to be computed
-    again.
+def decided_cut(cut: Cut, posed: Posed, planning: PlanningInputs) -> PlannedPartition:
+    """See `decided`. posed: by `cut`."""
+
+    def again(chosen: Recomputed) -> tuple[Partition, GraphCosts]:
+        wanted, groups = set(chosen.activations), posed.costs.groups
+        parts = cut.again(tuple(u for u in posed.costs.units if activation_of(u, groups) in wanted))
+        return parts, costs_of(parts, planning, recompute=False)
+
+    return decided(cut.parts, again, posed, planning)
+
+
+def costs_of(parts: Partition, planning: PlanningInputs, *, recompute: bool) -> GraphCosts:
+    return graph_costs(
+        parts.placed,
+        planning.machine,
+        recompute=recompute,
+        fused=planning.fused,
+        parts=planning.in_parts,
+    )
+
+
+def decided(
+    parts: Parts, again: Again[Parts], posed: Posed, planning: PlanningInputs
+) -> Decided[Parts]:
+    """The plan of `parts`, which poses `posed`, or of what `again` makes of it where something is
+    to be computed again.
 
     The second is planned anew, since the graph is another one then; what it is really worth counts.
     Raises InfeasibleBudget if no schedule fits the policy's budget.
@@ -146,26 +169,26 @@ def decided(cut: Cut, posed: Posed, planning: PlanningInputs) -> PlannedPartitio
     first = first_plans(posed, planning)
     plain = None
     if first.without is not None:
-        plain = PlannedPartition(cut.parts, posed.problem, first.without)
+        plain = Decided(parts, posed.problem, first.without)
     if first.recompute.activations:
-        found = _cut_again(cut, posed, planning, first)
+        found = _again_within(again, posed, planning, first)
         plain = _better(found, plain, is_agreed=first.recompute == planning.recompute_as)
     assert plain is not None
     return replace(plain, plan=replace(plain.plan, priced_on=priced_on(planning)))
 
 
-def _cut_again(
-    cut: Cut, posed: Posed, planning: PlanningInputs, first: FirstPlans
-) -> PlannedPartition | InfeasibleBudget:
+def _again_within(
+    again: Again[Parts], posed: Posed, planning: PlanningInputs, first: FirstPlans
+) -> Decided[Parts] | InfeasibleBudget:
     """What comes of computing again what `first` says.
 
     What that frees was a promise, of a graph that is another one now. Where it does not fit, the
     choice is made again for as much less, and at last everything is computed again.
     """
     chosen, limit_bytes = first.recompute, first.budget_bytes
-    found = _repeating(cut, posed, planning, first.budget_bytes, chosen)
+    found = _repeating(again, posed, planning, first.budget_bytes, chosen)
     for tries_left in reversed(range(TRIES)):
-        if isinstance(found, PlannedPartition) or chosen == planning.recompute_as:
+        if isinstance(found, Decided) or chosen == planning.recompute_as:
             break
         limit_bytes -= found.shortage.least_bytes - first.budget_bytes
         other = _everything(posed)
@@ -173,7 +196,7 @@ def _cut_again(
             other = _within(posed, planning, limit_bytes)
         if other != chosen:
             chosen = other
-            found = _repeating(cut, posed, planning, first.budget_bytes, chosen)
+            found = _repeating(again, posed, planning, first.budget_bytes, chosen)
     return found
 
 
@@ -192,11 +215,8 @@ def _everything(posed: Posed) -> Recomputed:
 
 
 def _better(
-    repeating: PlannedPartition | InfeasibleBudget,
-    plain: PlannedPartition | None,
-    *,
-    is_agreed: bool,
-) -> PlannedPartition:
+    repeating: Decided[Parts] | InfeasibleBudget, plain: Decided[Parts] | None, *, is_agreed: bool
+) -> Decided[Parts]:
     """The second, unless the first is agreed on or worth it. Raises what the first is if there is
     no second."""
     if isinstance(repeating, InfeasibleBudget):
@@ -209,15 +229,14 @@ def _better(
 
 
 def _repeating(
-    cut: Cut, posed: Posed, planning: PlanningInputs, budget_bytes: int, chosen: Recomputed
-) -> PlannedPartition | InfeasibleBudget:
+    again: Again[Parts],
+    posed: Posed,
+    planning: PlanningInputs,
+    budget_bytes: int,
+    chosen: Recomputed,
+) -> Decided[Parts] | InfeasibleBudget:
     """The plan of what backward is when it computes `chosen` again, or why there is none."""
-    wanted, groups = set(chosen.activations), posed.costs.groups
-    parts = cut.again(tuple(u for u in posed.costs.units if activation_of(u, groups) in wanted))
-    costs = graph_costs(
-        parts.placed, planning.machine,
-        recompute=False, fused=planning.fused, parts=planning.in_parts,
-    )  # fmt: skip
+    parts, costs = again(chosen)
     # Where none is given it is FSDP2's own peak, of the graph that FSDP2 runs.
     problem = replace(problem_of(costs, planning), budget_bytes=budget_bytes)
     baseline = posed.problem if posed.baseline is None else posed.baseline
@@ -225,7 +244,7 @@ def _repeating(
         plan = plan_with_costs(costs, problem, planning.policy.reshard, baseline)
     except InfeasibleBudget as error:
         return error
-    return PlannedPartition(parts, problem, replace(plan, recompute=chosen))
+    return Decided(parts, problem, replace(plan, recompute=chosen))
 
 
 def priced_on(planning: PlanningInputs) -> PricedOn:

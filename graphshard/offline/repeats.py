@@ -8,6 +8,7 @@ is captured whole.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -52,11 +53,11 @@ def repeats_in(model: nn.Module) -> list[Repeat]:
     return found
 
 
-def shorten(model: nn.Module, repeats: list[Repeat]) -> None:
-    """Leave the first CAPTURED blocks of each list."""
+def shorten(model: nn.Module, repeats: Iterable[Repeat], count: int = CAPTURED) -> None:
+    """Leave the first `count` blocks of each list."""
     for repeat in repeats:
         container = model.get_submodule(repeat.container)
-        for name in repeat.names[CAPTURED:]:
+        for name in repeat.names[count:]:
             delattr(container, name.rpartition(".")[2])
 
 

@@ -15,7 +15,15 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 from graphshard.capture.interpreter import no_collections
-from graphshard.compiler.decide import better_of, decide, decided, pose, priced_on
+from graphshard.compiler.decide import (
+    Decided,
+    better_of,
+    decide,
+    decided,
+    decided_cut,
+    pose,
+    priced_on,
+)
 from graphshard.compiler.partition import (
     Cut,
     JointGraph,
@@ -32,6 +40,7 @@ from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import copy_of
 from graphshard.offline.capture import Captured, capture
 from graphshard.offline.concrete import concrete
+from graphshard.offline.recut import recut
 from graphshard.offline.repeats import CAPTURED, Repeat, repeats_in, shorten
 from graphshard.offline.target import Sizes
 from graphshard.offline.unroll import unrolled
@@ -53,7 +62,7 @@ from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import GraphCosts, graph_costs
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.pricing.recompute import RecomputeUnit
-from graphshard.schedule.plan import Plan
+from graphshard.schedule.plan import Plan, Recomputed
 from graphshard.view.offline import Effort
 
 Build = Callable[[Sizes], Made]
@@ -92,6 +101,10 @@ class Answer:
     point: Point
     plan: Plan | None
     infeasible: InfeasibleBudget | None = None
+
+
+class _NotCounted(Exception):
+    """The whole graph cannot be had from a few of its blocks."""
 
 
 @dataclass(slots=True)
@@ -164,20 +177,18 @@ class Study:
     def _planned_whole(self, point: Point, planning: PlanningInputs) -> Plan:
         if self.freed is not None:
             cut = self._cut_for(point, freed=self.freed)
-            return decided(cut, pose(cut, planning, self.baseline), planning).plan
+            return decided_cut(cut, pose(cut, planning, self.baseline), planning).plan
         free = self._cut_for(point, freed=True) if self._may_free(point) else None
         return decide(self._cut_for(point), free, planning).plan
 
     def _planned_short(self, point: Point, planning: PlanningInputs) -> Plan:
         """From the costs of the whole model, which were counted."""
         own = self._posed_short(point, planning)
-        as_it_is = partial(self._plan_of_costs, own, point, planning)
+        as_it_is = partial(self._decided_short, own, point, planning)
         if not self._may_free(point):
-            return as_it_is()
+            return as_it_is().plan
         free = self._posed_short(point, planning, own.problem)
-        return better_of(
-            as_it_is, partial(self._plan_of_costs, free, point, planning), lambda plan: plan
-        )
+        return better_of(as_it_is, partial(self._decided_short, free, point, planning)).plan
 
     def _posed_short(
         self, point: Point, planning: PlanningInputs, baseline: Problem | None = None
@@ -187,11 +198,26 @@ class Study:
         # Of the few blocks that were captured it is not known how many checkpoints all have.
         return Posed(costs, problem_of(costs, planning), baseline=baseline)
 
-    def _plan_of_costs(self, posed: Posed, point: Point, planning: PlanningInputs) -> Plan:
-        plan, _ = best_plans(posed, planning)
-        if not plan.recompute.activations or point.policy.near:
-            return replace(plan, priced_on=priced_on(planning))
-        # A partition in which some blocks are computed again cannot be counted: it is made.
+    def _decided_short(self, posed: Posed, point: Point, planning: PlanningInputs) -> Decided[None]:
+        if point.policy.near:
+            plan, _ = best_plans(posed, planning)
+            return Decided(None, posed.problem, replace(plan, priced_on=priced_on(planning)))
+
+        def again(chosen: Recomputed) -> tuple[None, GraphCosts]:
+            self.say("capturing a few blocks of each kind, since backward computes some again")
+            build, infos = partial(self.build, point.sizes), posed.costs.groups
+            with self._timed("capture"):
+                costs = recut(build, self.name, self._repeats, infos, planning, chosen)
+            if costs is None or [g.fqn for g in costs.groups] != [g.fqn for g in infos]:
+                raise _NotCounted
+            return None, replace(costs, groups=infos)
+
+        try:
+            return decided(None, again, posed, planning)
+        except _NotCounted:
+            return self._decided_whole(posed, point)
+
+    def _decided_whole(self, posed: Posed, point: Point) -> Decided[None]:
         self.say("capturing the whole model, since backward computes some of its blocks again")
         freed, baseline = posed.replaced, posed.baseline
         study = Study(self.name, self.build, (point,), self.say, True, freed, baseline)
@@ -199,7 +225,7 @@ class Study:
         if answer.infeasible is not None:
             raise answer.infeasible
         assert answer.plan is not None
-        return answer.plan
+        return Decided(None, posed.problem, answer.plan)
 
     # -- captures and worlds -------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ another one is to be.
 
 What comes next is learned: it is issued ahead once it has been the same twice. What was issued for
 a graph that did not come is thrown away when another one has run, and when the call or the backward
-ends. Under a dispatch mode of the user each graph issues its own: a selective checkpoint expects to
-see the same ops when it calls the graph again.
+ends. In a selective checkpoint that Dynamo does not trace each graph issues its own: the checkpoint
+has to see the same ops when it calls the graph again.
 
 Assumed: all ranks run graphs of the same groups in the same order, as eager FSDP2 needs it too
 (`graphshard.runtime.issued` compares what they issue). Who changes a shard between two graphs of
@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from graphshard.runtime.calls import current_task
 from graphshard.runtime.gather import Gather, issue
@@ -296,10 +297,16 @@ def turn_of(
     order = None if first.root is None else first.root.order
     if order is None or not order.enter(direction):
         return None
-    if is_in_torch_dispatch_mode(include_infra_modes=False):
+    if _is_checkpointed():
         order.skip()
         return None
     return Turn(order, (direction, first, num_groups), expects)
+
+
+def _is_checkpointed() -> bool:
+    """A selective checkpoint notes the ops that run."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
 
 
 def _is_free(live: LiveGroup, task: int) -> bool:

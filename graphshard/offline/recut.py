@@ -1,0 +1,125 @@
+"""Costs of a model whose backward computes some activations again, from a few of its blocks.
+
+In: a function that builds the model, its lists of alike blocks, and what is computed again. Blocks
+in a row that compute the same again are a run; of each run CAPTURED blocks are captured and cut,
+and the rest is counted (`graphshard.offline.unroll`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+
+from graphshard.compiler.decide import costs_of
+from graphshard.compiler.partition import cut, released
+from graphshard.compiler.planning import PlanningInputs
+from graphshard.errors import CaptureError
+from graphshard.offline.capture import capture
+from graphshard.offline.repeats import CAPTURED, Repeat, shorten
+from graphshard.offline.unroll import unrolled
+from graphshard.offline.world import Made, faked, pretended
+from graphshard.pricing.op_costs import GraphCosts
+from graphshard.schedule.plan import Activation, GroupInfo, Recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Blocks in a row of one list that compute the same again, by their FQNs."""
+
+    container: str
+    names: tuple[str, ...]
+
+    @property
+    def captured(self) -> tuple[str, ...]:
+        """Those that stand for all, under the names that `unrolled` wants."""
+        return self.names[:CAPTURED]
+
+
+def recut(
+    build: Callable[[], Made],
+    name: str,
+    repeats: Sequence[Repeat],
+    infos: Sequence[GroupInfo],
+    planning: PlanningInputs,
+    chosen: Recomputed,
+) -> GraphCosts | None:
+    """None where nothing would be saved, or where the blocks of a run do not repeat exactly.
+
+    infos: the groups of the whole model. chosen: of the whole model.
+    """
+    runs = [run for repeat in repeats for run in _runs(repeat, chosen.activations)]
+    if sum(len(run.captured) for run in runs) == sum(repeat.count for repeat in repeats):
+        return None
+    names = _names(repeats, runs)
+    try:
+        costs = _short_costs(partial(_built, build, repeats, runs), name, names, planning, chosen)
+    except CaptureError:
+        return None
+    whole: GraphCosts | None = costs
+    for run in runs:
+        if len(run.names) > CAPTURED:
+            whole = whole and unrolled(whole, Repeat(run.container, run.names), infos)
+    return whole if whole and len(whole.groups) == len(infos) else None
+
+
+def _runs(repeat: Repeat, activations: Iterable[Activation]) -> list[_Run]:
+    again: dict[str, set[tuple[str, int]]] = defaultdict(set)
+    for one in activations:
+        block = _block_of(one.group, repeat.names)
+        if block is not None:
+            again[block].add((one.group.removeprefix(block), one.number))
+    rows = groupby(repeat.names, key=lambda block: frozenset(again[block]))
+    return [_Run(repeat.container, tuple(names)) for _, names in rows]
+
+
+def _block_of(fqn: str, blocks: Iterable[str]) -> str | None:
+    return next((b for b in blocks if fqn == b or fqn.startswith(f"{b}.")), None)
+
+
+def _names(repeats: Sequence[Repeat], runs: Sequence[_Run]) -> Mapping[str, str]:
+    """Of each captured block: its name in the short model -> its name in the whole one."""
+    found: dict[str, str] = {}
+    for repeat in repeats:
+        own = [run for run in runs if run.container == repeat.container]
+        kept = [block for run in own for block in run.captured]
+        found |= dict(zip(repeat.names, kept, strict=False))
+    return found
+
+
+def _built(build: Callable[[], Made], repeats: Sequence[Repeat], runs: Sequence[_Run]) -> Made:
+    made = build()
+    for repeat in repeats:
+        own = (run for run in runs if run.container == repeat.container)
+        shorten(made.model, [repeat], sum(len(run.captured) for run in own))
+    return made
+
+
+def _short_costs(
+    build: Callable[[], Made],
+    name: str,
+    names: Mapping[str, str],
+    planning: PlanningInputs,
+    chosen: Recomputed,
+) -> GraphCosts:
+    """Of the captured blocks alone, under their names in the whole model."""
+    with pretended(planning.settings[0].ranks):
+        joint_graph = capture(faked(build), name).joint_graph
+    if chosen.replaced:
+        free = released(joint_graph)
+        assert free is not None
+        joint_graph = free
+    two = cut(joint_graph, recompute=True, fused=planning.fused)
+    costs = costs_of(two.parts, planning, recompute=True)
+    groups = tuple(replace(info, fqn=_renamed(info.fqn, names)) for info in costs.groups)
+    wanted = set(chosen.activations)
+    units = (u for u in costs.units if Activation(groups[u.group].fqn, u.number) in wanted)
+    costs = costs_of(two.again(tuple(units)), planning, recompute=False)
+    return replace(costs, groups=groups)
+
+
+def _renamed(fqn: str, names: Mapping[str, str]) -> str:
+    block = _block_of(fqn, names)
+    return fqn if block is None else names[block] + fqn.removeprefix(block)
