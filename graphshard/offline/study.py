@@ -111,11 +111,11 @@ class _NotCounted(Exception):
 class Study:
     """A model under study. Each capture, partition and world is made once.
 
-    Where blocks are alike, a few of them are captured and the rest is counted (see `repeats` and
-    `unroll`); `whole` captures all of them, and so does a plan that computes some blocks again: in
-    a sweep (`PlanningPolicy.near`) what that saves and costs is estimated instead. freed: only with
-    the user's checkpoints replaced (True), or as they are; None: what is better, if a point's
-    policy may choose. baseline: what FSDP2 would run, for the first. say: is told what is being
+    Where blocks are alike, a few of them are captured and the rest is counted (see `repeats`,
+    `unroll` and `recut`); `whole` captures all of them. What it saves and costs to compute some
+    activations again is only estimated in a sweep (`PlanningPolicy.near`). freed: only with the
+    user's checkpoints replaced (True), or as they are; None: what is better, if a point's policy
+    may choose. baseline: what FSDP2 would run, for the first. say: is told what is being
     done, for people who wait.
     """
 

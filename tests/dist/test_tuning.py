@@ -141,9 +141,18 @@ def test_it_settles_within_12_steps_alike_on_all_ranks(pool: Pool, options: dict
     assert first[1] <= 12
 
 
-@first_launch
 def tries(ctx: Ctx, second_us: float) -> tuple[bool, bool]:
-    """Was another plan run, and does it run still?"""
+    """Was another plan run, and does it run still? Now and then what is measured gives the same
+    plan again: then once more."""
+    for _ in range(3):
+        is_tried, stays = tried(ctx, second_us)
+        if is_tried:
+            break
+    return is_tried, stays
+
+
+@first_launch
+def tried(ctx: Ctx, second_us: float) -> tuple[bool, bool]:
     oracle, model, plans = build(CASE, ctx), compiled(ctx), []
     with measuring(lambda k: (1000.0, second_us)[k]):
         for step in range(13):
