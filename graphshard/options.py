@@ -107,8 +107,8 @@ class Options:
         own = {name: getattr(self, name) for name in names}
         budget = self.memory_budget
         said = budget.value if isinstance(budget, Device) else budget
-        own["recompute"] = "auto" if self.replaces_checkpoints else "user"
-        return {DISABLE: False} | own | self.terms_of_calls() | {"memory_budget": said}
+        rest = {"memory_budget": said, "recompute": "auto" if self.replaces_checkpoints else "user"}
+        return {DISABLE: False} | own | self.terms_of_calls() | rest
 
     def terms_of_calls(self) -> dict[str, object]:
         """Those of them that act in each call, also in what was compiled with other options."""

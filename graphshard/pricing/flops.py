@@ -111,10 +111,12 @@ def _flops(node: fx.Node, sizes: Sizes) -> tuple[Quantity, bool]:
     wants_shapes = hasattr(formula, "__wrapped__")
     read = sizes.shape if wants_shapes else _same
     op, given = wrapped_op(node)
-    options = node.kwargs if op is node.target else {}
+    is_wrapped = op is not node.target
+    options = {} if is_wrapped else node.kwargs
     args, kwargs = map_arg((given, options), lambda n: read(n.meta["val"]))
-    flops = sizes.quantity(formula(*args, **kwargs, out_val=read(node.meta.get("val"))))
-    return flops, True
+    # What a wrapper yields need not be what its op does; no op that torch wraps is priced by that.
+    result = None if is_wrapped else read(node.meta["val"])
+    return sizes.quantity(formula(*args, **kwargs, out_val=result)), True
 
 
 def _bytes(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> Quantity:
