@@ -29,14 +29,14 @@ def recomputed_text(plan: Plan) -> str:
 
 
 def _gain(plan: Plan) -> str:
-    """Over FSDP2's schedule with the user's checkpoints."""
+    """Over FSDP2 with the user's checkpoints, in its own order of collectives."""
     gains = (reason for reason in plan.reasons if isinstance(reason, Gain))
     found = next((gain for gain in gains if gain.decision is Decision.COMPUTES_AGAIN), None)
     if found is None:
         return ""
     time = f"{time_text(abs(found.gain_us))} {_way(found.gain_us)}"
     memory = f"{bytes_text(abs(found.gain_bytes))} {_way(found.gain_bytes)} memory"
-    return f": {time} a step, {memory}"
+    return f": in FSDP2's order {time} a step, {memory}"
 
 
 def _way(gain: float) -> str:

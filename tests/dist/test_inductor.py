@@ -90,6 +90,27 @@ def test_parts_of_the_last_blocks_travel_alone_and_blocks_are_computed_again(
     assert {(StepKind.GATHER_ISSUE, last), (StepKind.REDUCE_ISSUE, last)} <= seen
 
 
+def replacing(ctx: Ctx) -> tuple[Plan, str]:
+    """A model with checkpoints, which the plan may replace within FSDP2's own peak."""
+    case = CASES["gpt_tied_ac"]
+    expected = train(build(case, ctx), case, ctx, 3)
+    model = build(case, ctx)
+    options = {"fallback": "error", "recompute": "auto"}
+    model.compile(backend="graphshard", fullgraph=True, options=options)
+    assert_equal(expected, train(model, case, ctx, 3))
+    (plan,) = graphshard.plans(model)
+    return plan, str(graphshard.explain(model))
+
+
+def test_checkpoints_may_be_replaced(inductor: Pool) -> None:
+    """Whether they are is a matter of what this machine was measured at."""
+    (plan, text), (other, _) = inductor.run(2, replacing, timeout_s=200)
+    assert plan == other
+    assert plan.recompute.checkpoints == 3
+    said = "replaced by the plan" if plan.recompute.replaced else "as the model has them"
+    assert f"3 checkpointed regions {said}" in text
+
+
 def regions(ctx: Ctx, depth: int) -> dict[str, tuple[int, int]]:
     torch.manual_seed(0)
     model = shard_blocks(("blocks",), Llama(depth), ctx.mesh)
