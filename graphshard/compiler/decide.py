@@ -21,7 +21,7 @@ from graphshard.compiler.partition import (
     Found,
     JointGraph,
     Partition,
-    cut,
+    cut_in_two,
     name_anchors,
     released,
 )
@@ -72,8 +72,8 @@ def plan_partition(
     settle: from what this rank would compute again to what all ranks do.
     """
     other = released(joint_graph) if planning.policy.replaces_checkpoints else None
-    cut_in_two = partial(cut, recompute=planning.policy.recompute, fused=planning.fused)
-    own, free = cut_in_two(joint_graph), None if other is None else cut_in_two(other)
+    split = partial(cut_in_two, recompute=planning.policy.recompute, fused=planning.fused)
+    own, free = split(joint_graph), None if other is None else split(other)
     planned = decide(own, free, planning)
     chosen = settle(planned.plan.recompute)
     if chosen == planned.plan.recompute:
@@ -132,7 +132,7 @@ def better_of(
 
 def pose(cut: Cut, planning: PlanningInputs, baseline: Problem | None = None) -> Posed:
     """baseline: see Posed."""
-    costs = costs_of(cut.parts, planning, recompute=planning.policy.recompute)
+    costs = graph_costs_of(cut.parts, planning, recompute=planning.policy.recompute)
     return Posed(costs, problem_of(costs, planning), cut.checkpoints, baseline)
 
 
@@ -142,12 +142,12 @@ def decided_cut(cut: Cut, posed: Posed, planning: PlanningInputs) -> PlannedPart
     def again(chosen: Recomputed) -> tuple[Partition, GraphCosts]:
         wanted, groups = set(chosen.activations), posed.costs.groups
         parts = cut.again(tuple(u for u in posed.costs.units if activation_of(u, groups) in wanted))
-        return parts, costs_of(parts, planning, recompute=False)
+        return parts, graph_costs_of(parts, planning, recompute=False)
 
     return decided(cut.parts, again, posed, planning)
 
 
-def costs_of(parts: Partition, planning: PlanningInputs, *, recompute: bool) -> GraphCosts:
+def graph_costs_of(parts: Partition, planning: PlanningInputs, *, recompute: bool) -> GraphCosts:
     return graph_costs(
         parts.placed,
         planning.machine,

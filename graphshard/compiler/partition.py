@@ -135,7 +135,7 @@ class Cut:
     checkpoints: int = 0
 
 
-def cut(joint_graph: JointGraph, *, recompute: bool, fused: bool) -> Cut:
+def cut_in_two(joint_graph: JointGraph, *, recompute: bool, fused: bool) -> Cut:
     """`joint_graph` is used up. recompute: it may be cut again. fused: see JointGraph."""
     joint = joint_graph.program.joint
     assert joint is not None

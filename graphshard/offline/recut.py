@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
-from graphshard.compiler.decide import costs_of
-from graphshard.compiler.partition import cut, released
+from graphshard.compiler.decide import graph_costs_of
+from graphshard.compiler.partition import cut_in_two, released
 from graphshard.compiler.planning import PlanningInputs
 from graphshard.errors import CaptureError
 from graphshard.offline.capture import capture
@@ -111,12 +111,12 @@ def _short_costs(
         free = released(joint_graph)
         assert free is not None
         joint_graph = free
-    two = cut(joint_graph, recompute=True, fused=planning.fused)
-    costs = costs_of(two.parts, planning, recompute=True)
+    two = cut_in_two(joint_graph, recompute=True, fused=planning.fused)
+    costs = graph_costs_of(two.parts, planning, recompute=True)
     groups = tuple(replace(info, fqn=_renamed(info.fqn, names)) for info in costs.groups)
     wanted = set(chosen.activations)
     units = (u for u in costs.units if Activation(groups[u.group].fqn, u.number) in wanted)
-    costs = costs_of(two.again(tuple(units)), planning, recompute=False)
+    costs = graph_costs_of(two.again(tuple(units)), planning, recompute=False)
     return replace(costs, groups=groups)
 
 

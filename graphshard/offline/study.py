@@ -115,8 +115,8 @@ class Study:
     `unroll` and `recut`); `whole` captures all of them. What it saves and costs to compute some
     activations again is only estimated in a sweep (`PlanningPolicy.near`). freed: only with the
     user's checkpoints replaced (True), or as they are; None: what is better, if a point's policy
-    may choose. baseline: what FSDP2 would run, for the first. say: is told what is being
-    done, for people who wait.
+    may choose. baseline: what FSDP2 would run, for the first. say: is told what is being done, for
+    people who wait.
     """
 
     name: str
@@ -220,7 +220,9 @@ class Study:
     def _decided_whole(self, posed: Posed, point: Point) -> Decided[None]:
         self.say("capturing the whole model, since backward computes some of its blocks again")
         freed, baseline = posed.replaced, posed.baseline
-        study = Study(self.name, self.build, (point,), self.say, True, freed, baseline)
+        study = Study(
+            self.name, self.build, (point,), self.say, whole=True, freed=freed, baseline=baseline
+        )
         answer = next(study.answers())
         if answer.infeasible is not None:
             raise answer.infeasible
@@ -279,7 +281,7 @@ class Study:
             # A group that is used behind the captured blocks alone would be forgotten.
             if costs is None or len(costs.groups) < len(infos):
                 self.say("its blocks do not repeat exactly")
-                for known in (self._captures, self._cuts, self._parts, self._costs):
+                for known in (self._captures, self._free, self._cuts, self._parts, self._costs):
                     known.clear()
                 return []
             self._costs[key] = costs

@@ -297,13 +297,13 @@ def turn_of(
     order = None if first.root is None else first.root.order
     if order is None or not order.enter(direction):
         return None
-    if _is_checkpointed():
+    if _in_selective_checkpoint():
         order.skip()
         return None
     return Turn(order, (direction, first, num_groups), expects)
 
 
-def _is_checkpointed() -> bool:
+def _in_selective_checkpoint() -> bool:
     """A selective checkpoint notes the ops that run."""
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
