@@ -1,4 +1,4 @@
-"""Llama 3 in the shapes of 8B, 70B and 405B, for planning without weights:
+"""Llama 3 in the shapes of 8B, 70B and 405B, and Mixtral 8x7B, for planning without weights:
 
     graphshard plan examples/llama.py:llama3_70b --world 512 --hw h100-ib400
 
@@ -10,12 +10,14 @@ bfloat16 compute, float32 reductions, one group per block and one for the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -27,8 +29,9 @@ from torch.utils.checkpoint import (
 class Config:
     """Shapes of the Llama 3 models (arXiv 2407.21783, table 3).
 
-    recompute: "none", "selective" (every second matrix product is computed again in backward, and
-    all that is cheap) or "full" (each block again).
+    recompute: what backward computes again. "none"; "products" (all but attention and the products
+    of matrices); "selective" (every second product too); "alternate" (every second block); "full"
+    (each block). num_experts: of each feed-forward; 0: it has none.
     """
 
     dim: int
@@ -38,11 +41,15 @@ class Config:
     num_kv_heads: int = 8
     vocabulary: int = 128_256
     recompute: str = "full"
+    num_experts: int = 0
+    experts_per_token: int = 2
 
 
 LLAMA3_8B = Config(4_096, 32, 32, 14_336, recompute="selective")
 LLAMA3_70B = Config(8_192, 80, 64, 28_672)
 LLAMA3_405B = Config(16_384, 126, 128, 53_248)
+# arXiv 2401.04088, table 1
+MIXTRAL_8X7B = Config(4_096, 32, 32, 14_336, vocabulary=32_000, num_experts=8)
 
 
 class Attention(nn.Module):
@@ -90,21 +97,48 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class Experts(nn.Module):
+    """SwiGLU of the experts that a router chooses for each token."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.recompute = config.recompute
+        count, wide, narrow = config.num_experts, config.hidden, config.dim
+        self.num_chosen = config.experts_per_token
+        self.router = nn.Linear(narrow, count, bias=False)
+        self.gate = nn.Parameter(torch.empty(count, narrow, wide))
+        self.up = nn.Parameter(torch.empty(count, narrow, wide))
+        self.down = nn.Parameter(torch.empty(count, wide, narrow))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).topk(self.num_chosen)
+        order = chosen.flatten().argsort(stable=True)
+        counts = F.one_hot(chosen.flatten(), len(self.gate)).sum(0)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        row = order // self.num_chosen
+        own = rows[row]
+        gate, up = (F.grouped_mm(own, part, offs=ends) for part in (self.gate, self.up))
+        mixed = F.grouped_mm(F.silu(gate) * up, self.down, offs=ends)
+        mixed = mixed * weights.flatten()[order, None]
+        return torch.zeros_like(rows).index_add(0, row, mixed).view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, recompute: str) -> None:
+        super().__init__()
+        self.recompute = recompute
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = Experts(config) if config.num_experts else FeedForward(config)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         if self.recompute == "none":
             return self.compute(x, rope)
         options: dict[str, Any] = {}
-        if self.recompute == "selective":
-            options["context_fn"] = every_second_product
+        if self.recompute != "full":
+            every = 2 if self.recompute == "selective" else 1
+            options["context_fn"] = partial(products, every)
         return checkpoint(self.compute, x, rope, use_reentrant=False, **options)
 
     def compute(self, x: Tensor, rope: Tensor) -> Tensor:
@@ -112,18 +146,24 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-def every_second_product() -> Any:
-    """Saves attention and every second matrix product; backward computes the rest again."""
+def products(every: int) -> Any:
+    """Saves attention and every so many products of matrices; backward computes the rest again."""
     seen = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         save = "scaled_dot_product" in str(op)
-        if op is torch.ops.aten.mm.default:
+        if op in (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default):
+            save = seen[context.is_recompute] % every == 0
             seen[context.is_recompute] += 1
-            save = seen[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def of_block(recompute: str, index: int) -> str:
+    if recompute == "alternate":
+        return "full" if index % 2 else "none"
+    return recompute
 
 
 class Llama(nn.Module):
@@ -134,7 +174,9 @@ class Llama(nn.Module):
     def __init__(self, config: Config, length: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Block(config, of_block(config.recompute, index)) for index in range(config.num_layers)
+        )
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
         half = config.dim // config.num_heads // 2
@@ -149,11 +191,16 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+def placement(parameter: nn.Parameter) -> Shard:
+    """There are fewer experts than ranks: each expert is sharded, not their list."""
+    return Shard(1 if parameter.dim() > 2 else 0)
+
+
 def sharded(config: Config, batch: int, seq: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     model = Llama(config, seq)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy, shard_placement_fn=placement)
     fully_shard(model, mp_policy=policy)
     tokens, targets = torch.randint(config.vocabulary, (2, batch, seq))
     return model, (tokens, targets)
@@ -169,3 +216,7 @@ def llama3_70b(batch: int = 1, seq: int = 8_192) -> tuple[nn.Module, tuple[Tenso
 
 def llama3_405b(batch: int = 1, seq: int = 8_192) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return sharded(LLAMA3_405B, batch, seq)
+
+
+def mixtral_8x7b(batch: int = 2, seq: int = 8_192) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return sharded(MIXTRAL_8X7B, batch, seq)

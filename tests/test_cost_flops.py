@@ -216,6 +216,42 @@ def test_attention_is_marked_since_it_reaches_other_rates():
     assert [w.attention for w in works(graph, active) if w.launches] == [True, False]
 
 
+def experts(x, weights, offsets):
+    """Products of groups of rows, forward and backward."""
+    out = functional.grouped_mm(x, weights, offs=offsets)
+    return torch.autograd.grad(out, (x, weights), torch.ones_like(out))
+
+
+def test_products_of_groups_count_as_products_one_by_one():
+    def sized(*shape):
+        return torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+    x, weights = sized(48, 32), sized(4, 32, 64)
+    offsets = torch.tensor([16, 16, 40, 48])
+    grouped = make_fx(experts)(x, weights, offsets.int()).graph
+    with FlopCounterMode(display=False) as one_by_one:
+        rows = x.tensor_split(offsets[:-1])
+        out = torch.cat([part @ w for part, w in zip(rows, weights, strict=True)])
+        torch.autograd.grad(out, (x, weights), torch.ones_like(out))
+    assert one_by_one.get_total_flops() == 3 * 2 * 48 * 32 * 64
+    assert sum(work.flops for work in graph_work(grouped)) == one_by_one.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "products"),
+    [((4, 8, 16), (4, 16, 32), 4 * 8 * 16 * 32), ((4, 8, 16), (16, 64), 8 * 16 * 64)],
+    ids=["pairs", "columns"],
+)
+def test_products_of_pairs_and_of_groups_of_columns(left, right, products):
+    def run(a, b, offsets):
+        return aten._grouped_mm.default(a, b, None if len(left) == len(right) else offsets)
+
+    sized = [torch.zeros(shape, dtype=torch.bfloat16) for shape in (left, right)]
+    offsets = torch.tensor([16, 16, 48, 64], dtype=torch.int32)
+    grouped = make_fx(run)(*sized, offsets).graph
+    assert [work.flops for work in graph_work(grouped)] == [2 * products]
+
+
 @torch.library.custom_op("graphshard_test::twist", mutates_args=())
 def twist(x: torch.Tensor) -> torch.Tensor:
     return x.clone()

@@ -382,6 +382,8 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_forward_pre_hooks": None,
     },
     "torch.ops.aten": {
+        "_grouped_mm": None,
+        "_scaled_grouped_mm": None,
         "_scaled_dot_product_flash_attention": None,
         "_scaled_dot_product_flash_attention_backward": None,
         "_scaled_dot_product_flash_attention_for_cpu": None,

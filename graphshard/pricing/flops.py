@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from graphshard.cost.algebra import Quantity, least
 from graphshard.cost.roofline import FREE, OpWork
@@ -43,6 +43,19 @@ _SAME_FLOPS = (
     ),
 )
 _OWN_NAMESPACES = ("aten", "prims")
+
+
+def _grouped_flops(left: Sequence[int], right: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    """Of products of groups: rows, columns or the summed dimension of a matrix are shared out
+    among the groups, or every group has two matrices of its own."""
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * groups * left[-2] * left[-1] * right[-1]
+
+
+# torch's registry lacks products of groups (a mixture of experts).
+_OWN_FLOPS = dict.fromkeys(
+    (aten._grouped_mm, aten._scaled_grouped_mm), shape_wrapper(_grouped_flops)
+)
 
 
 def graph_work(
@@ -97,9 +110,9 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _formula(node: fx.Node) -> Any:
-    """torch's, or None."""
+    """torch's, our own where it has none, or None."""
     packet = _packet(node)
-    return flop_registry.get(dict(_SAME_FLOPS).get(packet, packet))
+    return flop_registry.get(dict(_SAME_FLOPS).get(packet, packet), _OWN_FLOPS.get(packet))
 
 
 def _flops(node: fx.Node, sizes: Sizes) -> tuple[Quantity, bool]:
