@@ -123,6 +123,13 @@ def llama(recompute, depth=DEPTH):
     return example.sharded(config, 1, 16)
 
 
+def mixtral(recompute, depth=DEPTH):
+    example = the_example()
+    shapes = {"dim": 16, "num_layers": depth, "num_heads": 4, "hidden": 32, "num_kv_heads": 2}
+    config = replace(example.MIXTRAL_8X7B, **shapes, vocabulary=64, recompute=recompute)
+    return example.sharded(config, 1, 16)
+
+
 def point(world=8, sizes=(), *, budget=None, recompute=True, hardware="h100", regroup=False):
     """regroup: compute is compiled, and groups may travel in parts."""
     policy = PlanningPolicy(budget, recompute=recompute, regroup=regroup)

@@ -10,7 +10,7 @@ from drawing import drawing
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import layers
-from test_offline import llama, net
+from test_offline import llama, mixtral, net
 
 from graphshard.compiler.partition import parts_of, repeating
 from graphshard.compiler.planning import is_worth
@@ -29,7 +29,7 @@ from graphshard.schedule.plan import Figures, Plan, Reshard
 
 COUNT = int(os.environ.get("GRAPHSHARD_AGAIN", "4"))
 SEED = os.environ.get("GRAPHSHARD_AGAIN_SEED")
-LLAMA = functools.partial(llama, "none")
+LLAMA, MIXTRAL = functools.partial(llama, "none"), functools.partial(mixtral, "none")
 
 
 def saved_bytes(parts):
@@ -49,7 +49,7 @@ def captured(build, fused):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["aten", "inductor"])
-@pytest.mark.parametrize("build", [net, LLAMA], ids=["net", "llama"])
+@pytest.mark.parametrize("build", [net, LLAMA, MIXTRAL], ids=["net", "llama", "mixtral"])
 def test_units_free_what_they_promise_whichever_are_chosen(build, fused):
     joint_graph, parts, found = captured(build, fused)
 

@@ -41,6 +41,7 @@ from graphshard.graph.program import Program, output_node
 from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import GraphCosts, graph_costs
 from graphshard.pricing.recompute import activation_of
+from graphshard.pricing.recompute_reasons import recompute_reasons
 from graphshard.schedule.plan import Plan, PricedOn, Recomputed
 
 Parts = TypeVar("Parts")
@@ -174,7 +175,14 @@ def decided(
         found = _again_within(again, posed, planning, first)
         plain = _better(found, plain, is_agreed=first.recompute == planning.recompute_as)
     assert plain is not None
-    return replace(plain, plan=replace(plain.plan, priced_on=priced_on(planning)))
+    return replace(plain, plan=explained(plain.plan, posed, planning))
+
+
+def explained(plan: Plan, posed: Posed, planning: PlanningInputs) -> Plan:
+    """`plan` of what `posed` says, with what it was made from and why it computes again what it
+    does."""
+    again = recompute_reasons(posed.costs.units, posed.costs.groups, plan.recompute)
+    return replace(plan, reasons=(*plan.reasons, *again), priced_on=priced_on(planning))
 
 
 def _again_within(

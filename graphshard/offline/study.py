@@ -21,8 +21,8 @@ from graphshard.compiler.decide import (
     decide,
     decided,
     decided_cut,
+    explained,
     pose,
-    priced_on,
 )
 from graphshard.compiler.partition import (
     Cut,
@@ -201,7 +201,7 @@ class Study:
     def _decided_short(self, posed: Posed, point: Point, planning: PlanningInputs) -> Decided[None]:
         if point.policy.near:
             plan, _ = best_plans(posed, planning)
-            return Decided(None, posed.problem, replace(plan, priced_on=priced_on(planning)))
+            return Decided(None, posed.problem, explained(plan, posed, planning))
 
         def again(chosen: Recomputed) -> tuple[None, GraphCosts]:
             self.say("capturing a few blocks of each kind, since backward computes some again")

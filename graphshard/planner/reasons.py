@@ -28,7 +28,6 @@ from graphshard.schedule.reasons import (
     HoldRule,
     Merge,
     Reason,
-    Recomputation,
     Split,
 )
 
@@ -49,7 +48,6 @@ def reasons_of(
     yield from _gains(context, before, best, fsdp2)
     yield from _keeps(memo, own.choices, best.choices)
     yield from _cuts(memo, best.choices)
-    yield from _recomputed(memo, best.choices)
     yield from why_not_earlier(context, best, ours)
 
 
@@ -165,12 +163,3 @@ def _cut(memo: Memo, cuts: Cuts, direction: Direction, kind: StepKind) -> Iterat
     for number in cuts.split:
         group = groups[number]
         yield Split(number, direction, kind, len(group.parts), launch_us(group))
-
-
-def _recomputed(memo: Memo, chosen: Choices) -> Iterator[Reason]:
-    """One for each group, whatever of it is computed again."""
-    taken = [memo.problem.recompute[index] for index in chosen.recompute]
-    for fqn in dict.fromkeys(option.activation.group for option in taken):
-        own = [option for option in taken if option.activation.group == fqn]
-        extra_us, saved_bytes = sum(o.extra_us for o in own), sum(o.saved_bytes for o in own)
-        yield Recomputation(fqn, extra_us, saved_bytes)

@@ -23,13 +23,14 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
+from graphshard.graph.origins import origin_of
 from graphshard.graph.owners import maker, owner
 from graphshard.graph.program import Program, compute_nodes, is_view, output_node, step_of
 from graphshard.graph.random_ops import is_random
 from graphshard.planner.problem import Problem, Recompute, checked
 from graphshard.pricing.liveness import tensor_bytes
 from graphshard.pricing.usage import GroupUse, Usage
-from graphshard.schedule.plan import Activation, GroupInfo
+from graphshard.schedule.plan import Activation, GroupInfo, Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class RecomputeUnit:
     """`nodes` (names in the joint graph) are computed again: activation `number` of a group.
 
     Their memory, `saved_bytes`, is free between forward op `after` and backward op `before`;
-    backward takes `extra_us` longer.
+    backward takes `extra_us` longer. origin: what made it.
     """
 
     group: int
@@ -47,6 +48,7 @@ class RecomputeUnit:
     before: int
     saved_bytes: int
     extra_us: float
+    origin: Origin
 
 
 def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[RecomputeUnit, ...]:
@@ -55,29 +57,36 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
         return ()
     compute = compute_nodes(program.forward.graph)
     results, saved = _returned(program)
-    returned = set(map(owner, results))
+    returned, kept = set(map(owner, results)), set(map(owner, saved))
     times = dict(zip(compute, us, strict=True))
     readers = _first_reader(program.backward.graph)
     written = _written(program.forward.graph)
+    names = {node.name for node in compute_nodes(program.backward.graph)}
+    again = {node: None for node in compute if node.name in names}
+    last_views = _last_views(compute)
     found: list[RecomputeUnit] = []
     for group, first, last in _innermost(forward.uses):
-        inside = _inside(compute[first : last + 1], returned, written)
+        ops = compute[first : last + 1]
+        made = set(ops)
+        ops += [view for view in last_views if view not in made and owner(view) in made]
+        inside = _inside(ops, group, returned, written)
         freed = [n for n in saved if n in inside and owner(n) in inside and n.name in readers]
-        span = _Span(inside, freed, saved)
+        span = _Span(inside, freed, {n: None for n in inside if n in again})
         for number, own in enumerate(_by_op(freed)):
-            repeated = span.again(own)
+            repeated = span.repeated(own)
             size = sum(map(tensor_bytes, _owners(own)))
-            size -= sum(map(tensor_bytes, _new_inputs(repeated, saved)))
+            size -= sum(map(tensor_bytes, set(_inputs(repeated)).difference(kept)))
             if size > 0:
                 found.append(
                     RecomputeUnit(
                         group=group,
                         number=number,
-                        nodes=tuple(n.name for n in repeated),
+                        nodes=tuple(n.name for n in (*repeated, *span.readers(repeated))),
                         after=last,
                         before=min(readers[n.name] for n in own),
                         saved_bytes=size,
-                        extra_us=sum(times[n] for n in repeated),
+                        extra_us=sum(times[n] for n in repeated if n not in again),
+                        origin=origin_of(maker(own[0])),
                     )
                 )
     return tuple(found)
@@ -86,16 +95,27 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
 @dataclass(frozen=True, slots=True)
 class _Span:
     """The forward of one group: ops that may run twice, in order; those of their results that could
-    be freed; all that is saved."""
+    be freed; those of them that run twice in any case."""
 
     inside: Mapping[fx.Node, None]
     freed: Sequence[fx.Node]
-    saved: Collection[fx.Node]
+    again: Mapping[fx.Node, None]
 
-    def again(self, own: Sequence[fx.Node]) -> list[fx.Node]:
-        """`own` and what it is made from, where the rest of `freed` is there."""
-        there = set(self.freed).difference(own)
-        return _ancestors(own, {n: None for n in self.inside if n not in there})
+    def repeated(self, own: Sequence[fx.Node]) -> list[fx.Node]:
+        """`own` and what it is made from, where the rest of `freed` is there. Results of one op are
+        computed again together."""
+        there = set(map(maker, self.freed)).difference(map(maker, own))
+        return _ancestors(own, {n: None for n in self.inside if maker(n) not in there})
+
+    def readers(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """Views of `nodes`, and what is made from them and runs twice in any case: else they or
+        their source would be saved instead."""
+        found = dict.fromkeys(nodes)
+        for node in self.inside:
+            reads = node in self.again and any(s in found for s in node.all_input_nodes)
+            if reads or owner(node) in found:
+                found[node] = None
+        return list(found)[len(nodes) :]
 
 
 def _by_op(freed: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -155,7 +175,7 @@ def kept_beside(program: Program, chosen: Sequence[RecomputeUnit]) -> frozenset[
     again = {name for unit in chosen for name in unit.nodes}
     repeated = [n for n in program.forward.graph.nodes if n.name in again]
     kept = [n for n in saved if n.name not in again]
-    return frozenset(n.name for n in (*kept, *_new_inputs(repeated, saved)))
+    return frozenset(n.name for n in (*kept, *_inputs(repeated)))
 
 
 def _returned(program: Program) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
@@ -171,12 +191,18 @@ def _nodes(values: Sequence[Any]) -> dict[fx.Node, None]:
 
 
 def _innermost(uses: Sequence[GroupUse]) -> Iterator[tuple[int, int, int]]:
-    """(group, first, last) of the uses in which no other group is used: no op is in two of them."""
+    """(group, first, last) of the uses in which no other group's use begins or ends, unless that
+    goes on beyond on both sides: no op is in two of them."""
     spans = [(u.group, u.first, u.last) for u in uses if u.last is not None and u.last >= u.first]
     for span in spans:
         _, first, last = span
-        if not any(first <= o[1] <= last or first <= o[2] <= last for o in spans if o is not span):
+        others = (o for o in spans if o is not span and not _encloses(o[1:], span[1:]))
+        if not any(first <= end <= last for o in others for end in o[1:]):
             yield span
+
+
+def _encloses(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
+    return outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
@@ -187,11 +213,25 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in inputs}
 
 
+def _last_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
+    """Views that forward makes for backward alone. Where they are not the model's own but their
+    gradients', as a transposed operand, they come after all groups."""
+    found: dict[fx.Node, None] = {}
+    for node in reversed(ops):
+        if is_view(node) and all(user.op == "output" or user in found for user in node.users):
+            found[node] = None
+    return list(reversed(found))
+
+
 def _inside(
-    ops: Sequence[fx.Node], returned: Collection[fx.Node], written: Collection[fx.Node]
+    ops: Sequence[fx.Node],
+    group: int,
+    returned: Collection[fx.Node],
+    written: Collection[fx.Node],
 ) -> dict[fx.Node, None]:
-    """Those of `ops` that only they themselves read, and that may run twice. A result of an op with
-    several comes with that op: such an op itself cannot be saved."""
+    """Those of `ops` that only they themselves read, and that may run twice with no parameters but
+    those of `group`. A result of an op with several comes with that op: such an op itself cannot be
+    saved."""
     own = set(ops)
     return {
         node: None
@@ -200,8 +240,15 @@ def _inside(
         and (node.target is not operator.getitem or node.args[0] in own)
         and owner(node) not in returned
         and not _reads(node, written)
+        and not _reads_others(node, group)
         and all(user in own or user.op == "output" for user in node.users)
     }
+
+
+def _reads_others(node: fx.Node, group: int) -> bool:
+    """Whether `node` reads parameters of another group, which need not be there in backward."""
+    steps = (step_of(owner(source)) for source in node.all_input_nodes)
+    return any(step is not None and step.group != group for step in steps)
 
 
 def _reads(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
@@ -238,12 +285,12 @@ def _owners(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return list(dict.fromkeys(map(owner, nodes)))
 
 
-def _new_inputs(repeated: Sequence[fx.Node], saved: Collection[fx.Node]) -> list[fx.Node]:
-    """What has to be saved only because `repeated` reads it. Parameters are gathered again."""
-    inner, kept = set(repeated), set(_owners(list(saved)))
+def _inputs(repeated: Sequence[fx.Node]) -> list[fx.Node]:
+    """What `repeated` reads that the graph makes. Parameters are gathered again."""
+    inner = set(repeated)
     sources = [s for n in repeated for s in n.all_input_nodes if s not in inner]
     made = [s for s in _owners(sources) if s.op == "call_function" and "val" in s.meta]
-    return [s for s in made if s not in kept and step_of(s) is None]
+    return [s for s in made if step_of(s) is None]
 
 
 def _first_reader(backward: fx.Graph) -> dict[str, int]:

@@ -44,6 +44,15 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What makes an activation. op: without its namespace, as "mm". module: the innermost one that
+    runs it, by its name in the group's module; empty if that is unknown or the module itself."""
+
+    op: str
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Recomputed:
     """What backward computes again because the planner chose so.
 

@@ -33,6 +33,7 @@ from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.groups import NOTHING_RECOMPUTED, size_bytes
 from graphshard.schedule.groups import Activation as Activation
 from graphshard.schedule.groups import GroupInfo as GroupInfo
+from graphshard.schedule.groups import Origin as Origin
 from graphshard.schedule.groups import ParamInfo as ParamInfo
 from graphshard.schedule.groups import Recomputed as Recomputed
 from graphshard.schedule.groups import Reshard as Reshard
@@ -46,7 +47,7 @@ from graphshard.schedule.steps import Schedule as Schedule
 from graphshard.schedule.steps import Step as Step
 from graphshard.schedule.steps import StepKind as StepKind
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 from graphshard.files.decode import Amount, Count
 from graphshard.schedule.estimate import Category
+from graphshard.schedule.groups import Origin
 from graphshard.schedule.steps import Direction, StepKind
 
 
@@ -108,12 +109,31 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """Activations of the group `name` (its FQN) that backward computes again."""
+    """What made the activations of `group` that backward computes `again`, and those that could be
+    and are `saved`.
 
-    name: str
+    extra_us: what that takes one by one; together at most that. saved_bytes: free meanwhile.
+    """
+
+    group: Count
+    again: tuple[Origin, ...]
+    saved: tuple[Origin, ...]
     extra_us: Amount
-    saved_bytes: int
+    saved_bytes: Count
     what: Literal["recompute"] = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRate:
+    """What memory is bought for with time, in microseconds for each GiB.
+
+    taken: of the dearest activation that is computed again. left: of the cheapest that is saved.
+    None where there is none.
+    """
+
+    taken_us_per_gib: Amount | None
+    left_us_per_gib: Amount | None
+    what: Literal["exchange_rate"] = "exchange_rate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +167,9 @@ class NotEarlier:
     what: Literal["not_earlier"] = "not_earlier"
 
 
-Reason: TypeAlias = Gain | Hold | Merge | Split | Recomputation | NotEarlier
+Reason: TypeAlias = Gain | Hold | Merge | Split | Recomputation | ExchangeRate | NotEarlier
 
 
 def group_of(reason: Reason) -> int | None:
     """The group that it is about; None: the whole plan."""
-    return None if isinstance(reason, Gain | Recomputation) else reason.group
+    return None if isinstance(reason, Gain | ExchangeRate) else reason.group

@@ -7,12 +7,11 @@ equal ranks are planned alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from graphshard.schedule.groups import GroupInfo
 from graphshard.schedule.plan import Plan
-from graphshard.schedule.reasons import Reason, Recomputation
 
 
 def plan_for(plan: Plan, first: Sequence[GroupInfo], own: Sequence[GroupInfo]) -> Plan:
@@ -25,7 +24,6 @@ def plan_for(plan: Plan, first: Sequence[GroupInfo], own: Sequence[GroupInfo]) -
         plan,
         groups=tuple(_group(group, *pairs[group.id]) for group in plan.groups),
         recompute=plan.recompute.renamed(lambda fqn: names.get(fqn, fqn)),
-        reasons=tuple(_reason(reason, names) for reason in plan.reasons),
     )
 
 
@@ -35,9 +33,3 @@ def _group(planned: GroupInfo, was: GroupInfo, now: GroupInfo) -> GroupInfo:
     changed = {n: getattr(now, n) for n in facts if getattr(now, n) != getattr(was, n)}
     rows = zip(planned.params, now.params, strict=True)
     return replace(planned, params=tuple(replace(p, fqn=o.fqn) for p, o in rows), **changed)
-
-
-def _reason(reason: Reason, names: Mapping[str, str]) -> Reason:
-    if isinstance(reason, Recomputation):
-        return replace(reason, name=names.get(reason.name, reason.name))
-    return reason

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from graphshard.schedule.plan import Direction, GroupInfo, Lane
-from graphshard.schedule.reasons import Hold, Merge, NotEarlier, Reason, Split
+from graphshard.schedule.reasons import (
+    Hold,
+    Merge,
+    NotEarlier,
+    Reason,
+    Recomputation,
+    Split,
+)
 from graphshard.view.marks import Card
 from graphshard.view.reasons import reason_text
 from graphshard.view.sheet import CollectiveBar, Sheet
@@ -17,6 +24,7 @@ from graphshard.view.text import bytes_text
 from graphshard.view.units import rate_text, time_text
 
 KEPT, RESHARDED = "kept until backward", "resharded"
+COMPUTED_AGAIN = "computed again"
 
 
 def collective_card(sheet: Sheet, found: CollectiveBar, by_id: Mapping[int, GroupInfo]) -> Card:
@@ -94,6 +102,8 @@ def _decision(reason: Reason, group: int, direction: Direction | None, gather: b
     """What was decided for `group`, in a word; None if the reason is about something else."""
     if isinstance(reason, Hold) and reason.group == group and gather:
         return KEPT if reason.is_kept else RESHARDED
+    if isinstance(reason, Recomputation) and reason.group == group and direction is None:
+        return COMPUTED_AGAIN
     if isinstance(reason, Merge | Split) and reason.group == group:
         word = "merged" if isinstance(reason, Merge) else "split"
         return word if direction in (None, reason.direction) else None

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphshard.schedule.plan import GroupInfo, Lane
-from graphshard.view.cards import KEPT, RESHARDED, decisions
+from graphshard.schedule.reasons import Recomputation
+from graphshard.view.cards import COMPUTED_AGAIN, KEPT, RESHARDED, decisions
 from graphshard.view.residency import resident
 from graphshard.view.sheet import CollectiveBar, Sheet
 from graphshard.view.text import bytes_text, group_name
@@ -58,12 +59,17 @@ def table_of(sheet: Sheet) -> Table:
     titles: tuple[str, ...] = ("parameters", "gathered")
     if sheet.axis.timed:
         titles += ("all-gathers", "reduce-scatters", "exposed", "gathered for")
+    again = _computed_again(sheet)
+    if again:
+        titles += (COMPUTED_AGAIN,)
     titles += ("after forward", "because")
-    lines = (_line(sheet, row, shares) for row in sheet.rows.residency)
+    lines = (_line(sheet, row, shares, again) for row in sheet.rows.residency)
     return Table(titles, tuple(lines))
 
 
-def _line(sheet: Sheet, row: ResidencyRow, shares: Mapping[int, _Share]) -> GroupLine:
+def _line(
+    sheet: Sheet, row: ResidencyRow, shares: Mapping[int, _Share], again: Mapping[int, Cell]
+) -> GroupLine:
     group = row.group
     cells = [
         _count(len(group.params)),
@@ -73,9 +79,20 @@ def _line(sheet: Sheet, row: ResidencyRow, shares: Mapping[int, _Share]) -> Grou
         share = shares.get(group.id, _Share())
         cells += map(_time, (share.gather_us, share.reduce_us, share.exposed_us))
         cells.append(_time(resident(sheet, row)))
+    if again:
+        cells.append(again.get(group.id, Cell("-", 0)))
     cells.append(_text("kept" if _kept(sheet, row) else "resharded"))
     cells.append(_text(_because(sheet, group)))
     return GroupLine(group.id, group_name(group), tuple(cells))
+
+
+def _computed_again(sheet: Sheet) -> dict[int, Cell]:
+    """Of what could be: how many activations of each group."""
+    found = (reason for reason in sheet.plan.reasons if isinstance(reason, Recomputation))
+    return {
+        one.group: Cell(f"{len(one.again)} of {len(one.again) + len(one.saved)}", len(one.again))
+        for one in found
+    }
 
 
 def _kept(sheet: Sheet, row: ResidencyRow) -> bool:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 from graphshard.schedule.forecast import knows_memory
 from graphshard.schedule.plan import Allocation, Category, Direction, Figures
+from graphshard.schedule.reasons import ExchangeRate
 from graphshard.view.axis import axis_of
 from graphshard.view.marks import AxisMark
+from graphshard.view.reasons import reason_text
+from graphshard.view.recomputed import recomputed_text
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import bytes_text, step_text
 
@@ -150,9 +153,19 @@ def _peak_mark(sheet: Sheet, at: int) -> AxisMark:
     rest = owners[MOST_OWNERS:]
     if rest:
         card.append((f"and {len(rest):,} more", bytes_text(sum(owner.bytes for owner in rest))))
+    card += _exchange(sheet)
     place = sheet.axis.begun[at]
     title = f"peak {size}" + ("" if figures else " gathered")
     return AxisMark("peak", place, place, title, tuple(card), label=f"peak {size}")
+
+
+def _exchange(sheet: Sheet) -> Iterator[tuple[str, str]]:
+    """Time that is given for memory."""
+    if again := recomputed_text(sheet.plan):
+        yield "computed again", again
+    for reason in sheet.plan.reasons:
+        if isinstance(reason, ExchangeRate):
+            yield "for memory", reason_text(reason, sheet.names)
 
 
 def _gathered(sheet: Sheet, at: int) -> Iterator[Allocation]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphshard.files.information import printable
-from graphshard.schedule.groups import GroupInfo
+from graphshard.schedule.groups import GroupInfo, Origin
 from graphshard.schedule.plan import Plan
 from graphshard.schedule.reasons import Reason, Recomputation
 
@@ -29,8 +29,13 @@ def shown(plan: Plan) -> Plan:
 
 def _reason(reason: Reason) -> Reason:
     if isinstance(reason, Recomputation):
-        return replace(reason, name=printable(reason.name))
+        again, saved = (tuple(map(_origin, part)) for part in (reason.again, reason.saved))
+        return replace(reason, again=again, saved=saved)
     return reason
+
+
+def _origin(origin: Origin) -> Origin:
+    return Origin(printable(origin.op), printable(origin.module))
 
 
 def _group(group: GroupInfo) -> GroupInfo:

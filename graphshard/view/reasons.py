@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from graphshard.schedule.plan import StepKind
+from graphshard.schedule.plan import Origin, StepKind
 from graphshard.schedule.reasons import (
     Bound,
     Decision,
+    ExchangeRate,
     Gain,
     Hold,
     HoldRule,
@@ -17,7 +18,7 @@ from graphshard.schedule.reasons import (
     Recomputation,
     Split,
 )
-from graphshard.view.text import bytes_text
+from graphshard.view.text import bytes_text, count_text
 from graphshard.view.units import time_text
 
 DECISIONS = {
@@ -56,8 +57,9 @@ def reason_text(reason: Reason, names: Mapping[int, str]) -> str:
             kind, launch = KINDS[reason.kind], time_text(reason.launch_us)
             return f"{reason.num_parts} {kind}: {reason.num_parts - 1} launches of {launch} more"
         case Recomputation():
-            extra, saved = time_text(reason.extra_us), bytes_text(reason.saved_bytes)
-            return f"{reason.name}: {extra} more, {saved} less"
+            return _recomputation(reason)
+        case ExchangeRate():
+            return _exchange_rate(reason)
         case NotEarlier():
             return _not_earlier(reason, names)
 
@@ -80,6 +82,34 @@ def _hold(reason: Hold) -> str:
     if reason.on_node:
         text += "; the ranks of each node hold a shard of it instead"
     return text + ("" if reason.rule is None else RULES[reason.rule])
+
+
+def _recomputation(reason: Recomputation) -> str:
+    extra, freed = time_text(reason.extra_us), bytes_text(reason.saved_bytes)
+    count = len(reason.again) + len(reason.saved)
+    again = f"{len(reason.again)} of {count_text(count, 'activation')} ({_origins(reason.again)})"
+    saved = f"; saved: {_origins(reason.saved)}" if reason.saved else ""
+    return f"computes again {again}: at most {extra} more, {freed} less{saved}"
+
+
+def _origins(origins: Sequence[Origin]) -> str:
+    """Each module once, with its ops."""
+    by_module: dict[str, list[str]] = {}
+    for origin in origins:
+        by_module.setdefault(origin.module, []).append(origin.op.strip("_"))
+    texts = (f"{' '.join((module, ', '.join(ops))).strip()}" for module, ops in by_module.items())
+    return "; ".join(texts)
+
+
+def _exchange_rate(reason: ExchangeRate) -> str:
+    taken, left = (
+        None if us is None else f"{time_text(us)} for each GiB"
+        for us in (reason.taken_us_per_gib, reason.left_us_per_gib)
+    )
+    if taken is None:
+        return f"nothing is computed again; the cheapest activation would take {left}"
+    text = f"what is computed again takes at most {taken} that it frees"
+    return text if left is None else f"{text}; of what is saved the cheapest would take {left}"
 
 
 def _not_earlier(reason: NotEarlier, names: Mapping[int, str]) -> str:

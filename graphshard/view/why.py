@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from graphshard.files.information import printable
 from graphshard.schedule.plan import GroupInfo, Plan
-from graphshard.schedule.reasons import Hold, Merge, NotEarlier, Reason, Split, group_of
+from graphshard.schedule.reasons import (
+    ExchangeRate,
+    Hold,
+    Merge,
+    NotEarlier,
+    Reason,
+    Recomputation,
+    Split,
+    group_of,
+)
 from graphshard.view.names import shown
 from graphshard.view.reasons import reason_text
 from graphshard.view.text import STEP_WORDS, WIDTH, bytes_text, group_name, group_names
 
 LABEL_WIDTH = 32
+WORDS = {Recomputation: "compute again", ExchangeRate: "time for memory"}
 
 
 def reasons_of(plan: Plan, fqn: str | None = None) -> list[Reason]:
@@ -35,10 +46,11 @@ def why_text(plan: Plan, fqn: str | None = None) -> str:
     else:
         lines = [plan.name, ""]
     names = group_names(plan)
-    for reason in reasons_of(plan, fqn):
-        about = group_of(reason) if group is None else None
-        label = _label(reason, "" if about is None else names[about])
-        lines += _wrapped(label, reason_text(reason, names))
+    told = ((reason, reason_text(reason, names)) for reason in reasons_of(plan, fqn))
+    for (_, text), alike in groupby(told, key=lambda pair: (_label(pair[0], ""), pair[1])):
+        reasons = [reason for reason, _ in alike]
+        label = _label(reasons[0], "" if group is not None else _about(reasons, names))
+        lines += _wrapped(label, text)
     if not plan.reasons:
         lines.append("made without the cost model: each all-gather is issued one group ahead")
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -81,6 +93,12 @@ def _collectives(plan: Plan, group: GroupInfo) -> Iterator[str]:
         yield ""
 
 
+def _about(reasons: Sequence[Reason], names: Mapping[int, str]) -> str:
+    """The groups of which the same is said; empty if it is said of none."""
+    about = [names[number] for number in map(group_of, reasons) if number is not None]
+    return f"{about[0]} to {about[-1]} ({len(about)})" if len(about) > 2 else ", ".join(about)
+
+
 def _label(reason: Reason, group: str) -> str:
     """What the reason is about; group: its name, or "" if that stands elsewhere."""
     direction = reason.direction if isinstance(reason, Merge | Split | NotEarlier) else ""
@@ -92,7 +110,7 @@ def _kind(reason: Reason) -> str:
         return STEP_WORDS[reason.kind]
     if isinstance(reason, Hold):
         return "keep" if reason.is_kept else "reshard"
-    return reason.what
+    return WORDS.get(type(reason), reason.what)
 
 
 def _wrapped(label: str, text: str) -> list[str]:

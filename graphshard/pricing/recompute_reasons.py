@@ -1,0 +1,41 @@
+"""Why backward computes some activations again and not others, as facts.
+
+In: the units that a placed program offers, and those that were chosen. Out: a reason for each group
+of which something is computed again, and the rate at which time was given for memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from graphshard.pricing.recompute import RecomputeUnit, activation_of
+from graphshard.schedule.plan import GroupInfo, Recomputed
+from graphshard.schedule.reasons import ExchangeRate, Reason, Recomputation
+
+GIB = 1024**3
+
+
+def recompute_reasons(
+    units: Sequence[RecomputeUnit], groups: Sequence[GroupInfo], chosen: Recomputed
+) -> Iterator[Reason]:
+    """groups: by their numbers, under the names that `chosen` has them by."""
+    wanted = set(chosen.activations)
+    again = [unit for unit in units if activation_of(unit, groups) in wanted]
+    for group in dict.fromkeys(unit.group for unit in again):
+        own = [unit for unit in units if unit.group == group]
+        taken = [unit for unit in again if unit.group == group]
+        yield Recomputation(
+            group=group,
+            again=tuple(unit.origin for unit in taken),
+            saved=tuple(unit.origin for unit in own if unit not in taken),
+            extra_us=sum(unit.extra_us for unit in taken),
+            saved_bytes=sum(unit.saved_bytes for unit in taken),
+        )
+    if units:
+        left = (unit for unit in units if activation_of(unit, groups) not in wanted)
+        yield ExchangeRate(max(_rates(again), default=None), min(_rates(left), default=None))
+
+
+def _rates(units: Iterable[RecomputeUnit]) -> Iterator[float]:
+    """Microseconds for each GiB."""
+    return (unit.extra_us / unit.saved_bytes * GIB for unit in units)
