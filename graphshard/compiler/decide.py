@@ -40,7 +40,7 @@ from graphshard.errors import InfeasibleBudget
 from graphshard.graph.program import Program, output_node
 from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import GraphCosts, graph_costs
-from graphshard.pricing.recompute import activation_of
+from graphshard.pricing.recompute import activation_of, chosen_units
 from graphshard.pricing.recompute_reasons import recompute_reasons
 from graphshard.schedule.plan import Plan, PricedOn, Recomputed
 
@@ -141,8 +141,7 @@ def decided_cut(cut: Cut, posed: Posed, planning: PlanningInputs) -> PlannedPart
     """See `decided`. posed: by `cut`."""
 
     def again(chosen: Recomputed) -> tuple[Partition, GraphCosts]:
-        wanted, groups = set(chosen.activations), posed.costs.groups
-        parts = cut.again(tuple(u for u in posed.costs.units if activation_of(u, groups) in wanted))
+        parts = cut.again(chosen_units(posed.costs.units, posed.costs.groups, chosen))
         return parts, graph_costs_of(parts, planning, recompute=False)
 
     return decided(cut.parts, again, posed, planning)

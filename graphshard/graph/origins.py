@@ -5,14 +5,13 @@ from __future__ import annotations
 from torch import fx
 from torch.distributed.fsdp import FSDPModule
 
-from graphshard.graph.random_ops import wrapped_op
+from graphshard.graph.random_ops import packet_of
 from graphshard.schedule.plan import Origin
 
 
 def origin_of(node: fx.Node) -> Origin:
     """node: an op of a captured graph."""
-    op, _ = wrapped_op(node)
-    packet = getattr(op, "overloadpacket", op)
+    packet = packet_of(node)
     return Origin(getattr(packet, "__name__", str(packet)), _module(node))
 
 

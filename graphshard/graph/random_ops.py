@@ -57,6 +57,12 @@ def with_tags(graph: fx.Graph, ops: Mapping[str, OpOverload]) -> None:
             node.target = op
 
 
+def packet_of(node: fx.Node) -> Any:
+    """The op that a node calls, wrapped or not, without its overload."""
+    op, _ = wrapped_op(node)
+    return getattr(op, "overloadpacket", op)
+
+
 def wrapped_op(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """The op that a node calls and its arguments, also where it is an argument of what the node
     calls: of torch's wrappers of random ops that are computed again, of DTensor's random ops, of

@@ -22,6 +22,7 @@ from graphshard.offline.repeats import CAPTURED, Repeat, shorten
 from graphshard.offline.unroll import unrolled
 from graphshard.offline.world import Made, faked, pretended
 from graphshard.pricing.op_costs import GraphCosts
+from graphshard.pricing.recompute import chosen_units
 from graphshard.schedule.plan import Activation, GroupInfo, Recomputed
 
 
@@ -114,9 +115,8 @@ def _short_costs(
     two = cut_in_two(joint_graph, recompute=True, fused=planning.fused)
     costs = graph_costs_of(two.parts, planning, recompute=True)
     groups = tuple(replace(info, fqn=_renamed(info.fqn, names)) for info in costs.groups)
-    wanted = set(chosen.activations)
-    units = (u for u in costs.units if Activation(groups[u.group].fqn, u.number) in wanted)
-    costs = graph_costs_of(two.again(tuple(units)), planning, recompute=False)
+    again = two.again(chosen_units(costs.units, groups, chosen))
+    costs = graph_costs_of(again, planning, recompute=False)
     return replace(costs, groups=groups)
 
 

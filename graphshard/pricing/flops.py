@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from graphshard.cost.algebra import Quantity, least
 from graphshard.cost.roofline import FREE, OpWork
 from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, is_view
-from graphshard.graph.random_ops import wrapped_op
+from graphshard.graph.random_ops import packet_of, wrapped_op
 from graphshard.pricing.sizes import Sizes, dtype_name
 
 aten = torch.ops.aten
@@ -95,7 +95,7 @@ def _work(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> OpWork
             _dtype(node),
             int(node not in inside),
             known,
-            attention="scaled_dot_product" in str(_packet(node)),
+            attention="scaled_dot_product" in str(packet_of(node)),
         )
     except Exception:  # a custom op's value or a formula may be anything; costs must not stop a run
         return replace(FREE, launches=1, known=False)
@@ -106,12 +106,12 @@ def _is_free(node: fx.Node) -> bool:
         return True
     # Arithmetic on sizes.
     touches = [node, *node.all_input_nodes]
-    return _packet(node) in _NO_TRAFFIC or not any(map(_has_tensor, touches))
+    return packet_of(node) in _NO_TRAFFIC or not any(map(_has_tensor, touches))
 
 
 def _formula(node: fx.Node) -> Any:
     """torch's, our own where it has none, or None."""
-    packet = _packet(node)
+    packet = packet_of(node)
     return flop_registry.get(dict(_SAME_FLOPS).get(packet, packet), _OWN_FLOPS.get(packet))
 
 
@@ -140,7 +140,7 @@ def _bytes(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> Quant
         for source in node.all_input_nodes
         if _origin(source) not in inside
     ]
-    if _packet(node) in _LOOKUPS and read:
+    if packet_of(node) in _LOOKUPS and read:
         read[0] = least(read[0], sum(sizes.bytes(t) for t in _tensors(node)))
     return sum(read) + written
 
@@ -192,11 +192,6 @@ def _origin(node: fx.Node) -> fx.Node:
 
 def _has_tag(node: fx.Node, *tags: torch.Tag) -> bool:
     return any(t in getattr(node.target, "tags", ()) for t in tags)
-
-
-def _packet(node: fx.Node) -> Any:
-    op, _ = wrapped_op(node)
-    return getattr(op, "overloadpacket", op)
 
 
 def _has_tensor(node: fx.Node) -> bool:

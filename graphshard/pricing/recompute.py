@@ -30,7 +30,7 @@ from graphshard.graph.random_ops import is_random
 from graphshard.planner.problem import Problem, Recompute, checked
 from graphshard.pricing.liveness import tensor_bytes
 from graphshard.pricing.usage import GroupUse, Usage
-from graphshard.schedule.plan import Activation, GroupInfo, Origin
+from graphshard.schedule.plan import Activation, GroupInfo, Origin, Recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,9 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
     times = dict(zip(compute, us, strict=True))
     readers = _first_reader(program.backward.graph)
     written = _written(program.forward.graph)
+    # Both graphs are copies of one joint graph, where a name stands for one op.
     names = {node.name for node in compute_nodes(program.backward.graph)}
-    again = {node: None for node in compute if node.name in names}
+    again = {node for node in compute if node.name in names}
     last_views = _last_views(compute)
     found: list[RecomputeUnit] = []
     for group, first, last in _innermost(forward.uses):
@@ -71,7 +72,7 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
         ops += [view for view in last_views if view not in made and owner(view) in made]
         inside = _inside(ops, group, returned, written)
         freed = [n for n in saved if n in inside and owner(n) in inside and n.name in readers]
-        span = _Span(inside, freed, {n: None for n in inside if n in again})
+        span = _Span(inside, freed, again)
         for number, own in enumerate(_by_op(freed)):
             repeated = span.repeated(own)
             size = sum(map(tensor_bytes, _owners(own)))
@@ -95,11 +96,11 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
 @dataclass(frozen=True, slots=True)
 class _Span:
     """The forward of one group: ops that may run twice, in order; those of their results that could
-    be freed; those of them that run twice in any case."""
+    be freed; what of all forward runs twice in any case."""
 
     inside: Mapping[fx.Node, None]
     freed: Sequence[fx.Node]
-    again: Mapping[fx.Node, None]
+    again: Collection[fx.Node]
 
     def repeated(self, own: Sequence[fx.Node]) -> list[fx.Node]:
         """`own` and what it is made from, where the rest of `freed` is there. Results of one op are
@@ -129,6 +130,14 @@ def _by_op(freed: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 def activation_of(unit: RecomputeUnit, groups: Sequence[GroupInfo]) -> Activation:
     return Activation(groups[unit.group].fqn, unit.number)
+
+
+def chosen_units(
+    units: Sequence[RecomputeUnit], groups: Sequence[GroupInfo], chosen: Recomputed
+) -> tuple[RecomputeUnit, ...]:
+    """Those of `units` that `chosen` names. groups: under the names that `chosen` has them by."""
+    wanted = set(chosen.activations)
+    return tuple(unit for unit in units if activation_of(unit, groups) in wanted)
 
 
 def offered(

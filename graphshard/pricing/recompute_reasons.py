@@ -20,19 +20,20 @@ def recompute_reasons(
 ) -> Iterator[Reason]:
     """groups: by their numbers, under the names that `chosen` has them by."""
     wanted = set(chosen.activations)
-    again = [unit for unit in units if activation_of(unit, groups) in wanted]
+    again: list[RecomputeUnit] = []
+    left: list[RecomputeUnit] = []
+    for unit in units:
+        (again if activation_of(unit, groups) in wanted else left).append(unit)
     for group in dict.fromkeys(unit.group for unit in again):
-        own = [unit for unit in units if unit.group == group]
         taken = [unit for unit in again if unit.group == group]
         yield Recomputation(
             group=group,
             again=tuple(unit.origin for unit in taken),
-            saved=tuple(unit.origin for unit in own if unit not in taken),
+            saved=tuple(unit.origin for unit in left if unit.group == group),
             extra_us=sum(unit.extra_us for unit in taken),
             saved_bytes=sum(unit.saved_bytes for unit in taken),
         )
     if units:
-        left = (unit for unit in units if activation_of(unit, groups) not in wanted)
         yield ExchangeRate(max(_rates(again), default=None), min(_rates(left), default=None))
 
 

@@ -122,6 +122,10 @@ class Recomputation:
     saved_bytes: Count
     what: Literal["recompute"] = "recompute"
 
+    @property
+    def num_options(self) -> int:
+        return len(self.again) + len(self.saved)
+
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRate:

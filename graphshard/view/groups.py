@@ -90,8 +90,7 @@ def _computed_again(sheet: Sheet) -> dict[int, Cell]:
     """Of what could be: how many activations of each group."""
     found = (reason for reason in sheet.plan.reasons if isinstance(reason, Recomputation))
     return {
-        one.group: Cell(f"{len(one.again)} of {len(one.again) + len(one.saved)}", len(one.again))
-        for one in found
+        one.group: Cell(f"{len(one.again)} of {one.num_options}", len(one.again)) for one in found
     }
 
 

@@ -13,6 +13,7 @@ from graphshard.schedule.forecast import knows_memory
 from graphshard.schedule.plan import Allocation, Category, Direction, Figures
 from graphshard.schedule.reasons import ExchangeRate
 from graphshard.view.axis import axis_of
+from graphshard.view.cards import COMPUTED_AGAIN
 from graphshard.view.marks import AxisMark
 from graphshard.view.reasons import reason_text
 from graphshard.view.recomputed import recomputed_text
@@ -162,7 +163,7 @@ def _peak_mark(sheet: Sheet, at: int) -> AxisMark:
 def _exchange(sheet: Sheet) -> Iterator[tuple[str, str]]:
     """Time that is given for memory."""
     if again := recomputed_text(sheet.plan):
-        yield "computed again", again
+        yield COMPUTED_AGAIN, again
     for reason in sheet.plan.reasons:
         if isinstance(reason, ExchangeRate):
             yield "for memory", reason_text(reason, sheet.names)

@@ -86,8 +86,8 @@ def _hold(reason: Hold) -> str:
 
 def _recomputation(reason: Recomputation) -> str:
     extra, freed = time_text(reason.extra_us), bytes_text(reason.saved_bytes)
-    count = len(reason.again) + len(reason.saved)
-    again = f"{len(reason.again)} of {count_text(count, 'activation')} ({_origins(reason.again)})"
+    of_all = count_text(reason.num_options, "activation")
+    again = f"{len(reason.again)} of {of_all} ({_origins(reason.again)})"
     saved = f"; saved: {_origins(reason.saved)}" if reason.saved else ""
     return f"computes again {again}: at most {extra} more, {freed} less{saved}"
 
@@ -97,8 +97,7 @@ def _origins(origins: Sequence[Origin]) -> str:
     by_module: dict[str, list[str]] = {}
     for origin in origins:
         by_module.setdefault(origin.module, []).append(origin.op.strip("_"))
-    texts = (f"{' '.join((module, ', '.join(ops))).strip()}" for module, ops in by_module.items())
-    return "; ".join(texts)
+    return "; ".join(f"{module} {', '.join(ops)}".strip() for module, ops in by_module.items())
 
 
 def _exchange_rate(reason: ExchangeRate) -> str:
