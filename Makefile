@@ -50,7 +50,7 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER)
 	grep -v -E '^(torch|setuptools)==' constraints.txt >$(OTHER)/constraints.txt
 	$(OTHER_PIP) torch==$(TORCH)
-	$(OTHER_PIP) -c $(OTHER)/constraints.txt setuptools
+	$(OTHER_PIP) -c $(OTHER)/constraints.txt 'setuptools>=77.0.3,<82'
 	$(OTHER_PIP) -c $(OTHER)/constraints.txt --no-build-isolation -e '.[cli,dev]'
 	@touch $@
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common names
 
 from bench import rounds  # noqa: E402
-from bench.gpu_launch import CONFIGS, Measured, Request  # noqa: E402
+from bench.gpu_launch import CONFIGS, Expected, Measured, Request  # noqa: E402
 from bench.interval import Comparison, compare, sign_interval, verdict  # noqa: E402
 from bench.rounds import say  # noqa: E402
 from bench.ways import Way, choose, usable  # noqa: E402
@@ -46,7 +46,8 @@ Round = Mapping[str, Measured]  # name of the way -> what it measured
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians over launches of medians over steps. loss: of the last step, of the last launch."""
+    """Medians over launches of medians over steps. loss: of the last step, of the last launch.
+    expected: of forward and backward, by graphshard's plan."""
 
     way: str
     title: str
@@ -56,6 +57,8 @@ class Row:
     first_s: float
     peak_bytes: int
     loss: float
+    grads_us: float
+    expected: Expected | None
 
 
 def make_row(way: Way, measured: Sequence[Round], tokens: int) -> Row:
@@ -69,6 +72,8 @@ def make_row(way: Way, measured: Sequence[Round], tokens: int) -> Row:
         first_s=median(m.first_s for m in mine),
         peak_bytes=max(m.peak_bytes for m in mine),
         loss=mine[-1].losses[-1],
+        grads_us=median(median(m.grads_us) for m in mine),
+        expected=mine[-1].expected,
     )  # fmt: skip
 
 
@@ -88,10 +93,11 @@ def comparisons(
 
 HEADER = (
     f"{'way':<28}{'tokens/s':>12}{'step ms':>10}{'host ms':>10}{'first s':>9}{'peak GiB':>10}"
-    f"{'loss':>9}"
+    f"{'loss':>9}{'grads ms':>10}{'expected':>20}"
 )
 FOOTER = (
-    "\nhost: until the step was issued, at most (the queue of kernels is finite).\n"
+    "\ngrads: forward and backward; expected: of them, by the plan's costs.\n"
+    "host: until the step was issued, at most (the queue of kernels is finite).\n"
     "Medians of launches; ratios of step times: paired, order statistics, sign-based, {:.1f} %."
 )
 
@@ -103,10 +109,12 @@ def render(rows: Sequence[Row], compared: Sequence[Comparison], num_launches: in
 
 
 def line_of(row: Row) -> str:
+    told = row.expected
+    told_text = f"{told.grads_us / 1e3:.2f} ms, {told.peak_bytes / 2**30:.1f} GiB" if told else ""
     return (
         f"{row.title:<28}{row.tokens_per_s:>12,.0f}{row.step_us / 1e3:>10.2f}"
         f"{row.host_us / 1e3:>10.2f}{row.first_s:>9.1f}{row.peak_bytes / 2**30:>10.1f}"
-        f"{row.loss:>9.4f}"
+        f"{row.loss:>9.4f}{row.grads_us / 1e3:>10.2f}{told_text:>20}"
     )
 
 
@@ -114,7 +122,8 @@ def launch(request: Request, cache: Mapping[str, str]) -> Measured:
     """One launch. Raises RuntimeError if it fails."""
     stdout = rounds.python("-m", "bench.gpu_launch", json.dumps(asdict(request)), environment=cache)
     data: Any = rounds.last_line(stdout)
-    return Measured(**data)
+    told = data.pop("expected")
+    return Measured(**data, expected=told and Expected(**told))
 
 
 def measure(args: argparse.Namespace, ways: Sequence[Way]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import gpu_network
@@ -53,8 +53,10 @@ class Measured:
     """step_us: of forward, backward and optimizer, until the device is through.
 
     host_us: until the host had issued the step, which began with an idle device. The host waits
-    once about a thousand kernels are queued, so it is at most this. peak_bytes: 0 on a CPU. losses:
-    of all steps, warm-up included.
+    once about a thousand kernels are queued, so it is at most this. peak_bytes: of the
+    measured steps, 0 on a CPU. losses:
+    of all steps, warm-up included. grads_us: of forward and backward alone, until the device is
+    through. expected: what graphshard's plan says of those, by the device's preset.
     """
 
     step_us: list[float]
@@ -64,6 +66,23 @@ class Measured:
     peak_bytes: int
     num_params: int
     device_name: str
+    grads_us: list[float]
+    expected: Expected | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    grads_us: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Microseconds from an idle device. host: until the step was issued."""
+
+    step_us: float
+    host_us: float
+    grads_us: float
 
 
 def run(request: Request) -> Measured:
@@ -81,23 +100,29 @@ def run(request: Request) -> Measured:
     tokens, targets = torch.randint(config.vocabulary, shape, device=device)
     losses: list[Tensor] = []
 
-    def step() -> None:
+    def gradients() -> None:
         loss = model(tokens, targets)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
         losses.append(loss.detach().clone())  # CUDA graphs write the next one to its place
 
-    first_s = timed(step, device)[0] / 1e6
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first_s = timed(gradients, update, device).step_us / 1e6
     for _ in range(request.num_warm_up):
-        timed(step, device)
+        timed(gradients, update, device)
     gc.collect()
     gc.freeze()
-    times = [timed(step, device) for _ in range(request.num_steps)]
     on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times = [timed(gradients, update, device) for _ in range(request.num_steps)]
     return Measured(
-        step_us=[step_us for step_us, _ in times],
-        host_us=[host_us for _, host_us in times],
+        step_us=[each.step_us for each in times],
+        host_us=[each.host_us for each in times],
+        grads_us=[each.grads_us for each in times],
+        expected=expected(model) if way.compiler == "graphshard" else None,
         losses=[loss.item() for loss in losses],
         first_s=first_s,
         peak_bytes=torch.cuda.max_memory_allocated() if on_cuda else 0,
@@ -106,14 +131,29 @@ def run(request: Request) -> Measured:
     )
 
 
-def timed(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Microseconds until the device is through, and until the host is."""
+def timed(gradients: Callable[[], None], update: Callable[[], None], device: torch.device) -> Timed:
     synchronize(device)
     began = time.perf_counter()
-    step()
+    gradients()
+    between = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+    if between is not None:
+        between.record()
+    halfway = time.perf_counter()
+    update()
     issued = time.perf_counter()
+    if between is not None:
+        between.synchronize()  # nothing is queued behind the optimizer
+        halfway = time.perf_counter()
     synchronize(device)
-    return 1e6 * (time.perf_counter() - began), 1e6 * (issued - began)
+    return Timed(*(1e6 * (end - began) for end in (time.perf_counter(), issued, halfway)))
+
+
+def expected(model: nn.Module) -> Expected | None:
+    """Of the model's newest plan."""
+    import graphshard
+
+    estimate = graphshard.plans(model)[-1].estimate
+    return estimate and Expected(estimate.ours.step_time_us, estimate.ours.peak_bytes)
 
 
 def synchronize(device: torch.device) -> None:

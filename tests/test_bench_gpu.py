@@ -14,7 +14,7 @@ if str(ROOT) not in sys.path:
 from smoke import smoke  # noqa: E402
 
 from bench import gpu  # noqa: E402
-from bench.gpu_launch import Measured  # noqa: E402
+from bench.gpu_launch import Expected, Measured  # noqa: E402
 from bench.gpu_network import EmulatedGroup  # noqa: E402
 from bench.ways import choose, exists  # noqa: E402
 from graphshard.cost.comm import CollectiveKind  # noqa: E402
@@ -24,9 +24,12 @@ WAYS = choose("inductor,fsdp2_blocks,graphshard_aten")
 
 def one_round(*steps_us):
     return {
-        way.name: Measured([us, 2 * us, 9 * us], [us / 4] * 3, [2.0, 1.0], 5.0, 2**30, 10, "a gpu")
+        way.name: Measured(
+            [us, 2 * us, 9 * us], [us / 4] * 3, [2.0, 1.0], 5.0, 2**30, 10, "a gpu", [us] * 3,
+            Expected(1e3 * us, 2**31),
+        )
         for way, us in zip(WAYS, steps_us, strict=True)
-    }
+    }  # fmt: skip
 
 
 ROUNDS = [one_round(100.0, 120.0, 102.0), one_round(200.0, 260.0, 208.0)]
@@ -38,6 +41,7 @@ def test_tokens_a_second_are_those_of_the_median_step():
     assert (row.host_us, row.peak_bytes, row.loss) == (37.5, 2**30, 1.0)
     text = gpu.render([row], gpu.comparisons(WAYS, ROUNDS), 2)
     assert "2,000,000" in text
+    assert "200.00 ms, 2.0 GiB" in text  # expected, in the newest launch
     assert "graphshard_aten / inductor: 1.03 [1.02, 1.04], target 1.03: met" in text
 
 
@@ -58,6 +62,8 @@ def test_all_ways_run_on_a_cpu(tmp_path, monkeypatch):
     result = json.loads(out.read_text())
     known = [way.name for way in choose(gpu.MODES) if exists(way)]
     assert [row["way"] for row in result["rows"]] == [w for w in known if w not in gpu.CUDA_ONLY]
+    told = [row["expected"] and row["expected"]["grads_us"] > 0 for row in result["rows"]]
+    assert told == [None, None, True, True]
     first = [launches["losses"][0] for launches in result["launches"][0].values()]
     assert first == pytest.approx([first[0]] * len(first), rel=0.02)  # bf16
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+import torch._functorch.config
 from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._decomp import decompositions
@@ -52,11 +53,18 @@ def emit_ops(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 @contextmanager
 def as_eager() -> Iterator[None]:
-    """Only while a graph is traced: Dynamo compiles one graph at a time in a process."""
+    """Only while a graph is traced: Dynamo compiles one graph at a time in a process.
+
+    On a GPU torch gives random ops that are computed again a generator of their own, which CUDA
+    graphs need; here they draw from the device's, as they do in eager.
+    """
     before = decompositions.should_fold
     decompositions.should_fold = _is_folded
     try:
         with ExitStack() as kernels:
+            kernels.enter_context(
+                torch._functorch.config.patch(graphsafe_rng_functionalization=False)
+            )
             for op in IN_PYTHON_TOO:
                 kernels.enter_context(_python_kernels(op, lambda _: None))
             for op, resolved in WITH_SIZES.items():

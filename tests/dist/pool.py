@@ -6,8 +6,8 @@ between cases the ranks meet at a barrier, and Dynamo is reset unless a case kee
 A case that fails, hangs or loses a rank costs its workers: they are killed, and the next case gets
 fresh ones, so no case sees what a broken one left behind.
 
-GRAPHSHARD_TEST_DEVICE=cuda runs the same cases on GPUs with NCCL; GRAPHSHARD_TEST_WORLD=1 caps the
-rank count to the GPUs there.
+GRAPHSHARD_TEST_DEVICE=cuda runs the same cases on GPUs with NCCL, several ranks on one GPU if there
+are more of them; GRAPHSHARD_TEST_WORLD=1 caps the rank count.
 """
 
 import contextlib
@@ -325,9 +325,14 @@ def _join(rank: int, world_size: int, port: int) -> Ctx:
     gather_one_at_a_time()
     device = torch.device("cpu")
     if device_type() == "cuda":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        torch.backends.cudnn.deterministic = True
+        torch.use_deterministic_algorithms(True, warn_only=True)  # bits are compared
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        # Eager's batch norm is cuDNN's, AOTAutograd traces torch's own: the last bits differ.
+        torch.backends.cudnn.enabled = False
+        if world_size > torch.cuda.device_count():
+            share_gpus(rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=dist.TCPStore("127.0.0.1", port, is_master=False),
@@ -337,6 +342,12 @@ def _join(rank: int, world_size: int, port: int) -> Ctx:
         device_id=device if device.type == "cuda" else None,
     )
     return Ctx(rank, world_size, init_device_mesh(device.type, (world_size,)), device)
+
+
+def share_gpus(rank: int) -> None:
+    """NCCL refuses two ranks of one host on one GPU: each says that it is a host of its own, and
+    they talk through sockets."""
+    os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def _run_case(ctx: Ctx, payload: bytes) -> Any:

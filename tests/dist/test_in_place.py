@@ -13,7 +13,7 @@ from models import CASES
 from parity import assert_equal, count_collectives, train, twin
 from patching import compiled_in_place, patched
 from poison import late
-from pool import Ctx, Pool
+from pool import Ctx, Pool, capped
 from test_memory import STRICT
 
 from graphshard.runtime import buckets, reduce
@@ -68,6 +68,8 @@ def test_nothing_is_packed_and_the_poison_bites(pool: Pool) -> None:
 
 def test_sums_of_two_only_where_bits_count(pool: Pool) -> None:
     """Where more than two numbers are added, their order depends on their place in a buffer."""
+    if capped(4) < 4:
+        pytest.skip("needs 4 ranks")
     for copied, _ in pool.run(4, copies):
         assert copied
         assert set(copied) == {"_pack"}
