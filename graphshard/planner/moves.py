@@ -113,14 +113,14 @@ def unmoved(choices: Choices, family: Iterable[Move]) -> Choices:
 def moves(memo: Memo) -> list[Move]:
     """Every open decision, those that usually matter most first."""
     found = list(_kept_moves(memo, _by_need(memo)))
-    found += _node_moves(memo, _by_need(memo))
+    found += node_moves(memo)
     for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
         found += _joins(memo, what)
         found += _splits(memo, what)
     found += [Move(What.ACROSS, g.id) for g in _carried(memo)]
     found += _delays(memo)
     # Most of them are settled by their price: a flip pays off where room is left over.
-    found += [Move(What.RECOMPUTE, i) for i in _by_price(memo)]
+    found += recompute_moves(memo)
     return found
 
 
@@ -128,10 +128,10 @@ def families(memo: Memo) -> list[list[Move]]:
     """Moves of one kind in an order in which a prefix makes sense; none of them empty."""
     dense, across = _dense_moves(memo)
     found = [
-        [Move(What.RECOMPUTE, i) for i in _by_price(memo)],
+        recompute_moves(memo),
         dense,
         list(_kept_moves(memo, _by_need(memo))),
-        _node_moves(memo, _by_need(memo)),
+        node_moves(memo),
         across,
     ]
     for what in (What.BACKWARD, What.FORWARD, What.REDUCE):
@@ -183,9 +183,14 @@ def _kept_moves(memo: Memo, groups: Iterable[Group]) -> Iterable[Move]:
             yield Move(What.KEPT, group.id)
 
 
-def _node_moves(memo: Memo, groups: Iterable[Group]) -> list[Move]:
+def recompute_moves(memo: Memo) -> list[Move]:
+    """The cheapest per byte first."""
+    return [Move(What.RECOMPUTE, i) for i in _by_price(memo)]
+
+
+def node_moves(memo: Memo) -> list[Move]:
     """Groups that may leave a shard on each node where they may be kept, but are not."""
-    open_groups = (move.item for move in _kept_moves(memo, groups))
+    open_groups = (move.item for move in _kept_moves(memo, _by_need(memo)))
     return [Move(What.ON_NODE, n) for n in open_groups if memo.problem.groups[n].node is not None]
 
 

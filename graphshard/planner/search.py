@@ -8,9 +8,8 @@ is bounded by `SearchContext.effort`, so equal problems get equal plans on any m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
-from typing import TypeAlias
 
 from graphshard.planner.choices import Choices
 from graphshard.planner.moves import (
@@ -23,6 +22,7 @@ from graphshard.planner.moves import (
     still_open,
     unmoved,
 )
+from graphshard.planner.prefixes import Best, best_prefix, better, filled, taken
 from graphshard.planner.score import (
     Candidate,
     SearchContext,
@@ -31,6 +31,7 @@ from graphshard.planner.score import (
     most_frugal,
     place,
 )
+from graphshard.planner.starts import with_room_used
 
 # How many events the search may play; about a second of Python for each million.
 LEAST_EFFORT = 150_000
@@ -41,19 +42,21 @@ PAIRS = 16  # so many moves at most are flipped in pairs
 # other graphs of one model side by side, and can as long as the order of collectives is one.
 REORDER_WORTH = 0.01
 
-Best: TypeAlias = Candidate | None
-
 
 def search(context: SearchContext, starts: Sequence[Choices]) -> Best:
     """The best candidate found from `starts`, or None if none of them can be made to fit."""
-    limit = effort_limit(context)
     best: Best = None
     for start in (*starts, lean_choices(context.memo)):
         best = better(best, candidate(context, start))
-        if best is not None and not _goes_on(context, best, limit):
+        if best is not None and best.us <= context.enough_us:
             return best
     if best is None:
         return None
+    _tune(context, best.choices)
+    for start in with_room_used(context):
+        best = better(best, candidate(context, start))
+    assert best is not None
+    limit = context.effort + effort_limit(context)
     _tune(context, best.choices)
     before = None
     while best is not before and _goes_on(context, best, limit):
@@ -71,18 +74,12 @@ def _goes_on(context: SearchContext, best: Candidate, limit: int) -> bool:
 
 
 def effort_limit(context: SearchContext) -> int:
-    """Work that the search may do: constant for small problems, then in proportion to size."""
+    """Work that may be done from the best start on: constant for small problems, then in proportion
+    to size."""
     problem = context.problem
     regions = len(problem.forward) + len(problem.backward)
     parts = sum(len(g.parts) for g in problem.groups)
-    return max(LEAST_EFFORT, EFFORT_PER_EVENT * (regions + 8 * parts))
-
-
-def better(one: Best, other: Best) -> Best:
-    """The one with the smaller rank; `one` where they are equal."""
-    if one is None or other is None:
-        return other if one is None else one
-    return other if other.rank < one.rank else one
+    return max(LEAST_EFFORT, EFFORT_PER_EVENT * (regions + 8 * parts + 2 * len(problem.recompute)))
 
 
 def _tune(context: SearchContext, choices: Choices) -> None:
@@ -108,67 +105,17 @@ def _prefixes(context: SearchContext, best: Candidate, limit: int) -> Candidate:
         if not _goes_on(context, best, limit):
             break
         base = unmoved(best.choices, family)
-        tried: dict[int, Best] = {}
 
         def attempt(count: int, base: Choices = base, family: Sequence[Move] = family) -> Best:
-            choices = _taken(base, family[:count])
+            choices = taken(base, family[:count])
             found = candidate(context, choices)
             if family[0].what is not What.RECOMPUTE:
                 return found
             # Computing again gains nothing by itself: the room that it makes has to be used.
-            return better(found, _most_kept(context, choices))
+            return better(found, filled(context, choices, still_open(context.memo, choices)))
 
-        best = _best_prefix(best, len(family), attempt, tried)
+        best = best_prefix(best, len(family), attempt)
     return best
-
-
-def _taken(choices: Choices, taken: Sequence[Move]) -> Choices:
-    for move in taken:
-        choices = apply(choices, move)
-    return choices
-
-
-def _most_kept(context: SearchContext, choices: Choices) -> Best:
-    """`choices` with as much kept as fits."""
-    opened = still_open(context.memo, choices)
-    best: Best = None
-    fits, fails = 0, len(opened) + 1
-    count = len(opened)
-    while fits < count < fails:
-        found = candidate(context, _taken(choices, opened[:count]))
-        best = better(best, found)
-        fits, fails = (fits, count) if found is None else (count, fails)
-        count = (fits + fails) // 2
-    return best
-
-
-def _best_prefix(
-    best: Candidate, longest: int, attempt: Callable[[int], Best], tried: dict[int, Best]
-) -> Candidate:
-    """Doubling, then halving steps around the best length."""
-    lengths = [0, *_doubling(longest), longest]
-    center, step = 0, max(1, longest // 2)
-    while lengths:
-        for length in lengths:
-            if length not in tried:
-                tried[length] = attempt(length)
-        fitting = {n: c for n, c in tried.items() if c is not None}
-        if not fitting:
-            return best
-        center = min(fitting, key=lambda n: (fitting[n].rank, n))
-        around = [center - step, center + step] if step else []
-        lengths = [n for n in around if 0 <= n <= longest]
-        step //= 2
-    found = better(best, tried[center])
-    assert found is not None
-    return found
-
-
-def _doubling(longest: int) -> Iterator[int]:
-    length = 1
-    while length < longest:
-        yield length
-        length *= 2
 
 
 def _gains(found: Candidate, best: Candidate) -> bool:
@@ -201,7 +148,7 @@ def _pairs(context: SearchContext, best: Candidate, limit: int) -> Candidate:
     for pair in combinations(order, 2):
         if not _goes_on(context, best, limit):
             break
-        found = candidate(context, _taken(best.choices, pair))
+        found = candidate(context, taken(best.choices, pair))
         if found is not None and _gains(found, best):
             return found
     return best
