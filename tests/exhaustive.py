@@ -267,6 +267,8 @@ def optimum(problem, budget, best_us):
     memo = Memo(problem)
     found = None
     for recompute in subsets(range(len(problem.recompute))):
+        if not {problem.recompute[i].needs for i in recompute} <= {None, *recompute}:
+            continue
         for kept, across, on_node in all_kept(problem):
             base = Choices(kept, across, recompute, on_node=on_node)
             us = _both(memo, budget, base, weights, best_us if found is None else found)

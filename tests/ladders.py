@@ -48,6 +48,7 @@ def ladder_problem(seed, most_groups=4, rungs=(2, 5)):
         for rung in range(r.randint(*rungs))
     ]
     forward = _forward(r, regions_us, options)
+    options = list(_linked(options)) if seed % 2 else options
     return Problem(
         groups,
         lanes,
@@ -95,6 +96,21 @@ def _option(r, regions_us, span, group, rung):
     extra_us = round(regions_us[after] * r.uniform(low, high), 2)
     name = Activation(f"layers.{group}", rung)
     return Recompute(name, after, len(regions_us) - 1 - after, r.randint(100, 2500), extra_us)
+
+
+def _linked(options):
+    """Options that mean nothing without the one before, where that is of the same memory, and
+    cheaper: more of one activation's making."""
+    for index, option in enumerate(options):
+        before = options[index - 1] if index else None
+        same = before and before.activation.group == option.activation.group
+        if same and before.after == option.after and _price(before) < _price(option):
+            option = replace(option, needs=index - 1)
+        yield option
+
+
+def _price(option):
+    return option.extra_us / option.saved_bytes
 
 
 def _forward(r, regions_us, options):

@@ -61,6 +61,9 @@ def optimum(problem, budget_bytes, limit_us, seconds=600.0):
     assert reason is None, reason
     program = Program()
     again = [program.binary() for _ in problem.recompute]
+    for option, taken in zip(problem.recompute, again, strict=True):
+        if option.needs is not None:
+            program.positive(again[option.needs] - taken)
     kept = [_kept(program, group) for group in problem.groups]
     least = [sum(r.us for r in problem.regions(d)) for d in Direction]
     sides = [

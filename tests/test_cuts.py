@@ -46,6 +46,15 @@ def test_a_wait_is_not_moved_over_long_compute():
     assert found.regions == (0, 4, 6, 10)
 
 
+def test_a_wait_is_moved_over_long_compute_that_would_be_stored():
+    # As before, but what op 4 makes is only stored where a cut is between it and op 5.
+    crossing, fused = [0, 9, 9, 9, 2, 2, 3, 9, 9, 9, 0], [0] * 11
+    us = [1.0] * 4 + [10.0] * 2 + [1.0] * 4
+    fused[5] = fused[6] = 1
+    found = aligned(forward((0, 3), (6, 9), num_ops=10), crossing, us, fused=fused)
+    assert found.regions == (0, 4, 10)
+
+
 def test_a_reduction_waits_for_the_next_cut_if_that_is_near():
     usage = forward((0, 4), (6, 9), num_ops=12, direction=Direction.BACKWARD)
     near, far = GradReady(0, 4, ((0, 2),)), GradReady(1, 9, ((0, 9),))

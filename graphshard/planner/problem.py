@@ -204,6 +204,7 @@ class Recompute:
 
     `saved_bytes` are then free after forward region `after` and until backward region `before`,
     which takes `extra_us` longer. What is computed twice is counted twice where several are taken.
+    needs: the option, earlier in the list, without which this one means nothing.
     """
 
     activation: Activation
@@ -211,6 +212,7 @@ class Recompute:
     before: int
     saved_bytes: int
     extra_us: float
+    needs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +377,9 @@ def _faults(problem: Problem) -> Iterator[str]:
             yield f"{group.fqn} names a lane that does not exist"
         for part in group.parts:
             yield from _part_faults(problem, group, part)
-    for option in problem.recompute:
+    for index, option in enumerate(problem.recompute):
+        if option.needs is not None and not 0 <= option.needs < index:
+            yield f"recompute {option.activation} needs option {option.needs}, which is not earlier"
         ends = (option.after, len(problem.forward)), (option.before, len(problem.backward))
         if not all(0 <= region < count for region, count in ends):
             yield f"recompute {option.activation} names a region that does not exist"

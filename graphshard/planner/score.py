@@ -6,7 +6,7 @@ share are the bytes that one hands to the other, which choices alone decide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -84,7 +84,10 @@ class SearchContext:
 
 
 def candidate(context: SearchContext, choices: Choices) -> Candidate | None:
-    """`choices` placed as well as the budget allows, or None if they do not fit."""
+    """`choices` placed as well as the budget allows, or None if they do not fit, or compute
+    something again without what it needs."""
+    if not means_something(context.problem, choices.recompute):
+        return None
     found = []
     for direction in context.problem.directions:
         scored = _scored(context, choices, direction)
@@ -92,6 +95,11 @@ def candidate(context: SearchContext, choices: Choices) -> Candidate | None:
             return None
         found.append(scored)
     return Candidate(choices, tuple(found))
+
+
+def means_something(problem: Problem, recompute: Collection[int]) -> bool:
+    needs = {problem.recompute[index].needs for index in recompute}
+    return needs.issubset({None, *recompute})
 
 
 def _scored(context: SearchContext, choices: Choices, direction: Direction) -> Scored | None:

@@ -86,7 +86,8 @@ def _op_costs(
     found = usage_of(program, graph, direction)
     if fused:
         us = _us(machine, graph_work(graph, fused_regions=(0,)))
-        found = aligned(found, crossing_bytes(graph), us, inside=inside, late=late)
+        inner = crossing_bytes(graph, never_stored(compute_nodes(graph), (0,)))
+        found = aligned(found, crossing_bytes(graph), us, fused=inner, inside=inside, late=late)
     works = graph_work(graph, fused_regions=found.cuts if fused else None)
     us = _us(machine, works)
     unstored = never_stored(compute_nodes(graph), found.cuts) if fused else {}

@@ -7,6 +7,8 @@ norm's running statistics), nor what the user's own checkpointing already decide
 
 Each is computed from what the others save, or compute again, so that any of them may be chosen:
 they free together what they free one by one, and cost together at most what they cost one by one.
+Where a smaller value on the way to an activation is worth saving in its place, there are two units:
+what makes it from that value, and, beyond the first, the rest (`rungs`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from graphshard.graph.program import Program, compute_nodes, is_view, output_nod
 from graphshard.graph.random_ops import is_random
 from graphshard.planner.problem import Problem, Recompute, checked
 from graphshard.pricing.liveness import tensor_bytes
+from graphshard.pricing.rungs import Rung, ancestors, rungs
 from graphshard.pricing.usage import GroupUse, Usage
 from graphshard.schedule.plan import Activation, GroupInfo, Origin, Recomputed
 
@@ -38,7 +41,8 @@ class RecomputeUnit:
     """`nodes` (names in the joint graph) are computed again: activation `number` of a group.
 
     Their memory, `saved_bytes`, is free between forward op `after` and backward op `before`;
-    backward takes `extra_us` longer. origin: what made it.
+    backward takes `extra_us` longer. origin: what made it. needs: the number of the unit of this
+    group that has to be chosen too; both figures are what this one adds to it.
     """
 
     group: int
@@ -49,6 +53,7 @@ class RecomputeUnit:
     saved_bytes: int
     extra_us: float
     origin: Origin
+    needs: int | None = None
 
 
 def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[RecomputeUnit, ...]:
@@ -72,41 +77,39 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
         ops += [view for view in last_views if view not in made and owner(view) in made]
         inside = _inside(ops, group, returned, written)
         freed = [n for n in saved if n in inside and owner(n) in inside and n.name in readers]
-        span = _Span(inside, freed, again)
-        for number, own in enumerate(_by_op(freed)):
-            repeated = span.repeated(own)
-            size = sum(map(tensor_bytes, _owners(own)))
-            size -= sum(map(tensor_bytes, set(_inputs(repeated)).difference(kept)))
-            if size > 0:
-                found.append(
-                    RecomputeUnit(
-                        group=group,
-                        number=number,
-                        nodes=tuple(n.name for n in (*repeated, *span.readers(repeated))),
-                        after=last,
-                        before=min(readers[n.name] for n in own),
-                        saved_bytes=size,
-                        extra_us=sum(times[n] for n in repeated if n not in again),
-                        origin=origin_of(maker(own[0])),
-                    )
-                )
+        span = _Span(inside, freed, again, kept, times)
+        found += _units_of(group, last, span, readers)
     return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
     """The forward of one group: ops that may run twice, in order; those of their results that could
-    be freed; what of all forward runs twice in any case."""
+    be freed; what of all forward runs twice in any case, and is saved; times in microseconds."""
 
     inside: Mapping[fx.Node, None]
     freed: Sequence[fx.Node]
     again: Collection[fx.Node]
+    kept: Collection[fx.Node]
+    times: Mapping[fx.Node, float]
+
+    def rungs(self, own: Sequence[fx.Node]) -> list[Rung]:
+        """Ways to make `own` again. Each reads what is saved anyway, or has to be then."""
+        freed = _owners(own)
+        saved = set(self.kept).difference(freed)
+
+        def freed_bytes(nodes: Sequence[fx.Node]) -> int:
+            more = set(_inputs(nodes)).difference(saved)
+            return sum(map(tensor_bytes, freed)) - sum(map(tensor_bytes, more))
+
+        once = {n: us for n, us in self.times.items() if n not in self.again}
+        return rungs(own, self.repeated(own), freed_bytes, once)
 
     def repeated(self, own: Sequence[fx.Node]) -> list[fx.Node]:
         """`own` and what it is made from, where the rest of `freed` is there. Results of one op are
         computed again together."""
         there = set(map(maker, self.freed)).difference(map(maker, own))
-        return _ancestors(own, {n: None for n in self.inside if maker(n) not in there})
+        return ancestors(own, {n: None for n in self.inside if maker(n) not in there})
 
     def readers(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Views of `nodes`, and what is made from them and runs twice in any case: else they or
@@ -117,6 +120,30 @@ class _Span:
             if reads or owner(node) in found:
                 found[node] = None
         return list(found)[len(nodes) :]
+
+
+def _units_of(
+    group: int, last: int, span: _Span, readers: Mapping[str, int]
+) -> Iterator[RecomputeUnit]:
+    """Of the group whose forward, `span`, ends with op `last`. readers: `_first_reader`'s."""
+    by_op = _by_op(span.freed)
+    for first, own in enumerate(by_op):
+        before = Rung((), 0, 0.0, instead=maker(own[0]))
+        needs = None
+        for number, rung in zip(count(first, len(by_op)), span.rungs(own), strict=False):
+            assert before.instead is not None
+            yield RecomputeUnit(
+                group=group,
+                number=number,
+                nodes=tuple(n.name for n in (*rung.nodes, *span.readers(rung.nodes))),
+                after=last,
+                before=min(readers[n.name] for n in own),
+                saved_bytes=rung.saved_bytes - before.saved_bytes,
+                extra_us=rung.extra_us - before.extra_us,
+                origin=origin_of(maker(before.instead)),
+                needs=needs,
+            )
+            before, needs = rung, number
 
 
 def _by_op(freed: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -148,6 +175,7 @@ def offered(
         [0, *accumulate(region.num_ops for region in regions)]
         for regions in (problem.forward, problem.backward)
     )
+    places = {(unit.group, unit.number): place for place, unit in enumerate(found)}
     options = tuple(
         Recompute(
             activation=activation_of(unit, groups),
@@ -155,6 +183,7 @@ def offered(
             before=bisect_right(backward, unit.before) - 1,
             saved_bytes=unit.saved_bytes,
             extra_us=unit.extra_us,
+            needs=None if unit.needs is None else places[unit.group, unit.needs],
         )
         for unit in found
     )
@@ -277,17 +306,6 @@ def _repeatable(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", "") == "_operator"
     return not target._schema.is_mutable and not is_random(node)
-
-
-def _ancestors(nodes: Sequence[fx.Node], inside: Collection[fx.Node]) -> list[fx.Node]:
-    """`nodes` and everything of `inside` that they are made from, in graph order."""
-    found, queue = set(nodes), list(nodes)
-    while queue:
-        for source in queue.pop().all_input_nodes:
-            if source in inside and source not in found:
-                found.add(source)
-                queue.append(source)
-    return [n for n in inside if n in found]
 
 
 def _owners(nodes: Sequence[fx.Node]) -> list[fx.Node]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from operator import attrgetter
@@ -50,14 +50,17 @@ def aligned(
     crossing: Sequence[int],
     us: Sequence[float],
     *,
+    fused: Sequence[int] = (),
     inside: bool = False,
     late: Mapping[tuple[int, int], int] = MappingProxyType({}),
 ) -> Usage:
     """`usage` with its uses and reductions moved to cuts, which it names as `regions`.
 
     crossing: bytes that cross place p, from the ops before op p to op p and later; one more entry
-    than ops. us: of each op. inside: parts of a group may travel alone, so stays are cut inside.
-    late: what `late_params` says of forward, if parts of gradients may be reduced alone.
+    than ops. us: of each op. fused: of `crossing`, what is stored only where a cut is between, so
+    that a cut before a stay may come earlier than SLACK for it. inside: parts of a group may travel
+    alone, so stays are cut inside. late: what `late_params` says of forward, if parts of gradients
+    may be reduced alone.
     """
     times = [0.0, *accumulate(us)]
     done = _done(usage)
@@ -66,6 +69,8 @@ def aligned(
         slack = SLACK * (times[last + 1] - times[first])
         before = max((p for p in done if p <= first), default=0)
         low = bisect_left(times, times[first] - slack, hi=first)
+        while fused and low > before and fused[low]:
+            low -= 1
         # One cut for the end of one stay and the start of the next, if it can be.
         cuts.add(_cheapest(crossing, max(low, before), first, late=before < low))
     for place in done:
@@ -155,8 +160,9 @@ def _behind_late(
                 yield _cheapest(crossing, place, high, late=False)
 
 
-def crossing_bytes(graph: fx.Graph) -> list[int]:
-    """Bytes of what ops before each place make and later ops read, through views."""
+def crossing_bytes(graph: fx.Graph, among: Container[fx.Node] | None = None) -> list[int]:
+    """Bytes of what ops before each place make and later ops read, through views. among: of these
+    alone."""
     place = {node: index for index, node in enumerate(compute_nodes(graph))}
     last: dict[fx.Node, int] = {}
     for node, index in place.items():
@@ -164,6 +170,8 @@ def crossing_bytes(graph: fx.Graph) -> list[int]:
             last[owner(source)] = index
     changes = [0] * (len(place) + 2)
     for node, index in last.items():
+        if among is not None and node not in among:
+            continue
         if (born := place.get(node)) is not None and index > born:
             size = tensor_bytes(node)
             changes[born + 1] += size

@@ -47,11 +47,11 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
     sheet = sheet_of(plan, measured or plan.measured)
     views = _views(sheet)
     memory = memory_of(sheet)
-    css, js = _asset("viewer.css"), _script()
+    css, js = asset("viewer.css"), _script()
     env = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return env.from_string(_asset("viewer.html.j2")).render(
+    return env.from_string(asset("viewer.html.j2")).render(
         title=plan.name,
         subtitle=_subtitle(plan),
         csp=_policy(css, js),
@@ -71,13 +71,13 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return (resources.files("graphshard.view") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _script() -> str:
     """The files share one scope, which is not that of the page."""
-    return "(() => {\n" + "\n".join(map(_asset, SCRIPTS)) + "})();\n"
+    return "(() => {\n" + "\n".join(map(asset, SCRIPTS)) + "})();\n"
 
 
 def _policy(css: str, js: str) -> str:
