@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from pathlib import Path
 from statistics import median
 
@@ -30,10 +29,11 @@ from bench.modes import BY_NAME  # noqa: E402
 from bench.rounds import python, say, turns  # noqa: E402
 from bench.step import launch  # noqa: E402
 from bench.table import step_median  # noqa: E402
+from graphshard.view import front  # noqa: E402
+from graphshard.view.front import Panel, Series, front_svg  # noqa: E402
 
 FSDP2 = ("blocks_tuned", "blocks_tuned_half", "blocks_tuned_keep")
 PLANNED = "fused_low"  # with a budget of its own here
-WIDTH, HEIGHT, EDGE = 640, 400, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,41 +100,17 @@ def render(spots: Sequence[Spot]) -> str:
 
 
 def picture(spots: Sequence[Spot], title: str) -> str:
-    """An SVG: peak to the right, step upwards; both axes begin at the lowest value."""
+    """An SVG: FSDP2's settings as marks, the budgets as a line."""
     found = [spot for spot in spots if not spot.failed]
-    peaks, steps = [s.peak_bytes / 1e6 for s in found], [s.step_us / 1e3 for s in found]
+    planned = tuple(map(place, (spot for spot in found if spot.budget_bytes is not None)))
+    by_hand = [
+        Series(BY_NAME[spot.name].title, (place(spot),)) for spot in found if not spot.budget_bytes
+    ]
+    return front_svg([Panel(title, (Series("graphshard, one for each budget", planned), *by_hand))])
 
-    def x(peak: float) -> float:
-        return EDGE + (peak - min(peaks)) / (max(peaks) - min(peaks) or 1) * (WIDTH - 2 * EDGE)
 
-    def y(step: float) -> float:
-        return (
-            HEIGHT
-            - EDGE
-            - (step - min(steps)) / (max(steps) - min(steps) or 1) * (HEIGHT - 2 * EDGE)
-        )
-
-    marks = []
-    for spot, peak, step in zip(found, peaks, steps, strict=True):
-        colour = "#b45309" if spot.budget_bytes is None else "#1d4ed8"
-        marks.append(f'<circle cx="{x(peak):.1f}" cy="{y(step):.1f}" r="4" fill="{colour}"/>')
-        mode = BY_NAME.get(spot.name)
-        label = escape(f"{step:.0f} ms" if mode is None else f"{mode.title}, {step:.0f} ms")
-        at_left = mode is not None and x(peak) > WIDTH / 2  # else it may leave the picture
-        shift, anchor = (-6, "end") if at_left else (6, "start")
-        place = f'x="{x(peak) + shift:.1f}" y="{y(step) - 6:.1f}" text-anchor="{anchor}"'
-        marks.append(f"<text {place}>{label}</text>")
-    axes = (
-        f'<path d="M{EDGE},{EDGE} V{HEIGHT - EDGE} H{WIDTH - EDGE}" stroke="#444" fill="none"/>'
-        f'<text x="{EDGE}" y="{HEIGHT - 20}">peak {min(peaks):.1f} to {max(peaks):.1f} MB</text>'
-        f'<text x="8" y="{EDGE - 10}">step {min(steps):.0f} to {max(steps):.0f} ms</text>'
-        f'<text x="{EDGE}" y="20">{escape(title)}</text>'
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-        f"{axes}{''.join(marks)}</svg>\n"
-    )
+def place(spot: Spot) -> front.Spot:
+    return front.Spot(spot.peak_bytes, spot.step_us)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -14,7 +14,7 @@ if str(ROOT) not in sys.path:
 
 from smoke import smoke  # noqa: E402
 
-from bench import adapt, apart, memory, netns, single, sockets  # noqa: E402
+from bench import adapt, apart, fronts, memory, netns, single, sockets  # noqa: E402
 from bench.adapt_rank import Trained  # noqa: E402
 from bench.memory import Spot  # noqa: E402
 from bench.single_launch import Measured as Alone  # noqa: E402
@@ -36,8 +36,25 @@ def test_the_picture_has_what_was_measured():
         Spot("budget 120", 120_000_000, 500e3, 118_000_000),
     ]
     root = ET.fromstring(memory.picture(spots, "S < 8"))
-    assert len(root.findall("{http://www.w3.org/2000/svg}circle")) == 2
+    circles = list(root.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len(circles) == 2 + 2, "with the legend"
     assert "does not fit" in memory.render(spots)
+
+
+def test_a_front_compares_the_plan_with_the_best_that_fits():
+    def cells(*steps_us):
+        return [None if us is None else fronts.Cell(us, 2**30) for us in steps_us]
+
+    rows = {
+        fronts.PLAN: cells(9e5, 8e5, None),
+        "a": cells(None, 1e6, 7e5),
+        "b": cells(None, 2e6, 6e5),
+    }
+    found = fronts.Front("8b", "h100-ib400", [2**30, 2**31, 2**32], rows)
+    assert found.ratios() == [None, 0.8, None]
+    assert "0.800" in fronts.table(found)
+    assert fronts.picture([found, found]).count("<polyline") == 6
+    assert fronts._faster(rows["a"][1], rows["b"][1]) == rows["a"][1]
 
 
 def test_a_launch_is_the_median_of_ratios_of_neighbours():

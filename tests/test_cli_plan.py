@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -138,10 +139,16 @@ def test_a_sweep_is_a_table_with_its_best_rows_marked(cli, tmp_path):
         (world, budget, batch) for world in (8, 16) for budget in (1024, 2**30) for batch in (1, 2)
     ]
     assert all(("GS601" in r.why_not) == (r.budget_bytes == 1024) for r in rows)
-    assert sorted(p.name for p in tmp_path.glob("plans/*")) == [
+    assert sorted(p.name for p in tmp_path.glob("plans/*.json")) == [
         f"good-{number}.plan.json" for number in (3, 4, 7, 8)
     ]
+    assert json.loads(out)["front"] == "plans/good.front.svg"
+    picture = (tmp_path / "plans/good.front.svg").read_text()
+    for world, batch in product((8, 16), (1, 2)):
+        assert f"good, {world} x {HARDWARE}, batch {batch}, seq 4" in picture
+    assert picture.count("as the model is") == 4
     _, out, _ = cli("good", *lists, world="8,16")
+    assert "time against peak: plans/good.front.svg" in out
     table = [line for line in out.splitlines() if line.endswith(HARDWARE) or HARDWARE in line][:8]
     best = pareto(rows)
     assert 0 < len(best) < 4

@@ -21,6 +21,8 @@ from graphshard.cli.common import (
     size,
     write_text,
 )
+from graphshard.cli.front import marked, panels
+from graphshard.view.front import Panel, front_svg
 from graphshard.view.offline import Effort, SweepRow, plan_text, sweep_text
 
 if TYPE_CHECKING:
@@ -105,12 +107,15 @@ def _plan(args: argparse.Namespace) -> int:
 
     target = target_of(args.target)
     points = _points(args, target)
-    study = Study(target.name, target.build, points, say=say)
-    answers = list(_followed(study.answers(), len(points)))
+    marks = marked(points) if len(args.budget) > 1 else []
+    study = Study(target.name, target.build, (*points, *marks), say=say)
+    found = list(_followed(study.answers(), len(points) + len(marks)))
+    answers = found[: len(points)]
     if len(points) == 1:
         _one(args, study.effort, answers[0], target.name)
     else:
-        _many(args, study.effort, answers, target.name)
+        drawn = panels(target.name, answers, found[len(points) :])
+        _many(args, study.effort, answers, target.name, drawn)
     fits = all(answer.plan is not None for answer in answers)
     return EXIT_OK if fits else EXIT_INFEASIBLE
 
@@ -155,20 +160,31 @@ def _one(args: argparse.Namespace, effort: Effort, answer: Answer, name: str) ->
         print_text(plan_text(answer.plan, _where(answer.point), effort, str(path)))
 
 
-def _many(args: argparse.Namespace, effort: Effort, answers: list[Answer], name: str) -> None:
-    """A row for each point; with -o the plan of each, in a folder."""
+def _many(
+    args: argparse.Namespace,
+    effort: Effort,
+    answers: list[Answer],
+    name: str,
+    drawn: list[Panel],
+) -> None:
+    """A row for each point; with -o the plan of each, in a folder. drawn: of several budgets."""
     rows = [_row(answer) for answer in answers]
+    folder: Path = args.output or Path()
+    picture = folder / f"{name}.front.svg" if drawn else None
     if args.output is not None:
         make_folder(args.output)
         for number, answer in enumerate(answers, start=1):
             if answer.plan is not None:
                 path = args.output / f"{name}-{number}.plan.json"
                 write_text(path, answer.plan.to_json(indent=None))
+    if picture is not None:
+        write_text(picture, front_svg(drawn, columns=2))
+    at = None if picture is None else str(picture)
     if args.json:
         told = {"effort": asdict(effort), "rows": [asdict(row) for row in rows]}
-        print_json(told)
+        print_json(told | {"front": at})
     else:
-        print_text(sweep_text(name, rows, effort))
+        print_text(sweep_text(name, rows, effort, at))
 
 
 def _where(point: Point) -> str:

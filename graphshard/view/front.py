@@ -17,7 +17,7 @@ from graphshard.view.html import asset
 from graphshard.view.units import SCALES
 
 WIDTH, HEIGHT = 460, 330
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 44, 48
+LEFT, RIGHT, TOP, BOTTOM = 64, 30, 44, 48
 LINE = 16  # of the legend
 TICKS = 5  # at most about so many
 # The first is the plan's. From Okabe and Ito, told apart without red and green.

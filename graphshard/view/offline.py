@@ -68,8 +68,11 @@ def plan_text(plan: Plan, where: str, effort: Effort, path: str) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def sweep_text(name: str, rows: Sequence[SweepRow], effort: Effort) -> str:
-    """A table of all points; those that no other beats in time and memory are marked."""
+def sweep_text(
+    name: str, rows: Sequence[SweepRow], effort: Effort, picture: str | None = None
+) -> str:
+    """A table of all points; those that no other beats in time and memory are marked. picture: the
+    file that has them drawn."""
     lines = [name, "", *_effort(effort), ""]
     names = list(dict.fromkeys(key for row in rows for key, _ in row.sizes))
     heads = ["world", "hardware", "budget", *names]
@@ -81,6 +84,7 @@ def sweep_text(name: str, rows: Sequence[SweepRow], effort: Effort) -> str:
         lines.append("  ".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)))
     lines += ["", f"{BEST} no other row is both faster (per token and rank) and smaller"]
     lines += [f"  {row.world_size:,} ranks, {row.hardware}: {row.why_not}" for row in _failed(rows)]
+    lines += [f"  time against peak: {picture}"] if picture else []
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
