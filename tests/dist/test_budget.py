@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, shard_blocks
-from parity import assert_equal, build, train
+from parity import assert_equal, build, difference, local, reseed, train
 from patching import patched
 from pool import Ctx, Pool
 from test_memory import watch_gathered
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import graphshard
 from graphshard.capture.root_state import root_states_under
 from graphshard.cost import presets
+from graphshard.planner.infeasible import LEAST_PLAUSIBLE_BYTES
 from graphshard.schedule.plan import Reshard, StepKind
 
 pytestmark = pytest.mark.dist
@@ -116,6 +117,61 @@ def test_a_budget_below_that_of_fsdp2_is_kept_by_computing_again(pool: Pool) -> 
     first, second = pool.run(2, squeezed, "llama", timeout_s=280)
     assert first == second
     assert len(first) > 2
+
+
+def every_budget(ctx: Ctx, name: str) -> list[tuple[int, int, int]]:
+    """Eight budgets from the least feasible one to FSDP2's peak; two backward passes of one loss.
+    Each budget, the plan's peak, and how many activations are computed again."""
+    case = CASES[name]
+
+    def run(model: nn.Module) -> list[Tensor | None]:
+        seen = []
+        for step in range(2):
+            reseed(ctx, step)
+            loss = case.loss(model, case.batch(step, ctx.rank, ctx.device))
+            loss.backward(retain_graph=True)
+            loss.backward()
+            seen += [loss.detach(), *(local(p.grad) for p in model.parameters())]
+        return seen
+
+    def compiled(budget: int | None) -> tuple[nn.Module, Any]:
+        torch._dynamo.reset()  # it compiles the code of one class 8 times at most
+        model = build(case, ctx)
+        options = {"fallback": "error", **({"memory_budget": budget} if budget else {})}
+        model.compile(backend="graphshard", fullgraph=True, options=options)
+        return model, run(model)
+
+    expected = run(build(case, ctx))
+    with pytest.raises(graphshard.InfeasibleBudget) as error:
+        compiled(LEAST_PLAUSIBLE_BYTES)
+    least_bytes = error.value.shortage.least_bytes
+    (plan,) = graphshard.plans(compiled(None)[0])
+    most_bytes = plan.summary()["fsdp2"]["peak_bytes"]
+    found = []
+    for number in range(8):
+        budget = least_bytes + (most_bytes - least_bytes) * number // 7
+        try:
+            model, actual = compiled(budget)
+        except graphshard.InfeasibleBudget:  # the first promise may be another graph's
+            assert number == 0
+            continue
+        for value, other in zip(expected, actual, strict=True):
+            assert difference(value, other) is None, (budget, difference(value, other))
+        (plan,) = graphshard.plans(model)
+        again = len(plan.recompute.activations)
+        found.append((budget, plan.summary()["peak_bytes"], again))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_tied", "gpt_tied_ac"])
+def test_every_budget_equals_eager_where_a_graph_is_kept(pool: Pool, name: str) -> None:
+    """With dropout, with checkpoints of the user's, with retain_graph."""
+    first, second = pool.run(2, every_budget, name, timeout_s=280)
+    assert first == second
+    assert len(first) >= 7
+    assert all(peak_bytes <= budget for budget, peak_bytes, _ in first)
+    assert sum(again > 0 for *_, again in first) >= 4
 
 
 def free_to_keep(ctx: Ctx, reshard: str) -> tuple[list[int], list[int]]:
