@@ -53,8 +53,9 @@ def search(context: SearchContext, starts: Sequence[Choices]) -> Best:
     if best is None:
         return None
     _tune(context, best.choices)
-    for start in with_room_used(context):
-        best = better(best, candidate(context, start))
+    room_used = with_room_used(context)
+    if room_used is not None:
+        best = better(best, candidate(context, room_used))
     assert best is not None
     limit = context.effort + effort_limit(context)
     _tune(context, best.choices)

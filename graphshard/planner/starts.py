@@ -8,7 +8,6 @@ fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from graphshard.planner.choices import Choices, Cuts
@@ -24,21 +23,20 @@ from graphshard.planner.prefixes import Best, best_prefix, better, filled, taken
 from graphshard.planner.score import Candidate, SearchContext, candidate
 
 
-def with_room_used(context: SearchContext) -> Iterator[Choices]:
-    """One for each way to use the room; none if nothing may be computed again, or nothing fits."""
+def with_room_used(context: SearchContext) -> Choices | None:
+    """None if nothing may be computed again, or nothing fits. Where nodes may hold shards, the room
+    is for these: a search with groups kept alone has come before."""
     again, lean = recompute_moves(context.memo), lean_choices(context.memo)
     if not again:
-        return
+        return None
     saving = unmoved(lean, again)
-    whole = replace(saving, forward=Cuts(), backward=Cuts(), reduce=Cuts())
-    for base in (whole, saving):
+    uncut = replace(saving, forward=Cuts(), backward=Cuts(), reduce=Cuts())
+    for base in (uncut, saving):
         most = candidate(context, taken(base, again))
-        if most is None:
-            continue
-        for uses in (still_open(context.memo, base), node_moves(context.memo)):
-            if uses:
-                yield _best(context, most, base, again, uses).choices
-        return
+        if most is not None:
+            uses = node_moves(context.memo) or still_open(context.memo, base)
+            return _best(context, most, base, again, uses).choices
+    return None
 
 
 def _best(
