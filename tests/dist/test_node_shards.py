@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 import graphshard
 from graphshard.capture.root_state import root_states_under
 from graphshard.cost import presets
-from graphshard.planner import search
+from graphshard.planner import search, starts
 from graphshard.planner.moves import Move, What
 from graphshard.schedule.plan import StepKind
 
@@ -56,6 +56,7 @@ def two_nodes() -> Iterator[None]:
         mock.patch.dict(os.environ, GRAPHSHARD_CACHE_DIR=folder, LOCAL_WORLD_SIZE=str(PER_NODE)),
         patched(presets, "_network", said),
         patched(search, "still_open", lambda found: lambda memo, choices: []),
+        patched(starts, "still_open", lambda found: lambda memo, choices: []),
         patched(search, "moves", lambda found: lambda memo: left(found(memo))),
         patched(
             search,
