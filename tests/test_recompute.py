@@ -120,7 +120,7 @@ def test_keys_and_values_come_from_a_quarter_of_them():
 
 
 def kinds(found):
-    """Of a Llama's middle block: matrix products and attentions in each whole unit, in order."""
+    """Of a Llama's middle block: matrix products and attentions in each whole unit."""
     middle = found[len(found) // 2].group
     return [
         tuple(sum(name.startswith(kind) for name in u.nodes) for kind in ("mm_", "_scaled_dot"))
@@ -130,9 +130,9 @@ def kinds(found):
 
 
 def test_what_each_op_saves_is_a_choice_of_its_own():
-    """Norm, products with queries, keys and values, attention, norm, gate and up, and pointwise."""
+    """Products with queries, keys, values, for gate and up, and attention."""
     _, _, found = captured(LLAMA, False)
-    assert [kind for kind in kinds(found) if any(kind)] == [(1, 0)] * 3 + [(0, 1)] + [(1, 0)] * 2
+    assert sorted(filter(any, kinds(found))) == [(0, 1)] + [(1, 0)] * 5
     numbers = [(u.group, u.number) for u in found]
     assert len(numbers) == len(set(numbers))
 

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
     if program.forward is None or program.backward is None:
         return ()
     compute = compute_nodes(program.forward.graph)
-    results, saved = _returned(program)
-    returned, kept = set(map(owner, results)), set(map(owner, saved))
+    results, saved = returned(program)
+    outside, kept = set(map(owner, results)), set(map(owner, saved))
     times = dict(zip(compute, us, strict=True))
     readers = _first_reader(program.backward.graph)
     written = _written(program.forward.graph)
@@ -75,10 +76,10 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
         ops = compute[first : last + 1]
         made = set(ops)
         ops += [view for view in last_views if view not in made and owner(view) in made]
-        inside = _inside(ops, group, returned, written)
+        inside = _inside(ops, group, outside, written)
         freed = [n for n in saved if n in inside and owner(n) in inside and n.name in readers]
         span = _Span(inside, freed, again, kept, times)
-        found += _units_of(group, last, span, readers)
+        found += sorted(_units_of(group, last, span, readers), key=attrgetter("number"))
     return tuple(found)
 
 
@@ -209,14 +210,14 @@ def kept_beside(program: Program, chosen: Sequence[RecomputeUnit]) -> frozenset[
     """What the partition of `program` saves, as far as `chosen` does not free it, and what has to
     be saved because `chosen` reads it."""
     assert program.forward is not None
-    _, saved = _returned(program)
+    _, saved = returned(program)
     again = {name for unit in chosen for name in unit.nodes}
     repeated = [n for n in program.forward.graph.nodes if n.name in again]
     kept = [n for n in saved if n.name not in again]
     return frozenset(n.name for n in (*kept, *_inputs(repeated)))
 
 
-def _returned(program: Program) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
+def returned(program: Program) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
     """What forward returns: to the caller, and for backward."""
     assert program.forward is not None
     outputs: Any = output_node(program.forward.graph).args[0]
