@@ -35,6 +35,7 @@ from graphshard.compiler.planning import (
     plan_with_costs,
     problem_of,
     run_captured,
+    saying_what_is_held,
 )
 from graphshard.errors import InfeasibleBudget
 from graphshard.graph.program import Program, output_node
@@ -172,7 +173,8 @@ def decided(
         plain = Decided(parts, posed.problem, first.without)
     if first.recompute.activations:
         found = _again_within(again, posed, planning, first)
-        plain = _better(found, plain, is_agreed=first.recompute == planning.recompute_as)
+        with saying_what_is_held(posed.costs):
+            plain = _better(found, plain, is_agreed=first.recompute == planning.recompute_as)
     assert plain is not None
     return replace(plain, plan=explained(plain.plan, posed, planning))
 

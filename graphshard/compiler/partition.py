@@ -39,6 +39,7 @@ from graphshard.graph.program import (
 from graphshard.graph.random_ops import note_random_values, with_tags, without_tags
 from graphshard.passes import RELEASED
 from graphshard.passes.release_checkpoints import num_open
+from graphshard.pricing.held import note_wanted
 from graphshard.pricing.recompute import RecomputeUnit, kept_beside, tag
 from graphshard.runtime.live import LiveGroup, find
 from graphshard.schedule.plan import GroupInfo
@@ -96,6 +97,7 @@ def joint_graph_of(
 ) -> JointGraph:
     """What AOTAutograd asks to be partitioned; the arguments are those of its `partition_fn`."""
     name_anchors(joint, found)
+    note_wanted(joint.graph)
     program = run_captured(Program(name, found.infos, outputs, joint=joint))
     context = tracing_context()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.regroup import regroup
 from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import plan_best
+from graphshard.pricing.held import folded
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy, price
 from graphshard.pricing.recompute import activation_of, offered
@@ -120,6 +122,15 @@ class FirstPlans:
     without: Plan | None
 
 
+@contextmanager
+def saying_what_is_held(costs: GraphCosts) -> Iterator[None]:
+    """An InfeasibleBudget from inside says what no plan could free."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        raise InfeasibleBudget(replace(error.shortage, held=folded(costs.held))) from None
+
+
 def first_plans(posed: Posed, planning: PlanningInputs) -> FirstPlans:
     """What the ranks have agreed to compute again, if they have and the graph can; else the best.
 
@@ -163,7 +174,8 @@ def best_plans(posed: Posed, planning: PlanningInputs) -> tuple[Plan, Plan | Non
 
 def _plan_of_posed(posed: Posed, problem: Problem, planning: PlanningInputs) -> Plan:
     """problem: that of `posed`, or the same with options."""
-    plan = plan_with_costs(posed.costs, problem, planning.policy.reshard, posed.baseline)
+    with saying_what_is_held(posed.costs):
+        plan = plan_with_costs(posed.costs, problem, planning.policy.reshard, posed.baseline)
     chosen = plan.recompute.activations
     return replace(plan, recompute=Recomputed(chosen, posed.checkpoints, posed.replaced))
 

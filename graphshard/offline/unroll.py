@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from graphshard.offline.repeats import CAPTURED, EARLY, Repeat
+from graphshard.pricing.held import HeldValue
 from graphshard.pricing.liveness import Live
 from graphshard.pricing.op_costs import GraphCosts, OpCosts
 from graphshard.pricing.recompute import RecomputeUnit
@@ -86,7 +87,9 @@ def unrolled(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> G
     }
     found = _units(costs.units, naming, inserts, repeat.count)
     units = tuple(sorted(found, key=lambda unit: (unit.after, unit.number)))
-    return GraphCosts(costs.name, naming.groups, _with_kept(by_direction, naming.groups), units)
+    kept = _with_kept(by_direction, naming.groups)
+    held = tuple(_held(costs.held, inserts[Direction.FORWARD]))
+    return GraphCosts(costs.name, naming.groups, kept, units, held)
 
 
 def _naming(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _Naming | None:
@@ -275,6 +278,14 @@ def _with_kept(
     needed = {use.group for use in backward.usage.uses} if backward is not None else set()
     kept = frozenset(g.id for g in groups if not g.reshard_after_forward and g.id in needed)
     return {d: replace(s, usage=replace(s.usage, kept=kept)) for d, s in by_direction.items()}
+
+
+def _held(values: Sequence[HeldValue], forward: _Insert) -> Iterator[HeldValue]:
+    for value in values:
+        yield replace(value, at=forward.moved(None, value.at))
+        if forward.start <= value.at < forward.stop:
+            for copy in range(1, forward.copies + 1):
+                yield replace(value, at=forward.copied(copy, value.at))
 
 
 def _units(

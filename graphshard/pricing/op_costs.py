@@ -19,6 +19,7 @@ from graphshard.cost.roofline import OpWork, op_us
 from graphshard.graph.owners import maker
 from graphshard.graph.program import Program, aliases, compute_nodes, positions, steps
 from graphshard.pricing.flops import graph_work, never_stored
+from graphshard.pricing.held import HeldValue, held_values
 from graphshard.pricing.liveness import Live, live_bytes, saved_memory
 from graphshard.pricing.recompute import RecomputeUnit, units
 from graphshard.pricing.region_cuts import aligned, crossing_bytes, late_params
@@ -42,12 +43,14 @@ class OpCosts:
 
 @dataclass(frozen=True, slots=True)
 class GraphCosts:
-    """A program as the planner sees it. units: what backward could compute again."""
+    """A program as the planner sees it. units: what backward could compute again. held: what is
+    saved whatever is chosen of these; both empty where nobody asked."""
 
     name: str
     groups: tuple[GroupInfo, ...]
     by_direction: dict[Direction, OpCosts]
     units: tuple[RecomputeUnit, ...] = ()
+    held: tuple[HeldValue, ...] = ()
 
 
 def graph_costs(
@@ -69,7 +72,8 @@ def graph_costs(
             program, Direction.BACKWARD, machine, fused, late=late
         )
     found = units(program, forward.usage, forward.us) if recompute else ()
-    return GraphCosts(program.name, program.groups, by_direction, found)
+    left = held_values(program, found) if recompute else ()
+    return GraphCosts(program.name, program.groups, by_direction, found, left)
 
 
 def _op_costs(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from graphshard.schedule.estimate import Allocation
+from graphshard.schedule.groups import Origin
 from graphshard.schedule.steps import Direction, Step
 
 
@@ -32,9 +33,21 @@ class Help:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """What forward saves for backward and no plan can free: `count` values of alike modules, which
+    take `size_bytes` together. wanted: the user's checkpoint policy says MUST_SAVE."""
+
+    origin: Origin
+    size_bytes: int
+    count: int
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Shortage:
     """least_bytes: the least peak that was found for any schedule, during `step` of `direction`,
-    when `owners` hold most. fsdp2_bytes: the peak of FSDP2's own schedule."""
+    when `owners` hold most. fsdp2_bytes: the peak of FSDP2's own schedule. held: the largest
+    first."""
 
     budget_bytes: int
     least_bytes: int
@@ -44,3 +57,4 @@ class Shortage:
     owners: tuple[Allocation, ...]
     helps: tuple[Help, ...]
     names: tuple[tuple[int, str], ...]
+    held: tuple[Held, ...] = ()

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from graphshard.schedule.estimate import Allocation
-from graphshard.schedule.shortage import Help, Remedy, Shortage
+from graphshard.schedule.shortage import Held, Help, Remedy, Shortage
 from graphshard.view.text import bytes_text
 
 MOST_NAMES = 4
+MOST_HELD = 2
+# Of less than this share of the least peak nobody needs to hear.
+WORTH_SAYING = 0.05
+LOSS = ("_log_softmax", "_softmax")
 
 
 def shortage_text(shortage: Shortage) -> str:
     """All of it, for an error's message."""
     owners = "; ".join(_owner(shortage, owner) for owner in shortage.owners)
+    held = "".join(f". {line[0].upper()}{line[1:]}" for line in _held(shortage))
     helps = "; ".join(_help(shortage, one) for one in shortage.helps)
-    return f"{_what(shortage)}; {_where(shortage)}: {owners}. What would help: {helps}"
+    return f"{_what(shortage)}; {_where(shortage)}: {owners}{held}. What would help: {helps}"
 
 
 def shortage_lines(shortage: Shortage) -> list[str]:
@@ -22,6 +29,7 @@ def shortage_lines(shortage: Shortage) -> list[str]:
         _what(shortage),
         f"  {_where(shortage)}",
         *(f"    {_owner(shortage, owner)}" for owner in shortage.owners),
+        *(f"  {line}" for line in _held(shortage)),
         "  what would help",
         *(f"    {_help(shortage, one)}" for one in shortage.helps),
     ]
@@ -48,6 +56,29 @@ def _owner(shortage: Shortage, owner: Allocation) -> str:
     """ "1.0 KiB of Activation" or "64 B of All Gather (layers.0)"."""
     whose = "" if owner.group is None else f" ({_name(shortage, owner.group)})"
     return f"{bytes_text(owner.bytes)} of {owner.category}{whose}"
+
+
+def _held(shortage: Shortage) -> Iterator[str]:
+    """What of the activations no plan can free, and whose wish that is."""
+    least_bytes = WORTH_SAYING * shortage.least_bytes
+    wanted_bytes = sum(held.size_bytes for held in shortage.held if held.wanted)
+    if wanted_bytes > least_bytes:
+        yield (
+            f"{bytes_text(wanted_bytes)} are saved since the model's checkpoint policy says "
+            "MUST_SAVE; PREFER_SAVE leaves it to the plan"
+        )
+    others = [h for h in shortage.held if not h.wanted and h.size_bytes > least_bytes]
+    for held in others[:MOST_HELD]:
+        origin = held.origin
+        whose = f"of {origin.op}" + (f" in {origin.module}" if origin.module else "")
+        times = f" ({held.count} of them)" if held.count > 1 else ""
+        yield f"{bytes_text(held.size_bytes)}{times} are results {whose}, always saved{_cure(held)}"
+
+
+def _cure(held: Held) -> str:
+    if held.origin.op not in LOSS:
+        return ""
+    return ": the logits of the loss; computed in chunks of tokens it holds less"
 
 
 def _help(shortage: Shortage, one: Help) -> str:

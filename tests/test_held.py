@@ -1,0 +1,86 @@
+"""What a budget that nothing fits says of activations that no plan can free."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_offline import point, study, the_example
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from graphshard.errors import InfeasibleBudget
+from graphshard.planner.infeasible import LEAST_PLAUSIBLE_BYTES
+from graphshard.schedule.groups import Origin
+from graphshard.schedule.shortage import Held
+from graphshard.view.shortage import shortage_lines, shortage_text
+
+TOKENS, VOCABULARY, DIM = 64, 4096, 16
+
+
+def llama(recompute, depth=10):
+    example = the_example()
+    config = example.Config(64, depth, 4, 128, num_kv_heads=2, vocabulary=64, recompute=recompute)
+    return example.sharded(config, 1, 32)
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, tokens):
+        return F.cross_entropy(self.head(self.embed(tokens)), tokens)
+
+
+def with_loss():
+    return fully_shard(WithLoss()), torch.zeros(TOKENS, dtype=torch.int64)
+
+
+def shortage(build, *, whole=False):
+    asked = point(budget=LEAST_PLAUSIBLE_BYTES)
+    (answer,) = study(build, (asked,), whole=whole).answers()
+    return answer.infeasible.shortage
+
+
+def test_what_the_policy_says_must_be_saved_is_named():
+    found = shortage(lambda: llama("selective"))
+    wanted = [held for held in found.held if held.wanted]
+    assert {held.origin.op for held in wanted} <= {
+        "mm",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    }
+    assert {held.count % 10 for held in wanted} == {0}
+    assert "MUST_SAVE; PREFER_SAVE leaves it to the plan" in shortage_text(found)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "none"])
+def test_blocks_that_are_counted_hold_what_they_hold(recompute):
+    few, all_of_them = (shortage(lambda: llama(recompute), whole=whole) for whole in (False, True))
+    assert few.held == all_of_them.held
+
+
+def test_nobody_is_told_to_change_what_was_not_asked_for():
+    found = shortage(lambda: llama("none"))
+    assert not any(held.wanted for held in found.held)
+    assert "MUST_SAVE" not in shortage_text(found)
+
+
+def test_the_logits_of_a_loss_are_called_so():
+    found = shortage(with_loss)
+    assert found.held[0] == Held(Origin("_log_softmax"), 4 * TOKENS * VOCABULARY, 1, False)
+    (line,) = [line for line in shortage_lines(found) if "_log_softmax" in line]
+    assert "1.0 MiB are results of _log_softmax, always saved: the logits of the loss" in line
+
+
+def test_what_is_little_is_not_worth_a_line():
+    found = shortage(with_loss)
+    small = replace(found, held=(Held(Origin("mm"), 1, 1, wanted=True),))
+    assert shortage_text(small) == shortage_text(replace(found, held=()))
+
+
+def test_the_facts_travel_with_the_error():
+    import pickle
+
+    error = InfeasibleBudget(shortage(with_loss))
+    assert pickle.loads(pickle.dumps(error)).shortage == error.shortage
