@@ -53,10 +53,10 @@ class Measured:
     """step_us: of forward, backward and optimizer, until the device is through.
 
     host_us: until the host had issued the step, which began with an idle device. The host waits
-    once about a thousand kernels are queued, so it is at most this. peak_bytes: of the
-    measured steps, 0 on a CPU. losses:
-    of all steps, warm-up included. grads_us: of forward and backward alone, until the device is
-    through. expected: what graphshard's plan says of those, by the device's preset.
+    once about a thousand kernels are queued, so it is at most this. peak_bytes: of the measured
+    steps, 0 on a CPU. losses: of all steps, warm-up included. grads_us: of forward and backward
+    alone, until the device is through. expected: what graphshard's plan says of those, by the
+    device's preset.
     """
 
     step_us: list[float]

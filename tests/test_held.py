@@ -1,5 +1,6 @@
 """What a budget that nothing fits says of activations that no plan can free."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,13 @@ def test_the_logits_of_a_loss_are_called_so():
     assert "1.0 MiB are results of _log_softmax, always saved: the logits of the loss" in line
 
 
+def test_the_softmax_of_an_attention_is_no_loss():
+    found = shortage(with_loss)
+    softmax = Held(Origin("_softmax", "attention"), found.least_bytes, 1, wanted=False)
+    text = shortage_text(replace(found, held=(softmax,)))
+    assert "are results of _softmax in attention, always saved. What would help" in text
+
+
 def test_what_is_little_is_not_worth_a_line():
     found = shortage(with_loss)
     small = replace(found, held=(Held(Origin("mm"), 1, 1, wanted=True),))
@@ -80,7 +88,5 @@ def test_what_is_little_is_not_worth_a_line():
 
 
 def test_the_facts_travel_with_the_error():
-    import pickle
-
     error = InfeasibleBudget(shortage(with_loss))
     assert pickle.loads(pickle.dumps(error)).shortage == error.shortage

@@ -57,9 +57,9 @@ def with_needed(found, chosen):
     return [unit for unit in found if (unit.group, unit.number) in names]
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["aten", "inductor"])
-@pytest.mark.parametrize("build", [net, LLAMA, MIXTRAL], ids=["net", "llama", "mixtral"])
-def test_units_free_what_they_promise_whichever_are_chosen(build, fused):
+def drawn_cuts(build, fused, check):
+    """`check(chosen, again)` for drawn units of a captured model, and it cut so that backward
+    computes these again."""
     joint_graph, parts, found = captured(build, fused)
 
     @drawing(COUNT, SEED)
@@ -69,21 +69,33 @@ def test_units_free_what_they_promise_whichever_are_chosen(build, fused):
         with pretended(8):
             joint = joint_graph.program.joint
             again = repeating(joint_graph, joint, parts, chosen, fused=fused)
-        promised = sum(unit.saved_bytes for unit in chosen)
-        assert saved_bytes(parts) - saved_bytes(again) == promised > 0
+        check(chosen, again)
 
     draw()
 
 
-def example_llama(**changes):
-    """Blocks of Llama 3 8B: keys and values of 8 heads, repeated for 32."""
+@pytest.mark.parametrize("fused", [False, True], ids=["aten", "inductor"])
+@pytest.mark.parametrize("build", [net, LLAMA, MIXTRAL], ids=["net", "llama", "mixtral"])
+def test_units_free_what_they_promise_whichever_are_chosen(build, fused):
+    _, parts, _ = captured(build, fused)
+
+    def check(chosen, again):
+        promised = sum(unit.saved_bytes for unit in chosen)
+        assert saved_bytes(parts) - saved_bytes(again) == promised > 0
+
+    drawn_cuts(build, fused, check)
+
+
+def blocks_of_8b():
+    """4 blocks of Llama 3 8B: keys and values of 8 heads, repeated for 32."""
     example = the_example()
-    return example.sharded(replace(example.LLAMA3_8B, recompute="none", **changes), 1, 8192)
+    config = replace(example.LLAMA3_8B, recompute="none", num_layers=4)
+    return example.sharded(config, 1, 8192)
 
 
 def test_units_cost_what_they_promise():
     """Fused, where a value that a cut separates from its readers is stored after all."""
-    joint_graph, parts, found = captured(functools.partial(example_llama, num_layers=4), True)
+    _, parts, _ = captured(blocks_of_8b, True)
     machine = preset("h100")
 
     def backward_us(cut):
@@ -92,22 +104,16 @@ def test_units_cost_what_they_promise():
 
     before_us = backward_us(parts)
 
-    @drawing(COUNT, SEED)
-    @given(st.sets(st.sampled_from(range(len(found))), min_size=1))
-    def draw(places):
-        chosen = with_needed(found, {found[place] for place in places})
-        with pretended(8):
-            joint = joint_graph.program.joint
-            again = repeating(joint_graph, joint, parts, chosen, fused=True)
+    def check(chosen, again):
         promised_us = sum(unit.extra_us for unit in chosen)
         assert backward_us(again) - before_us <= 1.02 * promised_us + 1.0
 
-    draw()
+    drawn_cuts(blocks_of_8b, True, check)
 
 
 def test_keys_and_values_come_from_a_quarter_of_them():
     """Saved before they are repeated, they take a repetition, not a product."""
-    _, _, found = captured(functools.partial(example_llama, num_layers=4), True)
+    _, _, found = captured(blocks_of_8b, True)
     middle = [u for u in found if u.group == found[len(found) // 2].group]
     heads = [(u, more) for u in middle for more in middle if more.needs == u.number]
     assert [(u.origin.op, more.origin.op) for u, more in heads] == [

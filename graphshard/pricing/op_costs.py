@@ -85,7 +85,7 @@ def _op_costs(
     inside: bool = False,
     late: Mapping[tuple[int, int], int] = MappingProxyType({}),
 ) -> OpCosts:
-    """inside, late: see `graphshard.pricing.region_cuts.snapped`."""
+    """inside, late: see `graphshard.pricing.region_cuts.aligned`."""
     graph = program.by_direction[direction].graph
     found = usage_of(program, graph, direction)
     if fused:

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from math import ceil, floor, log10
 
-from jinja2 import Environment, StrictUndefined
-
-from graphshard.view.html import asset
+from graphshard.view.templates import template
 from graphshard.view.units import SCALES
 
 WIDTH, HEIGHT = 460, 330
@@ -71,16 +69,13 @@ class _Drawn:
 
 def front_svg(panels: Sequence[Panel], columns: int = 1) -> str:
     """Raises ValueError for a panel without spots."""
-    env = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     legend = max(len(panel.series) for panel in panels)
     height = HEIGHT + LINE * legend
     drawn = [
         _drawn(panel, WIDTH * (n % columns), height * (n // columns))
         for n, panel in enumerate(panels)
     ]
-    return env.from_string(asset("front.svg.j2")).render(
+    return template("front.svg.j2").render(
         panels=drawn,
         width=WIDTH * min(columns, len(panels)),
         height=height * -(-len(panels) // columns),

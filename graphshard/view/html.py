@@ -11,11 +11,8 @@ from __future__ import annotations
 import base64
 import hashlib
 from dataclasses import asdict
-from functools import cache
-from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from graphshard.schedule.measured import Measured
@@ -29,6 +26,7 @@ from graphshard.view.names import shown
 from graphshard.view.residency import residency_rows
 from graphshard.view.sheet import Sheet, sheet_of
 from graphshard.view.strips import strip_rows
+from graphshard.view.templates import asset, template
 from graphshard.view.text import ranks_text
 from graphshard.view.units import time_text
 
@@ -48,10 +46,7 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
     views = _views(sheet)
     memory = memory_of(sheet)
     css, js = asset("viewer.css"), _script()
-    env = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return env.from_string(asset("viewer.html.j2")).render(
+    return template("viewer.html.j2").render(
         title=plan.name,
         subtitle=_subtitle(plan),
         csp=_policy(css, js),
@@ -68,11 +63,6 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
         table=table_of(sheet),
         payload=_payload(sheet, views, memory),
     )
-
-
-@cache
-def asset(name: str) -> str:
-    return (resources.files("graphshard.view") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _script() -> str:

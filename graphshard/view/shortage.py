@@ -12,13 +12,13 @@ MOST_NAMES = 4
 MOST_HELD = 2
 # Of less than this share of the least peak nobody needs to hear.
 WORTH_SAYING = 0.05
-LOSS = ("_log_softmax", "_softmax")
+LOSS = "_log_softmax"  # of cross entropy; attention takes `_softmax`
 
 
 def shortage_text(shortage: Shortage) -> str:
     """All of it, for an error's message."""
     owners = "; ".join(_owner(shortage, owner) for owner in shortage.owners)
-    held = "".join(f". {line[0].upper()}{line[1:]}" for line in _held(shortage))
+    held = "".join(f". {line}" for line in _held(shortage))
     helps = "; ".join(_help(shortage, one) for one in shortage.helps)
     return f"{_what(shortage)}; {_where(shortage)}: {owners}{held}. What would help: {helps}"
 
@@ -76,7 +76,7 @@ def _held(shortage: Shortage) -> Iterator[str]:
 
 
 def _cure(held: Held) -> str:
-    if held.origin.op not in LOSS:
+    if held.origin.op != LOSS:
         return ""
     return ": the logits of the loss; computed in chunks of tokens it holds less"
 
