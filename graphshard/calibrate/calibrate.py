@@ -26,6 +26,7 @@ from graphshard.calibrate.measure import (
     ATTENTION_HEADS,
     attention_time_us,
     collective_time_us,
+    host_copy_time_us,
     matmul_time_us,
     pointwise_time_us,
 )
@@ -41,6 +42,7 @@ GPU_SIZES_BYTES = tuple(4 * KIB * 4**i for i in range(10))  # 4 KiB to 1 GiB
 # Denser: caches and page faults make steps.
 CPU_TENSORS_BYTES = tuple(4 * KIB * 2**i for i in range(16))  # 4 KiB to 128 MiB
 GPU_TENSORS_BYTES = tuple(4 * KIB * 2**i for i in range(19))  # 4 KiB to 1 GiB
+HOST_COPIES_BYTES = tuple(64 * KIB * 4**i for i in range(7))  # 64 KiB to 256 MiB
 CPU_MATRICES = (64, 128, 256, 512, 1024)
 GPU_MATRICES = (256, 512, 1024, 2048, 4096, 8192)
 CPU_LENGTHS = (64, 128, 256, 512, 1024)
@@ -110,8 +112,19 @@ def calibrate(
     )
     if memory is None:
         raise CostError("GS505", "times of pointwise ops make no sense: the machine is too busy")
-    profile = CostProfile(_origin(device, command), tuple(comm), arithmetic, attention, memory)
+    host = None if device.type == "cpu" else _host_copies(device, repetitions, tell)
+    origin = _origin(device, command)
+    profile = CostProfile(origin, tuple(comm), arithmetic, attention, memory, host)
     return _from_rank_0(profile)
+
+
+def _host_copies(device: torch.device, repetitions: int, tell: Callable[[str], None]) -> Fit | None:
+    """All ranks copy at once, as they do in a step."""
+    tell("copies to the host")
+    return believed(
+        "copies to the host",
+        lambda: {float(n): host_copy_time_us(n, device, repetitions) for n in HOST_COPIES_BYTES},
+    )
 
 
 def believed(what: str, measure: Callable[[], Mapping[float, float]]) -> Fit | None:

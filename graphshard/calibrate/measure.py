@@ -68,6 +68,17 @@ def pointwise_time_us(size_bytes: int, device: torch.device, repetitions: int) -
     return _kernel_us(lambda: source * 2.0, device, repetitions)
 
 
+def host_copy_time_us(size_bytes: int, device: torch.device, repetitions: int) -> float:
+    """Median time of a copy of `size_bytes` to pinned memory of the host, or back; the longer."""
+    there = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    here = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    ways = (
+        lambda: here.copy_(there, non_blocking=True),
+        lambda: there.copy_(here, non_blocking=True),
+    )
+    return max(_kernel_us(way, device, repetitions) for way in ways)
+
+
 def _round_us(
     run: Callable[[], dist.Work],
     kind: CollectiveKind,

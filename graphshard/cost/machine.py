@@ -20,18 +20,36 @@ from graphshard.cost.comm import (
     nearest,
     network_us,
 )
-from graphshard.cost.curve import Trust, scaled, through
+from graphshard.cost.curve import Curve, Trust, curve_us, scaled, through
 from graphshard.cost.roofline import Arithmetic, Processor, arithmetic_of
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopies:
+    """What a copy between the device and pinned memory of the host takes, for its bytes: the same
+    each way, also if both ways are busy at once."""
+
+    curve: Curve
+    trust: Trust = Trust.PRESET
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
-    """Everything that turns bytes and flops into time. `measured` wins over `network`."""
+    """Everything that turns bytes and flops into time. `measured` wins over `network`.
+
+    host: None where the device has no memory of its own, or nobody knows how it is reached.
+    """
 
     name: str
     processor: Processor
     network: Network
     measured: tuple[MeasuredCurve, ...] = ()
+    host: HostCopies | None = None
+
+
+def host_copy_us(host: HostCopies, size_bytes: Quantity) -> Quantity:
+    """Microseconds of one copy to the host, or back."""
+    return curve_us(host.curve, size_bytes)
 
 
 def collective_us(

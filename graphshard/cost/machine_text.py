@@ -12,7 +12,7 @@ from typing import Any
 
 from graphshard.cost.comm import CollectiveKind, MeasuredCurve, Network, Protocol, RankGroup
 from graphshard.cost.curve import Curve, SizeClass, Trust
-from graphshard.cost.machine import Machine
+from graphshard.cost.machine import HostCopies, Machine
 from graphshard.cost.roofline import Arithmetic, Processor
 
 
@@ -36,7 +36,12 @@ def from_text(text: str) -> Machine:
         Processor(arithmetic, memory, trust, processor["capacity_bytes"]),
         Network(**{**network, "protocols": protocols, "traffic": traffic}),
         tuple(map(_measured, data["measured"])),
+        data["host"] and _host(data["host"]),
     )
+
+
+def _host(data: dict[str, Any]) -> HostCopies:
+    return HostCopies(_curve(data["curve"]), Trust(data["trust"]))
 
 
 def _measured(data: dict[str, Any]) -> MeasuredCurve:

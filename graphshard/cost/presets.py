@@ -16,7 +16,7 @@ from typing import Any
 
 from graphshard.cost.comm import CollectiveKind, Network, Protocol
 from graphshard.cost.curve import Trust, line
-from graphshard.cost.machine import Machine
+from graphshard.cost.machine import HostCopies, Machine
 from graphshard.cost.roofline import Arithmetic, Processor
 from graphshard.errors import CostError, GraphshardWarning
 
@@ -47,7 +47,9 @@ def preset(name: str) -> Machine:
             f"and after a - one of {networks}",
         )
     library = tables["library"][network["library"]]
-    return Machine(name.lower(), _processor(device), _network(device, network, library))
+    return Machine(
+        name.lower(), _processor(device), _network(device, network, library), host=_host(device)
+    )
 
 
 def _near(device_name: str, network_name: str) -> str:
@@ -130,6 +132,11 @@ def _processor(device: dict[str, Any]) -> Processor:
         if "capacity_bytes" in device
         else None,
     )
+
+
+def _host(device: dict[str, Any]) -> HostCopies | None:
+    entry = device.get("host_bytes_per_s")
+    return entry and HostCopies(line(_number(device["launch_us"]), _per_us(entry)))
 
 
 def _network(device: dict[str, Any], network: dict[str, Any], library: dict[str, Any]) -> Network:

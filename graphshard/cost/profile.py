@@ -17,7 +17,7 @@ from typing import Any
 from graphshard.cost import presets
 from graphshard.cost.comm import CollectiveKind, MeasuredCurve, RankGroup
 from graphshard.cost.curve import Curve, Fit, Sample, SizeClass, Trust
-from graphshard.cost.machine import Machine
+from graphshard.cost.machine import HostCopies, Machine
 from graphshard.cost.roofline import Arithmetic
 from graphshard.errors import CostError
 from graphshard.files.decode import Amount, DecodeError, Positive, decode, parse
@@ -55,7 +55,8 @@ class CostProfile:
     """Results of one calibration, the same on every rank.
 
     arithmetic, attention: matrix products and causal attention per dtype, amounts are flops.
-    memory: a pointwise op, amounts are bytes read and written.
+    memory: a pointwise op, amounts are bytes read and written. host: a copy to the host or back,
+    the slower of the two, on all ranks at once; None where the device is the host.
     """
 
     origin: Origin
@@ -63,6 +64,7 @@ class CostProfile:
     arithmetic: tuple[tuple[str, Fit], ...]
     attention: tuple[tuple[str, Fit], ...]
     memory: Fit
+    host: Fit | None = None
 
     def to_json(self) -> str:
         data = {
@@ -74,6 +76,7 @@ class CostProfile:
             "arithmetic": {dtype: _fit_to_dict(fit) for dtype, fit in self.arithmetic},
             "attention": {dtype: _fit_to_dict(fit) for dtype, fit in self.attention},
             "memory": _fit_to_dict(self.memory),
+            **({} if self.host is None else {"host": _fit_to_dict(self.host)}),
         }
         return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
@@ -126,7 +129,8 @@ def calibrated(preset: Machine, profile: CostProfile) -> Machine:
         memory_trust=Trust.CALIBRATED,
     )
     comm = tuple(MeasuredCurve(c.kind, c.group, c.fit.curve) for c in profile.comm)
-    return replace(preset, processor=processor, measured=comm)
+    host = profile.host and HostCopies(profile.host.curve, Trust.CALIBRATED)
+    return replace(preset, processor=processor, measured=comm, host=host or preset.host)
 
 
 def _fit_to_dict(fit: Fit) -> dict[str, Any]:
@@ -182,6 +186,7 @@ class _ProfileFile:
     arithmetic: dict[str, _FitFile]
     attention: dict[str, _FitFile]
     memory: _FitFile
+    host: _FitFile | None = None
 
 
 def _profile_of(data: _ProfileFile) -> CostProfile:
@@ -195,6 +200,7 @@ def _profile_of(data: _ProfileFile) -> CostProfile:
         arithmetic=tuple((k, _fit_of(fit, "arithmetic", k)) for k, fit in data.arithmetic.items()),
         attention=tuple((k, _fit_of(fit, "attention", k)) for k, fit in data.attention.items()),
         memory=_fit_of(data.memory, "memory"),
+        host=None if data.host is None else _fit_of(data.host, "host"),
     )
 
 
