@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench import emulator, profile
+from bench import emulator, host_link, profile
 from bench.models import CONFIGS, Config, make_batch, make_model
 from bench.modes import (
     BY_NAME,
@@ -27,8 +27,8 @@ from bench.modes import (
     Link,
     Planner,
     Trainer,
-    estimate_of,
     make_trainer,
+    plan_of,
 )
 from bench.peaks import resident_bytes, step_peaks
 from graphshard.compiler import tuning
@@ -49,6 +49,8 @@ class Request:
     compute: str = ""  # folder of what `bench.profile` measured
     ranks_per_node: int = 0  # 0: all on one node
     inside: float = 1.0  # how many times faster links are inside a node
+    host_gb_s: float = 0.0  # rate of a link to a host, each way; 0: there is none
+    offload: str = "auto"  # option of graphshard
     warm_up: int = WARM_UP_STEPS  # steps before the first that is measured
 
     @property
@@ -72,6 +74,7 @@ class Rate:
     """One training at one rate of the link.
 
     predicted_*, lower_bound_us: of the plan, without the optimizer; 0 if it was made without costs.
+    held_bytes: what the host holds from forward to backward.
     """
 
     steps: list[StepTimes]
@@ -81,6 +84,8 @@ class Rate:
     predicted_us: float = 0.0
     predicted_peak_bytes: int = 0
     lower_bound_us: float = 0.0
+    predicted_exposed_us: float = 0.0
+    held_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -105,6 +110,7 @@ class Training:
     config: Config
     micro_steps: int
     losses: list[float]
+    host: host_link.HostLink | None = None
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """Of the next step."""
@@ -117,6 +123,8 @@ class Training:
     def measure(self) -> StepTimes:
         batches = self.batches()
         self.network.clear()
+        if self.host is not None:
+            self.host.waited_us = 0.0
         began_us = self.network.now_us()
         loss = self.trainer.step(batches)
         step_us = self.network.now_us() - began_us
@@ -126,7 +134,7 @@ class Training:
         sent: list[emulator.Transfer] = self.network.timeline()
         return StepTimes(
             step_us=step_us,
-            exposed_us=sum(t.waited_us for t in sent),
+            exposed_us=sum(t.waited_us for t in sent) + (self.host.waited_us if self.host else 0.0),
             lane_us=sum(t.end_us - t.start_us for t in sent),
             link_bytes=sum(t.link_bytes for t in sent),
             collectives=len(sent),
@@ -143,13 +151,14 @@ def run(request: Request) -> Measured:
         poison=request.poison,
     )
     measure_on(network)
+    host = host_link.connect(network, request.host_gb_s) if request.host_gb_s else None
     mesh = init_device_mesh("cpu", (request.num_ranks,))
     losses: list[float] = []
     rates: list[Rate] = []
     for gbit in request.gbits:
         emulator.set_rate(network, gbit=gbit, alpha_us=request.alpha_us, nodes=request.nodes)
         torch._dynamo.reset()
-        training = start(request, gbit, network, mesh)
+        training = start(request, gbit, network, mesh, host)
         rates.append(measure(training, request.num_steps))
         losses += training.losses
     num_params = sum(p.numel() for p in training.trainer.model.parameters())
@@ -168,7 +177,13 @@ def measure_on(network: Any) -> None:
     probe.all_come = lambda ballots: True
 
 
-def start(request: Request, gbit: float, network: Any, mesh: DeviceMesh) -> Training:
+def start(
+    request: Request,
+    gbit: float,
+    network: Any,
+    mesh: DeviceMesh,
+    host: host_link.HostLink | None = None,
+) -> Training:
     """A new training, warm."""
     mode = BY_NAME[request.mode]
     config = CONFIGS[request.config]
@@ -182,11 +197,12 @@ def start(request: Request, gbit: float, network: Any, mesh: DeviceMesh) -> Trai
                 gbit=gbit,
                 alpha_us=request.alpha_us,
                 nodes=request.nodes,
+                host_gb_s=request.host_gb_s,
             )
-            planner = Planner(request.budget_bytes, path, request.micro_steps)
+            planner = Planner(request.budget_bytes, path, request.micro_steps, request.offload)
         link = Link(request.num_ranks, gbit, request.alpha_us)
         trainer = make_trainer(mode, make_model(config, request.num_ranks), mesh, link, planner)
-        training = Training(trainer, network, config, request.micro_steps, [])
+        training = Training(trainer, network, config, request.micro_steps, [], host)
         for _ in range(request.warm_up):
             training.advance()
     return training
@@ -198,7 +214,8 @@ def measure(training: Training, num_steps: int) -> Rate:
     gc.freeze()  # what importing and compiling left behind is not searched in each collection
     steps = [training.measure() for _ in range(num_steps)]
     peaks = step_peaks(training.advance)
-    estimate = estimate_of(training.trainer)
+    plan = plan_of(training.trainer)
+    estimate = None if plan is None else plan.estimate
     return Rate(
         steps=steps,
         resident_bytes=resident_bytes(training.trainer.optimizer),
@@ -207,6 +224,8 @@ def measure(training: Training, num_steps: int) -> Rate:
         predicted_us=0.0 if estimate is None else estimate.step_time_us,
         predicted_peak_bytes=0 if estimate is None else estimate.peak_bytes,
         lower_bound_us=0.0 if estimate is None else estimate.lower_bound_us,
+        predicted_exposed_us=0.0 if estimate is None else estimate.exposed_us,
+        held_bytes=0 if plan is None else sum(g.offloaded_bytes for g in plan.groups),
     )
 
 

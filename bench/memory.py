@@ -2,6 +2,11 @@
 by hand.
 
     python bench/memory.py --config S --gbit 0.8 --json OUT.json --svg OUT.svg
+    python bench/memory.py --host-gb-s 2 --budgets 8 --json OUT.json
+
+With --host-gb-s there is a host beside the device, over a link of that rate: each budget is planned
+with activations that the host may hold, and without; and the budgets begin with the least that fits
+without.
 
 On the emulated network (bench/emulator). FSDP2 is tuned, its blocks compiled by Inductor, and
 reshards all, half or none of them after forward: three points. The budgets lie between the lowest
@@ -12,6 +17,7 @@ table on stdout, progress on stderr, the same as a picture.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common names
 
 from bench import emulator, rounds  # noqa: E402
-from bench.launch import Request  # noqa: E402
+from bench.launch import Rate, Request  # noqa: E402
 from bench.models import CONFIGS  # noqa: E402
 from bench.modes import BY_NAME  # noqa: E402
 from bench.rounds import python, say, turns  # noqa: E402
@@ -40,7 +46,9 @@ PLANNED = "fused_low"  # with a budget of its own here
 class Spot:
     """One setting: medians over launches of the step, and the most that a launch held.
 
-    budget_bytes: None for FSDP2. failed: why nothing was measured.
+    budget_bytes: None for FSDP2. offload: the host may hold activations; it holds held_bytes of
+    them. busy_us: of the step what compute did not wait. predicted_*: by the plan, without the
+    optimizer. failed: why nothing was measured.
     """
 
     name: str
@@ -48,65 +56,103 @@ class Spot:
     step_us: float = 0.0
     peak_bytes: int = 0
     failed: str = ""
+    offload: bool = False
+    busy_us: float = 0.0
+    held_bytes: int = 0
+    predicted_us: float = 0.0
+    predicted_busy_us: float = 0.0
+    predicted_peak_bytes: int = 0
 
 
 def measured(spots: Sequence[Spot], request: Request, num_launches: int) -> list[Spot]:
     """`spots` with their numbers."""
-    steps: dict[Spot, list[float]] = {spot: [] for spot in spots}
-    peaks: dict[Spot, int] = dict.fromkeys(spots, 0)
-    failed: dict[Spot, str] = {}
+    found: dict[Spot, list[Rate]] = {spot: [] for spot in spots}
+    failed: set[Spot] = set()
     for index in range(num_launches):
         for spot in turns(spots, index):
             if spot in failed:
                 continue
-            mode = spot.name if spot.budget_bytes is None else PLANNED
             try:
-                found = launch(replace(request, mode=mode, budget_bytes=spot.budget_bytes))
+                rate = launch(_asked(request, spot)).rates[0]
             except RuntimeError as error:
                 if "GS601" not in str(error):
                     raise
-                failed[spot] = "does not fit"
+                failed.add(spot)
                 continue
-            rate = found.rates[0]
-            steps[spot].append(step_median(rate, "step_us"))
-            peaks[spot] = max(peaks[spot], rate.peak_bytes)
-            say(f"[{index + 1}/{num_launches}] {spot.name}: {steps[spot][-1] / 1e3:.1f} ms")
+            found[spot].append(rate)
+            say(f"[{index + 1}/{num_launches}] {spot.name}: {step_median(rate, 'step_us'):,.0f} us")
     return [
-        replace(
-            spot,
-            step_us=median(steps[spot]) if steps[spot] else 0.0,
-            peak_bytes=peaks[spot],
-            failed=failed.get(spot, ""),
-        )
-        for spot in spots
+        replace(spot, failed="does not fit") if spot in failed else _with_numbers(spot, rates)
+        for spot, rates in found.items()
     ]
 
 
-def budgets(lowest: int, highest: int, count: int) -> list[Spot]:
-    """From 5 % below the lowest peak to the highest."""
-    start = 0.95 * lowest
+def _asked(request: Request, spot: Spot) -> Request:
+    mode = spot.name if spot.budget_bytes is None else PLANNED
+    offload = "auto" if spot.offload else "never"
+    return replace(request, mode=mode, budget_bytes=spot.budget_bytes, offload=offload)
+
+
+def _with_numbers(spot: Spot, rates: Sequence[Rate]) -> Spot:
+    exposed_us = median(step_median(rate, "exposed_us") for rate in rates)
+    step_us, last = median(step_median(rate, "step_us") for rate in rates), rates[-1]
+    return replace(
+        spot,
+        step_us=step_us,
+        busy_us=step_us - exposed_us,
+        peak_bytes=max(rate.peak_bytes for rate in rates),
+        held_bytes=last.held_bytes,
+        predicted_us=last.predicted_us,
+        predicted_busy_us=last.predicted_us - last.predicted_exposed_us,
+        predicted_peak_bytes=last.predicted_peak_bytes,
+    )
+
+
+def least_budget(request: Request) -> int:
+    """The least that a plan fits, nothing offloaded, as its error says it."""
+    try:
+        launch(_asked(request, Spot("", 1)))
+    except RuntimeError as error:
+        found = re.search(r"a budget of [^(]* \(([\d,]+) bytes\)", str(error))
+        if found is None:
+            raise
+        return int(found[1].replace(",", ""))
+    raise AssertionError("a budget of one byte fits")
+
+
+def budgets(start: float, highest: int, count: int, *, offload: bool = False) -> list[Spot]:
+    """Evenly from `start` to the highest peak."""
     sizes = [int(start + (highest - start) * i / (count - 1)) for i in range(count)]
-    return [Spot(f"budget {size / 1e6:.1f} MB", size) for size in sizes]
+    more = ", host" if offload else ""
+    return [Spot(f"budget {size / 1e6:.1f} MB{more}", size, offload=offload) for size in sizes]
 
 
 def render(spots: Sequence[Spot]) -> str:
-    lines = [f"{'':<22}{'step ms':>9}{'peak MB':>9}{'budget MB':>11}"]
-    for spot in sorted(spots, key=lambda s: (s.budget_bytes is not None, s.peak_bytes)):
-        budget = "" if spot.budget_bytes is None else f"{spot.budget_bytes / 1e6:.1f}"
-        step = spot.failed or f"{spot.step_us / 1e3:.1f}"
-        peak = "" if spot.failed else f"{spot.peak_bytes / 1e6:.1f}"
-        lines.append(f"{spot.name:<22}{step:>9}{peak:>9}{budget:>11}")
+    """Without the optimizer's time, which is in no plan, predictions are the smaller ones."""
+    titles = ("step ms", "plan ms", "busy ms", "plan ms", "peak MB", "plan MB", "held MB")
+    lines = [f"{'':<24}" + "".join(f"{title:>9}" for title in titles)]
+    for spot in sorted(spots, key=lambda s: (s.budget_bytes is not None, s.name)):
+        times = (spot.step_us, spot.predicted_us, spot.busy_us, spot.predicted_busy_us)
+        sizes = (spot.peak_bytes, spot.predicted_peak_bytes, spot.held_bytes)
+        numbers = [us / 1e3 for us in times] + [size / 1e6 for size in sizes]
+        cells = spot.failed or "".join(f"{n:>9.1f}" if n else f"{'':>9}" for n in numbers)
+        lines.append(f"{spot.name:<24}{cells}".rstrip())
     return "\n".join(lines)
 
 
 def picture(spots: Sequence[Spot], title: str) -> str:
     """An SVG: FSDP2's settings as marks, the budgets as a line."""
     found = [spot for spot in spots if not spot.failed]
-    planned = tuple(map(place, (spot for spot in found if spot.budget_bytes is not None)))
+    planned, held = (
+        tuple(place(s) for s in found if s.budget_bytes is not None and s.offload == offload)
+        for offload in (False, True)
+    )
     by_hand = [
         Series(BY_NAME[spot.name].title, (place(spot),)) for spot in found if not spot.budget_bytes
     ]
-    return front_svg([Panel(title, (Series("graphshard, one for each budget", planned), *by_hand))])
+    ours = [Series("graphshard, one for each budget", planned)]
+    ours += [Series("graphshard, with a host", held)] if held else []
+    return front_svg([Panel(title, (*ours, *by_hand))])
 
 
 def place(spot: Spot) -> front.Spot:
@@ -119,6 +165,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=8, help="ranks that one process stands for")
     parser.add_argument("--gbit", type=float, default=0.8, help="rate of the link")
     parser.add_argument("--alpha-us", type=float, default=300.0, help="latency of a collective")
+    parser.add_argument("--host-gb-s", type=float, default=0.0, help="of a link to a host")
     parser.add_argument("--budgets", type=int, default=7)
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a launch")
@@ -129,7 +176,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    request = Request("", args.config, args.ranks, (args.gbit,), args.alpha_us, args.steps)
+    request = Request(
+        "", args.config, args.ranks, (args.gbit,), args.alpha_us, args.steps,
+        host_gb_s=args.host_gb_s,
+    )  # fmt: skip
     emulator.load_extension()  # compiled once, here
     with tempfile.TemporaryDirectory() as folder:
         say("calibrating compute")
@@ -137,7 +187,11 @@ def main() -> int:
         request = replace(request, compute=folder)
         by_hand = [Spot(name, None) for name in FSDP2]
         found = [spot.peak_bytes for spot in measured(by_hand, replace(request, num_steps=1), 1)]
-        planned = budgets(min(found), max(found), args.budgets)
+        planned = budgets(0.95 * min(found), max(found), args.budgets)
+        if args.host_gb_s:
+            least = least_budget(request)
+            planned = budgets(least, max(found), args.budgets)
+            planned += budgets(least, max(found), args.budgets, offload=True)
         spots = measured([*by_hand, *planned], request, args.launches)
     title = f"config {args.config}, {args.ranks} ranks (emulated), {args.gbit:g} gbit"
     print(f"{title}, {args.launches} launches of each, virtual clock\n\n{render(spots)}")

@@ -22,7 +22,7 @@ from bench import emulator, overlap, peers
 from bench.models import WithLoss
 from graphshard.capture.root_state import root_states_under
 from graphshard.compiler import planning_inputs
-from graphshard.schedule.plan import Estimate
+from graphshard.schedule.plan import Estimate, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,12 @@ class Mode:
 @dataclass(frozen=True, slots=True)
 class Planner:
     """What `options` tell graphshard: a hard limit in bytes, a profile of the machine, micro-steps
-    of each step."""
+    of each step, whether the host may hold activations."""
 
     budget_bytes: int
     machine: Path
     micro_steps: int = 1
+    offload: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +318,7 @@ def compile_with(
                 "memory_budget": planner.budget_bytes,
                 "machine": planner.machine,
                 "micro_steps": planner.micro_steps,
+                "offload": planner.offload,
             }
         model.compile(backend="graphshard", fullgraph=fullgraph, options=options)
 
@@ -346,6 +348,11 @@ def tune(model: Any, reductions: AsyncReduceScatter, ahead: int) -> None:
 
 def estimate_of(trainer: Trainer) -> Estimate | None:
     """What the planner said of its plan."""
+    plan = plan_of(trainer)
+    return None if plan is None else plan.estimate
+
+
+def plan_of(trainer: Trainer) -> Plan | None:
     records = root_states_under(trainer.model)
     plans = [compiled.plan for record in records for compiled in record.plans.values()]
-    return plans[0].estimate if plans else None
+    return plans[0] if plans else None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench import emulator
+from bench import emulator, host_link
 from bench.emulator import Nodes
 from bench.models import CONFIGS, Config, make_batch, make_model
 from bench.modes import (
@@ -66,6 +66,12 @@ def _fits(group: RankGroup, gbit: float, alpha_us: float) -> tuple[CommFit, ...]
     return tuple(CommFit(kind, group, Fit(curve, samples)) for kind in CollectiveKind)
 
 
+def _host_fit(gb_s: float) -> Fit:
+    curve = line(host_link.ALPHA_US, gb_s * host_link.BYTES_PER_US_OF_ONE_GB_S)
+    samples = tuple(Sample(amount, float(curve_us(curve, amount))) for amount in AMOUNTS)
+    return Fit(curve, samples)
+
+
 def write(
     folder: Path,
     compute: Path,
@@ -74,11 +80,15 @@ def write(
     gbit: float,
     alpha_us: float,
     nodes: Nodes | None = None,
+    host_gb_s: float = 0.0,
 ) -> Path:
-    """A profile of one rate of the link, with the compute that was measured into `compute`."""
+    """A profile of one rate of the link, with the compute that was measured into `compute`, and of
+    a link to a host if there is one."""
     profile = with_network(
         read_profile(compute), num_ranks=num_ranks, gbit=gbit, alpha_us=alpha_us, nodes=nodes
     )
+    if host_gb_s:
+        profile = replace(profile, host=_host_fit(host_gb_s))
     path = folder / f"{gbit:g}_gbit.json"
     path.write_text(profile.to_json())
     return path

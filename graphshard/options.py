@@ -26,6 +26,7 @@ MOST_COUNT = 2**24
 _CHOICES = {
     "compute": ("aten", "inductor"),
     "fallback": ("warn", "error"),
+    "offload": ("auto", "never"),
     "recompute": ("auto", "user"),
     "reshard": ("fsdp2", "auto"),
     "schedule": ("fsdp2", "planned"),
@@ -56,6 +57,8 @@ class Options:
     recompute: "user": regions of the model that are checkpointed are computed again as the user
     says; "auto": the planner decides what is, where their policy leaves it open; None: "auto" with
     a memory budget, else "user".
+    offload: "auto": with a memory budget, the host may hold activations from forward to backward;
+    "never": it does not.
     reshard: "fsdp2" keeps gathered what FSDP2's settings say ("planned": what the user set, the
     planner decides the rest); "auto" leaves it to the planner for all groups.
     verify: "compile": the ranks agree on each new plan before it runs; "every": and on each forward
@@ -86,6 +89,7 @@ class Options:
     report_dir: Path | None = None
     promote: bool = True
     recompute: str | None = None
+    offload: str = "auto"
     inductor: tuple[tuple[str, object], ...] = ()
     given: tuple[tuple[str, Given], ...] = field(default=(), compare=False)
 
@@ -100,6 +104,11 @@ class Options:
             return self.memory_budget is not None
         return self.recompute == "auto"
 
+    @property
+    def offloads(self) -> bool:
+        """The plan may have the host hold activations."""
+        return self.offload == "auto" and self.memory_budget is not None
+
     def terms(self) -> dict[str, object]:
         """By name, what all ranks need alike: it decides what they ask each other and send, or
         what they do when one of them cannot go on."""
@@ -107,7 +116,11 @@ class Options:
         own = {name: getattr(self, name) for name in names}
         budget = self.memory_budget
         said = budget.value if isinstance(budget, Device) else budget
-        rest = {"memory_budget": said, "recompute": "auto" if self.replaces_checkpoints else "user"}
+        rest = {
+            "memory_budget": said,
+            "recompute": "auto" if self.replaces_checkpoints else "user",
+            "offload": "auto" if self.offloads else "never",
+        }
         return {DISABLE: False} | own | self.terms_of_calls() | rest
 
     def terms_of_calls(self) -> dict[str, object]:
@@ -313,6 +326,7 @@ _PARSERS: dict[str, Callable[[str, Given], object]] = {
     "report_dir": _path,
     "promote": partial(_switch, default=True),
     "recompute": _recompute,
+    "offload": _choice,
 }
 
 

@@ -95,6 +95,26 @@ def layers(count: int = 2, reshard: bool = True) -> Program:
     )
 
 
+def saving(*, shared: bool = False, gaps: bool = False) -> Program:
+    """Layer 0 makes `h`, which forward reads and backward too. shared: its transpose is saved as
+    well. gaps: it is a part of what an op made."""
+    forward, backward = Sketch(), Sketch()
+    for graph in (forward, backward):
+        graph.placeholder("run")
+    x = forward.input("x")
+    h = forward.op(aten.relu.default, x, name="whole" if gaps else "h")
+    if gaps:
+        h = forward.op(aten.slice.Tensor, h, 1, 0, 2, name="h")
+    t = forward.op(aten.t.default, h, name="t")
+    y = forward.op(aten.mm.default, t, x, name="y")
+    inputs = [backward.input(n.name, *n.meta["val"].shape) for n in ((h, t) if shared else (h,))]
+    grad = backward.input("tangents_1", *y.meta["val"].shape)
+    first = backward.op(aten.relu.default, grad, name="first")
+    out = [backward.op(aten.add.Tensor, n, 1, name=f"d{n.name}") for n in inputs]
+    saved = (h, t) if shared else (h,)
+    return program(forward=forward.done(y, *saved), backward=backward.done(first, *out))
+
+
 def text(graph: fx.Graph) -> str:
     """One line a node, inputs left out."""
     return "\n".join(_line(node) for node in graph.nodes if node.op != "placeholder")

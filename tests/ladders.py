@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+from graphshard.planner.activations import Recompute
 from graphshard.planner.problem import (
     Allocation,
     Category,
@@ -11,7 +12,6 @@ from graphshard.planner.problem import (
     Group,
     Part,
     Problem,
-    Recompute,
     Region,
     Transfer,
     Use,

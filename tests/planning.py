@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+from graphshard.planner.activations import HostLink, Offload, OffloadOption, Recompute
 from graphshard.planner.problem import (
     Allocation,
     Category,
@@ -12,7 +13,6 @@ from graphshard.planner.problem import (
     Part,
     PostForwardMesh,
     Problem,
-    Recompute,
     Region,
     Transfer,
     Use,
@@ -127,6 +127,28 @@ def with_nodes(problem, ranks=4, faster=10.0):
         for g in problem.groups
     )
     return replace(problem, groups=tuple(groups), lanes=(*problem.lanes, lane))
+
+
+def with_offloads(problem, seed, *, fixed=False):
+    """The same problem with copies to the host and back: as options, some of them of what may be
+    computed again too, or (`fixed`) in any case."""
+    r = random.Random(seed)
+    lanes = (*problem.lanes, CollectiveLane("offload", 2.0), CollectiveLane("reload", 2.0))
+    limit = r.choice([None, None, 2000])
+    host = HostLink(len(problem.lanes), len(problem.lanes) + 1, 2.0, None if fixed else limit)
+    options = []
+    for number in range(0 if len(problem.forward) < 2 else r.randint(1, 4)):
+        after = r.randrange(len(problem.forward) - 1)
+        size = r.randint(1, 1500)
+        before = len(problem.forward) - 1 - r.randint(0, after)
+        group = r.choice(problem.groups).id
+        activation = Activation(f"block.{number}", 0)  # as those of `_option`
+        alone = Offload(group, after, before, size, 2.0 + size * r.choice([0.02, 0.1]))
+        options.append(OffloadOption(activation, alone))
+    if fixed:
+        offloads = tuple({o.alone.group: o.alone for o in options}.values())
+        return replace(problem, lanes=lanes, host=host, offloads=offloads)
+    return replace(problem, lanes=lanes, host=host, offload_options=tuple(options))
 
 
 def with_absent(problem, seed):

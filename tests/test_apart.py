@@ -6,9 +6,10 @@ import pytest
 from planning import layers
 from test_planner_random import check
 
+from graphshard.planner.fsdp2 import together
 from graphshard.planner.links import LaneQueues
 from graphshard.planner.plan_step import plan_step
-from graphshard.planner.problem import CollectiveLane, together
+from graphshard.planner.problem import CollectiveLane
 from graphshard.planner.separate_group import WORTH, plan_best, reductions_apart
 from graphshard.schedule.reasons import Decision, Gain
 

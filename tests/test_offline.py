@@ -172,7 +172,7 @@ def costs_of_all(found, point):
 
 def without_nodes(units):
     """Copies of a block are in no graph, so their ops have no names."""
-    return [replace(unit, nodes=()) for unit in units]
+    return [replace(unit, nodes=(), op="") for unit in units]
 
 
 # -- a few blocks stand for all ------------------------------------------------------------------

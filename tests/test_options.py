@@ -19,7 +19,7 @@ from graphshard.schedule.plan import Reshard
 
 KEYS = (
     "compute, fallback, dump_dir, memory_budget, reshard, machine, micro_steps, "
-    "overlap_optimizer, replan_after, verify, schedule, report_dir, promote, recompute"
+    "overlap_optimizer, replan_after, verify, schedule, report_dir, promote, recompute, offload"
 )
 
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"
@@ -199,12 +199,15 @@ def test_who_decides_about_the_schedule():
     planned = PlanningPolicy(reshard=Reshard.OPEN, recompute=True, regroup=True)
     assert policy() == policy(schedule="planned") == policy(memory_budget="fsdp2") == planned
     freely = replace(planned, replaces_checkpoints=True)
-    assert policy(schedule="planned", memory_budget=10) == replace(freely, budget_bytes=10)
-    assert policy(memory_budget=10) == replace(freely, budget_bytes=10)
-    assert policy(memory_budget=10, recompute="user") == replace(planned, budget_bytes=10)
+    tightly = replace(freely, budget_bytes=10, offload=True)
+    assert policy(schedule="planned", memory_budget=10) == tightly
+    assert policy(memory_budget=10) == tightly
+    assert policy(memory_budget=10, offload="never") == replace(tightly, offload=False)
+    as_user_says = replace(tightly, replaces_checkpoints=False)
+    assert policy(memory_budget=10, recompute="user") == as_user_says
     assert policy(recompute="auto") == freely
     device = policy(memory_budget="device")
-    assert replace(device, budget_bytes=None) == freely
+    assert replace(device, budget_bytes=10) == tightly
     assert 0.9 * 80e9 - STEP_BYTES < device.budget_bytes <= 0.9 * 80e9
     assert policy(reshard="auto") == replace(planned, reshard=Reshard.AUTO)
 

@@ -5,7 +5,7 @@ import operator
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import META, Sketch, aten, group, layers, program, text
+from graphs import META, Sketch, aten, group, layers, program, saving, text
 from one_ahead import scheduled
 from plans import plan
 from torch.utils.checkpoint import CheckpointPolicy
@@ -19,6 +19,7 @@ from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.drop_duplicates import drop_duplicates
 from graphshard.passes.fold_casts import fold_casts
 from graphshard.passes.insert_gathers import insert_gathers
+from graphshard.passes.insert_offloads import insert_offloads
 from graphshard.passes.insert_reductions import insert_reductions
 from graphshard.passes.insert_releases import insert_releases
 from graphshard.passes.pin_meshes import pin_meshes
@@ -669,3 +670,45 @@ def test_a_schedule_that_leaves_something_out_is_refused(left_out, message):
 def test_a_schedule_that_says_too_much_or_too_little_is_refused(forward, backward):
     with pytest.raises(VerifyError):
         apply_plan(placed(), plan_of(forward, backward))
+
+
+# -- insert_offloads -----------------------------------------------------------------------
+
+
+def offloading(made):
+    def insert(made):
+        return insert_offloads(made, {"h": 0, "whole": 0})
+
+    return run(made, insert)
+
+
+def test_the_host_holds_an_activation_between_its_last_reader_and_its_first():
+    forward, backward = texts(offloading(saving()))
+    assert_expected_inline(
+        forward,
+        """\
+h = relu(x)
+t = t(h)
+y = mm(t, x)
+offload_layers_0 = run.issue_offload(None, (h))
+wait = offload_layers_0.wait()
+h_held = wait[0]
+return (y, h_held)""",
+    )
+    assert_expected_inline(
+        backward,
+        """\
+first = relu(tangents_1)
+reload_layers_0 = run.issue_reload(None, (h))
+wait = reload_layers_0.wait()
+h_back = wait[0]
+dh = add(h_back, 1)
+return (first, dh)""",
+    )
+
+
+@pytest.mark.parametrize("how", ["shared", "gaps"])
+def test_what_shares_its_memory_or_has_gaps_stays(how):
+    made = saving(**{how: True})
+    before = texts(made)
+    assert texts(offloading(made)) == before

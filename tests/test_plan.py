@@ -7,7 +7,7 @@ import pytest
 from plans import group, plan, two_layers
 
 from graphshard.errors import FileError
-from graphshard.schedule.plan import Lane, Plan, Residency, StepKind, gathered_bytes_by_step
+from graphshard.schedule.plan import Lane, Plan, Residency, Step, StepKind, gathered_bytes_by_step
 
 
 def merge_of(group):
@@ -30,7 +30,7 @@ def test_json_round_trip_without_backward():
 
 def test_json_is_plain_and_carries_its_schema():
     data = json.loads(two_layers().to_json())
-    assert data["schema"] == 7
+    assert data["schema"] == 8
     assert data["forward"]["steps"][0]["kind"] == "gather_issue"
     assert data["groups"][1]["params"][0]["shape"] == [15, 1]
 
@@ -44,7 +44,7 @@ def test_json_is_plain_and_carries_its_schema():
         ("3", "found 'int'"),
         ("{}", "found None"),
         ('{"schema": 99}', "found 99"),
-        ('{"schema": 7}', "entry 'name' is missing"),
+        ('{"schema": 8}', "entry 'name' is missing"),
     ],
 )
 def test_from_json_names_what_is_wrong(text, message):
@@ -155,8 +155,10 @@ def test_summary_counts_no_collective_for_a_kept_gather():
 
 
 def test_every_kind_of_step_has_a_lane():
-    lanes = {step.kind: step.lane for s in two_layers().schedules for step in s.steps}
-    assert set(lanes) == set(StepKind)
+    lanes = {kind: Step(kind).lane for kind in StepKind}
+    assert set(lanes.values()) == set(Lane)
+    assert lanes[StepKind.OFFLOAD_WAIT] is Lane.OFFLOAD
+    assert lanes[StepKind.RELOAD_ISSUE] is Lane.RELOAD
     assert lanes[StepKind.RELEASE] is Lane.COMPUTE
     assert lanes[StepKind.GATHER_WAIT] is Lane.ALL_GATHER
     assert lanes[StepKind.REDUCE_ISSUE] is Lane.REDUCE_SCATTER

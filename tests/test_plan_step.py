@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from planning import in_place, layers, random_problem
 
 from graphshard.errors import InfeasibleBudget
+from graphshard.planner.activations import Recompute
 from graphshard.planner.plan_step import fsdp2, plan_step
-from graphshard.planner.problem import Recompute
 from graphshard.schedule.plan import Activation, Direction, StepKind
 from graphshard.schedule.reasons import Decision, Gain
 

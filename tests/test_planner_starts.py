@@ -9,8 +9,8 @@ import pytest
 from planning import layers, with_nodes
 
 from graphshard.errors import InfeasibleBudget
+from graphshard.planner.activations import Recompute
 from graphshard.planner.plan_step import NODES_WORTH, plan_step
-from graphshard.planner.problem import Recompute
 from graphshard.schedule.plan import Activation
 
 COUNT = 12

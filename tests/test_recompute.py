@@ -25,6 +25,7 @@ from graphshard.planner.plan_step import plan_step
 from graphshard.pricing.liveness import saved_memory
 from graphshard.pricing.op_costs import graph_costs
 from graphshard.pricing.problem import PlanningPolicy
+from graphshard.pricing.recompute import ChosenUnits
 from graphshard.schedule.plan import Direction, Figures, Plan, Reshard
 
 COUNT = int(os.environ.get("GRAPHSHARD_AGAIN", "4"))
@@ -68,7 +69,7 @@ def drawn_cuts(build, fused, check):
         chosen = with_needed(found, {found[place] for place in places})
         with pretended(8):
             joint = joint_graph.program.joint
-            again = repeating(joint_graph, joint, parts, chosen, fused=fused)
+            again = repeating(joint_graph, joint, parts, ChosenUnits(tuple(chosen)), fused=fused)
         check(chosen, again)
 
     draw()

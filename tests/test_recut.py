@@ -17,10 +17,15 @@ NET = functools.partial(net, DEPTH, batch=64, seq=64)
 FULL = functools.partial(llama, "full", DEPTH)
 
 
-def planned(build, budget, *, fused, whole=False):
+def planned(build, budget, *, fused, whole=False, offload=False):
     """A plan, and what was said on the way."""
     policy = PlanningPolicy(
-        budget, reshard=Reshard.OPEN, recompute=True, replaces_checkpoints=True, regroup=True
+        budget,
+        reshard=Reshard.OPEN,
+        recompute=True,
+        replaces_checkpoints=True,
+        regroup=True,
+        offload=offload,
     )
     said = []
     point = Point(8, 8, preset("h100"), policy, fused=fused)
@@ -29,17 +34,20 @@ def planned(build, budget, *, fused, whole=False):
 
 
 @pytest.mark.parametrize(
-    ("build", "fused", "share"),
-    [(NET, False, 0.8), (FULL, True, 1.3)],
-    ids=["net", "llama, checkpoints replaced"],
+    ("build", "fused", "share", "offload"),
+    [(NET, False, 0.8, False), (FULL, True, 1.3, False), (FULL, True, 1.3, True)],
+    ids=["net", "llama, checkpoints replaced", "with a host"],
 )
-def test_a_few_blocks_of_each_kind_stand_for_all(build, fused, share):
+def test_a_few_blocks_of_each_kind_stand_for_all(build, fused, share, offload):
     """Some blocks compute more again than others: in a row, those that do the same are counted."""
     free, _ = planned(build, None, fused=fused)
     budget = int(share * free.estimate.fsdp2.peak_bytes)
-    short, said = planned(build, budget, fused=fused)
-    whole, _ = planned(build, budget, fused=fused, whole=True)
-    assert len({one.group for one in short.recompute.activations}) > 1
+    short, said = planned(build, budget, fused=fused, offload=offload)
+    whole, _ = planned(build, budget, fused=fused, offload=offload, whole=True)
+    assert offload or len({one.group for one in short.recompute.activations}) > 1
+    assert bool(short.recompute.offloaded) is offload
+    assert short.recompute.offloaded == whole.recompute.offloaded
+    assert short.groups == whole.groups
     assert not any("whole model" in text for text in said)
     assert short.recompute.activations == whole.recompute.activations
     assert short.estimate == whole.estimate

@@ -4,7 +4,7 @@ import operator
 
 import pytest
 import torch
-from graphs import Sketch, aten, group, layers, program
+from graphs import Sketch, aten, group, layers, program, saving
 from one_ahead import scheduled
 from plans import plan
 
@@ -14,6 +14,7 @@ from graphshard.errors import VerifyError
 from graphshard.graph.program import adopt, note_attributes, output_node, reduce_marks, steps
 from graphshard.graph.verify import RULES, verify
 from graphshard.passes import CAPTURED, PLACEMENT
+from graphshard.passes.insert_offloads import insert_offloads
 from graphshard.passes.regroup import regroup
 from graphshard.schedule.plan import StepKind
 
@@ -263,3 +264,20 @@ def test_gs312_a_constant_is_overwritten():
     verify(made, after="some_pass")
     forward.scale = torch.tensor(3.0)
     check(made, "GS312", culprit="scale", fqn=None)
+
+
+def test_gs313_what_is_offloaded_is_read_again():
+    made = insert_offloads(saving(), {"h": 0})
+    verify(made, after="some_pass")
+    graph = made.forward.graph
+    with graph.inserting_before(output_node(graph)):
+        graph.call_function(aten.relu.default, (next(n for n in graph.nodes if n.name == "h"),))
+    check(made, "GS313", culprit="offload_layers_0")
+
+
+def test_gs313_what_the_host_holds_is_read():
+    made = insert_offloads(saving(), {"h": 0})
+    graph = made.backward.graph
+    with graph.inserting_before(output_node(graph)):
+        graph.call_function(aten.relu.default, (next(n for n in graph.nodes if n.name == "h"),))
+    check(made, "GS313", culprit="reload_layers_0")

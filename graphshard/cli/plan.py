@@ -63,22 +63,7 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     plan.add_argument("--batch", metavar="N", type=_counts, help="sequences per rank")
     plan.add_argument("--seq", metavar="N", type=_counts, help="tokens per sequence")
     plan.add_argument("--per-node", metavar="N", type=count, help="ranks per node (default: 8)")
-    plan.add_argument(
-        "--schedule",
-        choices=("planned", "fsdp2"),
-        default="planned",
-        help="of the planner (default), or FSDP2's own order",
-    )
-    plan.add_argument("--reshard", choices=("fsdp2", "auto"), default="fsdp2", help="who decides")
-    plan.add_argument(
-        "--recompute",
-        choices=("auto", "user"),
-        help="user: what the model checkpoints is computed again as it says; auto (default with a "
-        "budget): the planner decides",
-    )
-    plan.add_argument(
-        "--micro-steps", metavar="N", type=count, default=1, help="per optimizer step"
-    )
+    _add_options(plan)
     plan.add_argument(
         "--compute",
         choices=("aten", "inductor"),
@@ -95,6 +80,32 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def _counts(text: str) -> list[int]:
     return [count(word) for word in text.split(",")]
+
+
+def _add_options(plan: argparse.ArgumentParser) -> None:
+    """Those that `options=` has too."""
+    plan.add_argument(
+        "--schedule",
+        choices=("planned", "fsdp2"),
+        default="planned",
+        help="of the planner (default), or FSDP2's own order",
+    )
+    plan.add_argument("--reshard", choices=("fsdp2", "auto"), default="fsdp2", help="who decides")
+    plan.add_argument(
+        "--recompute",
+        choices=("auto", "user"),
+        help="user: what the model checkpoints is computed again as it says; auto (default with a "
+        "budget): the planner decides",
+    )
+    plan.add_argument(
+        "--offload",
+        choices=("auto", "never"),
+        default="auto",
+        help="auto: with a budget, the host may hold activations until backward",
+    )
+    plan.add_argument(
+        "--micro-steps", metavar="N", type=count, default=1, help="per optimizer step"
+    )
 
 
 def _budgets(text: str) -> list[int | str | None]:
@@ -128,7 +139,7 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     from graphshard.options import parse_options
 
     machines = [machine_of(name) for name in args.hw]
-    names = ("schedule", "reshard", "micro_steps", "recompute")
+    names = ("schedule", "reshard", "micro_steps", "recompute", "offload")
     given = {name: getattr(args, name) for name in names}
     asked = [parse_options({**given, "memory_budget": size}, elsewhere={}) for size in args.budget]
     batches: list[dict[str, int]] = [{"batch": n} for n in args.batch or ()] or [{}]

@@ -171,7 +171,7 @@ def decided(
     plain = None
     if first.without is not None:
         plain = Decided(parts, posed.problem, first.without)
-    if first.recompute.activations:
+    if first.recompute.changes_graph:
         found = _again_within(again, posed, planning, first)
         with saying_what_is_held(posed.costs):
             plain = _better(found, plain, is_agreed=first.recompute == planning.recompute_as)

@@ -13,6 +13,9 @@ from graphshard.errors import OptionsError
 # What an allocator reserves is up to 11 % more than what a plan predicts to be alive at its peak
 # (docs/cost-model.md, memory of published runs).
 RESERVE = 0.1
+# Of the host's memory, for activations of all its ranks. The rest is for data loaders, checkpoints
+# that are being written, and what else runs there.
+HOST_SHARE = 0.5
 # Budgets are whole steps of this: what a driver holds differs a little from launch to launch, and
 # plans on disk are found by their budget.
 STEP_BYTES = 2**26
@@ -42,6 +45,12 @@ def capacity_of(device: torch.device) -> int | None:
         return None
     free, _ = module.mem_get_info(device)
     return int(free + module.memory_reserved(device))
+
+
+def host_budget() -> int:
+    """Bytes of activations that this rank may have its host hold."""
+    share = HOST_SHARE * _host_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return int(share) // STEP_BYTES * STEP_BYTES
 
 
 def _host_bytes() -> int:

@@ -18,7 +18,7 @@ from graphshard.planner.problem import Problem
 from graphshard.schedule import measured as times
 from graphshard.schedule.measured import DirectionRun, Issued, Measured
 from graphshard.schedule.plan import Direction, Step
-from graphshard.schedule.steps import ISSUES
+from graphshard.schedule.steps import COLLECTIVES
 
 Runs: TypeAlias = dict[Direction, list[DirectionRun]]
 
@@ -85,7 +85,7 @@ def issued(problem: Problem, direction: Direction, steps: Sequence[Step]) -> dic
     """What is known of the collective of each issuing segment."""
     found = {}
     for index, step in enumerate(steps):
-        if step.group is None or step.kind not in ISSUES:
+        if step.group is None or step.kind not in COLLECTIVES:
             continue
         group = problem.groups[step.group]
         lane = group.lane_of(step, direction)

@@ -7,7 +7,7 @@ compute more again, another one (`Cut`). Nothing here communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from graphshard.graph.random_ops import note_random_values, with_tags, without_t
 from graphshard.passes import RELEASED
 from graphshard.passes.release_checkpoints import num_open
 from graphshard.pricing.held import note_wanted
-from graphshard.pricing.recompute import RecomputeUnit, kept_beside, tag
+from graphshard.pricing.recompute import NO_UNITS, ChosenUnits, kept_beside, tag
 from graphshard.runtime.live import LiveGroup, find
 from graphshard.schedule.plan import GroupInfo
 
@@ -129,11 +129,11 @@ def released(joint_graph: JointGraph) -> JointGraph | None:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A joint graph that is cut in two, and how to cut it so that it computes more again.
+    """A joint graph that is cut in two, and how to cut it so that it saves less on the device.
     checkpoints: as in `JointGraph`."""
 
     parts: Partition
-    again: Callable[[tuple[RecomputeUnit, ...]], Partition]
+    again: Callable[[ChosenUnits], Partition]
     checkpoints: int = 0
 
 
@@ -151,31 +151,32 @@ def repeating(
     joint_graph: JointGraph,
     joint: fx.GraphModule,
     parts: Partition,
-    chosen: Sequence[RecomputeUnit],
+    chosen: ChosenUnits,
     *,
     fused: bool,
 ) -> Partition:
-    """A copy of `joint`, of which `parts` was made, cut so that backward computes `chosen` again.
+    """A copy of `joint`, of which `parts` was made, cut so that `chosen` is what becomes of what
+    these units free.
 
     Everything else that `parts` saves is saved again: that is what the choice was made on.
     """
-    kept = kept_beside(parts.placed, chosen) if fused else frozenset()
+    kept = kept_beside(parts.placed, chosen.again) if fused else frozenset()
     return parts_of(joint_graph, copy_of(joint), chosen, kept, fused=fused)
 
 
 def parts_of(
     joint_graph: JointGraph,
     joint: fx.GraphModule,
-    repeated: Sequence[RecomputeUnit] = (),
+    chosen: ChosenUnits = NO_UNITS,
     kept: Collection[str] = (),
     *,
     fused: bool = False,
 ) -> Partition:
-    """`joint` cut in two, with the ops of `repeated` in both; it is used up.
+    """`joint` cut in two, as `chosen` has it; it is used up.
 
     kept: names of nodes that are saved in any case. fused: see JointGraph.
     """
-    tag(joint.graph, repeated, kept)
+    tag(joint.graph, chosen.again, kept)
     # Over several checkpointed blocks the min-cut would start again from the first one.
     forward, backward = joint_graph.split(joint, fused and not joint_graph.checkpointed)
     cut = replace(
@@ -184,7 +185,7 @@ def parts_of(
         forward=with_run_input(forward),
         backward=with_run_input(backward),
     )
-    return Partition(forward, backward, place(cut))
+    return Partition(forward, backward, place(cut, chosen.ops_offloaded))
 
 
 def _order_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:

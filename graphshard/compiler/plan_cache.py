@@ -63,13 +63,17 @@ def check(plan: Plan, problem: Problem, groups: tuple[GroupInfo, ...], torch_ver
     """Raises PlanError (GS603) unless `plan` is one of `problem`: what it is simulated to take, to
     hold and to send is what it says."""
     own, asked = (
-        tuple(replace(g, between_micro_steps=False) for g in x) for x in (plan.groups, groups)
+        tuple(replace(g, between_micro_steps=False, offloaded_bytes=0) for g in x)
+        for x in (plan.groups, groups)
     )
     if own != asked or plan.torch_version != torch_version:
         raise PlanError("GS603", "it is of other groups, or of another torch")
     offered = {option.activation for option in problem.recompute}
     if not offered.issuperset(plan.recompute.activations) or plan.estimate is None:
         raise PlanError("GS603", "it computes again what the graph does not have")
+    away = {option.activation for option in problem.offload_options}
+    if not away.issuperset(plan.recompute.offloaded):
+        raise PlanError("GS603", "it offloads what the graph does not have")
     if plan.reduces_apart != problem.reduces_apart:
         if not plan.reduces_apart or not problem.may_reduce_apart:
             raise PlanError("GS603", "it reduces on other process groups")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -18,10 +19,13 @@ from graphshard.graph.program import Program, note_attributes
 from graphshard.graph.verify import verify
 from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
+from graphshard.passes.insert_offloads import insert_offloads
 from graphshard.passes.regroup import regroup
+from graphshard.planner.choices import Choices, offloads_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import plan_best
 from graphshard.pricing.held import folded
+from graphshard.pricing.offload import offloadable
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy, price
 from graphshard.pricing.recompute import activation_of, offered
@@ -83,9 +87,13 @@ class PlanningInputs:
         return self.policy.regroup and any(own.ranks > 1 for own in self.settings)
 
 
-def place(program: Program) -> Program:
-    """Naive placement: every communication step stands where it is needed."""
-    return run_passes(program, PLACEMENT)
+def place(program: Program, offloaded: Mapping[str, int] = MappingProxyType({})) -> Program:
+    """Naive placement: every communication step stands where it is needed. offloaded: ops whose
+    results the host holds until backward, each with its group."""
+    placed = run_passes(program, PLACEMENT)
+    if not offloaded:
+        return placed
+    return _checked(insert_offloads(placed, offloaded), insert_offloads.__name__)
 
 
 def problem_of(costs: GraphCosts, planning: PlanningInputs) -> Problem:
@@ -114,7 +122,7 @@ class Posed:
 
 @dataclass(frozen=True, slots=True)
 class FirstPlans:
-    """What to compute again, within what budget, and the best plan that computes nothing again;
+    """What to compute again or to offload, within what budget, and the best plan that does neither;
     None if none of these fits."""
 
     recompute: Recomputed
@@ -139,31 +147,32 @@ def first_plans(posed: Posed, planning: PlanningInputs) -> FirstPlans:
     """
     agreed, costs = planning.recompute_as, posed.costs
     offers = {activation_of(unit, costs.groups) for unit in costs.units}
-    if agreed is None or not offers.issuperset(agreed.activations):
+    if agreed is None or not offers.issuperset((*agreed.activations, *agreed.offloaded)):
         chosen, without = best_plans(posed, planning)
-        if not chosen.recompute.activations:
+        if not chosen.recompute.changes_graph:
             without = chosen
         return FirstPlans(chosen.recompute, _budget_of(chosen), without)
     try:
         without = _plan_of_posed(posed, posed.problem, planning)
     except InfeasibleBudget as error:
-        if not agreed.activations:
+        if not agreed.changes_graph:
             raise
         return FirstPlans(agreed, error.shortage.budget_bytes, None)
     return FirstPlans(agreed, _budget_of(without), without)
 
 
 def best_plans(posed: Posed, planning: PlanningInputs) -> tuple[Plan, Plan | None]:
-    """The best plan, and the best one that computes nothing again if that is another one: backward
-    computes something again if the budget needs that, or if it is worth it.
+    """The best plan, and the best one that leaves the graph as it is if that is another one:
+    backward computes something again, or the host holds it, if the budget needs that, or if it is
+    worth it.
 
     Raises InfeasibleBudget if no choice fits the policy's budget.
     """
     costs, problem = posed.costs, posed.problem
     if not planning.policy.recompute or not costs.units:
         return _plan_of_posed(posed, problem, planning), None
-    chosen = _plan_of_posed(posed, offered(problem, costs.groups, costs.units), planning)
-    if not chosen.recompute.activations:
+    chosen = _plan_of_posed(posed, _with_options(posed, planning), planning)
+    if not chosen.recompute.changes_graph:
         return chosen, None
     try:
         without = _plan_of_posed(posed, problem, planning)
@@ -172,12 +181,20 @@ def best_plans(posed: Posed, planning: PlanningInputs) -> tuple[Plan, Plan | Non
     return (chosen, without) if is_worth(chosen, without) else (without, None)
 
 
+def _with_options(posed: Posed, planning: PlanningInputs) -> Problem:
+    groups, found = posed.costs.groups, posed.costs.units
+    problem, host = offered(posed.problem, groups, found), planning.machine.host
+    if problem.host is None or host is None:
+        return problem
+    return offloadable(problem, groups, found, host)
+
+
 def _plan_of_posed(posed: Posed, problem: Problem, planning: PlanningInputs) -> Plan:
     """problem: that of `posed`, or the same with options."""
     with saying_what_is_held(posed.costs):
         plan = plan_with_costs(posed.costs, problem, planning.policy.reshard, posed.baseline)
-    chosen = plan.recompute.activations
-    return replace(plan, recompute=Recomputed(chosen, posed.checkpoints, posed.replaced))
+    chosen = replace(plan.recompute, checkpoints=posed.checkpoints, replaced=posed.replaced)
+    return replace(plan, recompute=chosen)
 
 
 def _budget_of(plan: Plan) -> int:
@@ -238,11 +255,21 @@ def _planned(
     name: str, groups: tuple[GroupInfo, ...], problem: Problem, baseline: Problem | None
 ) -> Plan:
     planned = plan_best(problem, baseline)
-    groups = tuple(replace(info, between_micro_steps=info.id in planned.across) for info in groups)
+    held = {o.group: o.bytes for o in offloads_of(problem, Choices(offload=planned.offload))}
+    groups = tuple(
+        replace(
+            info,
+            between_micro_steps=info.id in planned.across,
+            offloaded_bytes=held.get(info.id, 0),
+        )
+        for info in groups
+    )
+    again = (problem.recompute[index].activation for index in planned.recompute)
+    away = (problem.offload_options[index].activation for index in planned.offload)
     return replace(
         _plan_of(name, groups, planned.schedules),
         estimate=planned.estimate,
-        recompute=Recomputed(tuple(problem.recompute[i].activation for i in planned.recompute)),
+        recompute=Recomputed(tuple(again), offloaded=tuple(away)),
         reasons=planned.reasons,
         forecasts=planned.forecasts,
         fsdp2=planned.fsdp2,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from graphshard.compiler.device_memory import capacity_of, device_budget
+from graphshard.compiler.device_memory import capacity_of, device_budget, host_budget
 from graphshard.compiler.planning import PlanningInputs
 from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.curve import Trust
@@ -48,6 +48,8 @@ def planning_inputs(
     if not may_add_process_groups(ballots):
         settings = tuple(replace(own, may_reduce_apart=False, node_ranks=0) for own in settings)
     policy = policy_of(options, machine)
+    if policy.offload:
+        policy = replace(policy, host_bytes=host_budget())
     if not is_whole(groups) and policy.budget_bytes is None and policy.reshard is Reshard.OPEN:
         policy = replace(policy, reshard=Reshard.FSDP2)
     again = agreed_recompute(ballots, tuple(live.fqn for live in groups))
@@ -123,6 +125,7 @@ def policy_of(options: Options, machine: Machine) -> PlanningPolicy:
         replaces_checkpoints=options.replaces_checkpoints,
         regroup=True,
         micro_steps=count,
+        offload=options.offloads,
     )
 
 

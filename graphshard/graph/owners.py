@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphshard.graph.program import is_view
 
@@ -45,3 +47,23 @@ def _writes(node: fx.Node) -> bool:
         return False
     returns = node.target._schema.returns
     return bool(returns) and returns[0].alias_info is not None
+
+
+def fills_memory(node: fx.Node) -> bool:
+    """What `node` shows is all of its memory, without gaps, as far as that is known of its sizes: a
+    tensor of the same sizes and strides is a copy of it."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    if is_traceable_wrapper_subclass(value):
+        return False
+    dims = list(zip(value.shape, value.stride(), strict=True))
+    covered: int | torch.SymInt = 1
+    while dims:
+        inner = [d for d in dims if statically_known_true(d[0] == 1)]
+        inner += [d for d in dims if statically_known_true(d[1] == covered)]
+        if not inner:
+            return False
+        dims.remove(inner[0])
+        covered = covered * inner[0][0]
+    return statically_known_true(covered * value.itemsize == value.untyped_storage().nbytes())

@@ -19,6 +19,7 @@ from torch import fx
 
 from graphshard.graph.marks import REDUCE_GRAD, UNSHARD
 from graphshard.schedule.plan import Direction, GroupInfo, StepKind
+from graphshard.schedule.steps import WAITS
 
 _GROUP = "graphshard_group"
 _STEP = "graphshard_step"
@@ -268,9 +269,13 @@ def awaited_group(wait: fx.Node) -> fx.Node:
 
 
 def waits_of(issue: fx.Node) -> list[fx.Node]:
-    """The waits for the all-gather or the reduction `issue`."""
-    kinds = (StepKind.GATHER_WAIT, StepKind.REDUCE_WAIT)
-    return [u for u in issue.users if (s := step_of(u)) and s.kind in kinds]
+    """The waits for the collective or the copy `issue`."""
+    return [u for u in issue.users if (s := step_of(u)) and s.kind in WAITS]
+
+
+def copied_tensors(issue: fx.Node) -> list[fx.Node]:
+    """What the copy to or from the host `issue` copies."""
+    return list(issue.args[2])  # type: ignore[arg-type]
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphshard.errors import VerifyError
+from graphshard.graph.owners import owner
 from graphshard.graph.program import (
     CommStep,
     Program,
     aliases,
     awaited_group,
+    copied_tensors,
     derived,
     gathered_groups,
     gets_something_else,
@@ -31,6 +33,7 @@ from graphshard.graph.program import (
     window,
 )
 from graphshard.schedule.plan import StepKind
+from graphshard.schedule.steps import ISSUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ def _everything_happens_once(program: Program) -> Iterator[Broken]:
             step = step_of(node)
             if step is None or step.part != "head":
                 continue
-            if step.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE):
+            if step.kind in ISSUES:
                 yield from _one_wait_each(module.graph, node, step)
             for group, index in _subjects(program, node, step):
                 if (step.kind, group, index) in seen:
@@ -129,7 +132,7 @@ def _everything_happens_once(program: Program) -> Iterator[Broken]:
 
 def _one_wait_each(graph: fx.Graph, issue: fx.Node, step: CommStep) -> Iterator[Broken]:
     waits = waits_of(issue)
-    if step.kind is StepKind.REDUCE_ISSUE:
+    if step.kind is not StepKind.GATHER_ISSUE:
         if len(waits) != 1:
             yield Broken(graph, issue, step.group, None, f"{len(waits)} waits")
         return
@@ -208,6 +211,25 @@ def _every_gather_is_released(program: Program) -> Iterator[Broken]:
                 yield Broken(module.graph, wait, step.group, None, "it is never released")
 
 
+def _what_the_host_holds_is_not_read(program: Program) -> Iterator[Broken]:
+    """Nothing reads an activation after its copy to the host is issued, but what is returned; of
+    what the host holds nothing is read in backward but by the copy back."""
+    for module in program.directions:
+        order = positions(module.graph)
+        for issue, step in steps(module.graph, StepKind.OFFLOAD_ISSUE):
+            for node in aliases(map(owner, copied_tensors(issue))):
+                late = [u for u in node.users if order[u] > order[issue]]
+                if late:
+                    detail = f"{late[0].name} reads {node.name} after that"
+                    yield Broken(module.graph, issue, step.group, None, detail)
+        for issue, step in steps(module.graph, StepKind.RELOAD_ISSUE):
+            for node in copied_tensors(issue):
+                others = [user for user in node.users if user is not issue]
+                if others:
+                    detail = f"{others[0].name} reads {node.name} too"
+                    yield Broken(module.graph, issue, step.group, None, detail)
+
+
 def _waits_of_a_gather_stand_together(program: Program) -> Iterator[Broken]:
     for module in program.directions:
         nodes = list(module.graph.nodes)
@@ -260,5 +282,6 @@ RULES = (
     Rule("GS307", "every gather is released", _every_gather_is_released),
     Rule("GS308", "gradients are packed in registration order", _trainable_groups_reduce_once),
     Rule("GS311", "waits of one gather stand together", _waits_of_a_gather_stand_together),
+    Rule("GS313", "what is offloaded has no other reader", _what_the_host_holds_is_not_read),
     Rule("GS312", "a constant or subgraph is what was captured", _attributes_stay),
 )

@@ -38,6 +38,7 @@ def plan(
     schedule: str = "planned",
     reshard: str = "fsdp2",
     recompute: str | None = None,
+    offload: str = "auto",
     micro_steps: int = 1,
     compute: str = "aten",
     shard: Callable[[nn.Module], Any] | None = None,
@@ -48,7 +49,8 @@ def plan(
     model: on the meta device; or a function that makes one, which may call `fully_shard` itself.
     inputs: the arguments of one call on one rank, as a tuple, a dict or one tensor.
     world_size: ranks. hardware: a preset such as "h100-ib400", or a profile that `graphshard
-    calibrate` wrote. memory_budget, schedule, reshard, recompute, micro_steps: as in `options=`.
+    calibrate` wrote. memory_budget, schedule, reshard, recompute, offload, micro_steps: as in
+    `options=`.
     compute: "aten" prices the captured ops one by one, as the backend runs them with that option;
     "inductor" as fused between two points of communication, about as the backend runs them by
     default. shard: calls `fully_shard` on the model's parts and on the model.
@@ -65,6 +67,7 @@ def plan(
         "memory_budget": memory_budget,
         "reshard": reshard,
         "recompute": recompute,
+        "offload": offload,
         "micro_steps": micro_steps,
         "schedule": schedule,
     }

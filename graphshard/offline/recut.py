@@ -23,12 +23,12 @@ from graphshard.offline.unroll import unrolled
 from graphshard.offline.world import Made, faked, pretended
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.recompute import chosen_units
-from graphshard.schedule.plan import Activation, GroupInfo, Recomputed
+from graphshard.schedule.plan import GroupInfo, Recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Blocks in a row of one list that compute the same again, by their FQNs."""
+    """Blocks in a row of one list whose activations have the same fate, by their FQNs."""
 
     container: str
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ def recut(
 
     infos: the groups of the whole model. chosen: of the whole model.
     """
-    runs = [run for repeat in repeats for run in _runs(repeat, chosen.activations)]
+    runs = [run for repeat in repeats for run in _runs(repeat, chosen)]
     if sum(len(run.captured) for run in runs) == sum(repeat.count for repeat in repeats):
         return None
     names = _names(repeats, runs)
@@ -66,13 +66,14 @@ def recut(
     return whole if whole and len(whole.groups) == len(infos) else None
 
 
-def _runs(repeat: Repeat, activations: Iterable[Activation]) -> list[_Run]:
-    again: dict[str, set[tuple[str, int]]] = defaultdict(set)
-    for one in activations:
-        block = _block_of(one.group, repeat.names)
-        if block is not None:
-            again[block].add((one.group.removeprefix(block), one.number))
-    rows = groupby(repeat.names, key=lambda block: frozenset(again[block]))
+def _runs(repeat: Repeat, chosen: Recomputed) -> list[_Run]:
+    fates: dict[str, set[tuple[bool, str, int]]] = defaultdict(set)
+    for is_again, activations in ((True, chosen.activations), (False, chosen.offloaded)):
+        for one in activations:
+            block = _block_of(one.group, repeat.names)
+            if block is not None:
+                fates[block].add((is_again, one.group.removeprefix(block), one.number))
+    rows = groupby(repeat.names, key=lambda block: frozenset(fates[block]))
     return [_Run(repeat.container, tuple(names)) for _, names in rows]
 
 

@@ -61,7 +61,7 @@ from graphshard.offline.world import (
 from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import GraphCosts, graph_costs
 from graphshard.pricing.problem import PlanningPolicy
-from graphshard.pricing.recompute import RecomputeUnit
+from graphshard.pricing.recompute import NO_UNITS, ChosenUnits
 from graphshard.schedule.plan import Plan, Recomputed
 from graphshard.view.offline import Effort
 
@@ -90,8 +90,8 @@ class Point:
 
 # sizes, machine, recompute, fused, in parts, freed: what the costs of a graph hang on.
 _CostsKey: TypeAlias = tuple[Sizes, str, bool, bool, bool, bool]
-# What is computed again besides, fused, freed.
-_CutKey: TypeAlias = tuple[tuple[RecomputeUnit, ...], bool, bool]
+# What is computed again besides or offloaded, fused, freed.
+_CutKey: TypeAlias = tuple[ChosenUnits, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ class Study:
         """The partition for a point, with its sizes and the groups of its world."""
         infos = self._worlds[point.world_size, point.ranks_per_node].infos
 
-        def again(chosen: tuple[RecomputeUnit, ...] = ()) -> Partition:
+        def again(chosen: ChosenUnits = NO_UNITS) -> Partition:
             parts = self._cut(point.sizes, (chosen, point.fused, freed))
             return replace(parts, placed=parts.placed.with_groups(infos))
 
@@ -367,8 +367,8 @@ class Study:
             assert joint_graph is not None
             joint = joint_graph.program.joint
             assert joint is not None
-            if chosen:
-                first = self._partition(captured, ((), fused, freed))
+            if chosen != NO_UNITS:
+                first = self._partition(captured, (NO_UNITS, fused, freed))
                 parts = repeating(joint_graph, joint, first, chosen, fused=fused)
             else:
                 parts = parts_of(joint_graph, copy_of(joint), fused=fused)
@@ -382,7 +382,7 @@ class Study:
 
     def _short_costs(self, point: Point, *, freed: bool) -> GraphCosts:
         return graph_costs(
-            self._cut(point.sizes, ((), point.fused, freed)).placed,
+            self._cut(point.sizes, (NO_UNITS, point.fused, freed)).placed,
             point.machine,
             recompute=point.policy.recompute,
             fused=point.fused,

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from graphshard.offline.repeats import CAPTURED, EARLY, Repeat
 from graphshard.pricing.held import HeldValue
 from graphshard.pricing.liveness import Live
+from graphshard.pricing.offload import OffloadUse
 from graphshard.pricing.op_costs import GraphCosts, OpCosts
 from graphshard.pricing.recompute import RecomputeUnit
 from graphshard.pricing.usage import GradReady, GroupUse, ParamUse
@@ -23,6 +25,7 @@ from graphshard.schedule.plan import Direction, GroupInfo
 # A group is named in a graph by a float32 scalar (`graphshard.runtime.live.register`).
 ANCHOR_BYTES = 4
 _Item = TypeVar("_Item", GroupUse, ParamUse, GradReady)
+_Unit = TypeVar("_Unit", RecomputeUnit, OffloadUse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,12 @@ def unrolled(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> G
         direction: _longer(op_costs, naming, inserts[direction], repeat.count)
         for direction, op_costs in costs.by_direction.items()
     }
-    found = _units(costs.units, naming, inserts, repeat.count)
+    found = _units(costs.units, naming, inserts, repeat.count, attrgetter("number"))
     units = tuple(sorted(found, key=lambda unit: (unit.after, unit.number)))
+    copies = _units(costs.offloads, naming, inserts, repeat.count, lambda offload: 0)
     kept = _with_kept(by_direction, naming.groups)
     held = tuple(_held(costs.held, inserts[Direction.FORWARD]))
-    return GraphCosts(costs.name, naming.groups, kept, units, held)
+    return GraphCosts(costs.name, naming.groups, kept, units, held, tuple(copies))
 
 
 def _naming(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _Naming | None:
@@ -289,17 +293,19 @@ def _held(values: Sequence[HeldValue], forward: _Insert) -> Iterator[HeldValue]:
 
 
 def _units(
-    units: Sequence[RecomputeUnit],
+    units: Sequence[_Unit],
     naming: _Naming,
     inserts: Mapping[Direction, _Insert],
     count: int,
-) -> Iterator[RecomputeUnit]:
-    """What may be computed again in the whole. Nodes of copies are nowhere, so they name none."""
+    number: Callable[[_Unit], int],
+) -> Iterator[_Unit]:
+    """What may be computed again in the whole, or what it offloads. Nodes of copies are nowhere, so
+    they name none. number: of a unit among those of its group."""
     if not units:
         return
     forward, backward = inserts[Direction.FORWARD], inserts[Direction.BACKWARD]
     first_in_backward = {
-        (s, u.number): u
+        (s, number(u)): u
         for u in units
         for b, s in [naming.owner.get(u.group, (0, ""))]
         if b == EARLY
@@ -312,7 +318,7 @@ def _units(
             after=forward.moved(block, unit.after),
             before=backward.moved(block, unit.before),
         )
-        if block != EARLY - 1 or (suffix, unit.number) not in first_in_backward:
+        if block != EARLY - 1 or (suffix, number(unit)) not in first_in_backward:
             continue
         for copy in range(1, forward.copies + 1):
             place = block + copy
@@ -321,5 +327,5 @@ def _units(
                 unit,
                 group=naming.copy[place, suffix],
                 after=forward.copied(copy, unit.after),
-                before=backward.copied(late, first_in_backward[suffix, unit.number].before),
+                before=backward.copied(late, first_in_backward[suffix, number(unit)].before),
             )

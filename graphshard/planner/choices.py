@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from graphshard.planner.activations import Offload, in_one_copy
 from graphshard.planner.memo import Memo, once
 from graphshard.planner.problem import Group, Part, Problem, use_of
 from graphshard.schedule.plan import Direction
@@ -32,7 +33,8 @@ class Choices:
     """kept: groups gathered from forward to backward. across: also between micro-steps. on_node:
     groups of which the ranks of each node hold a shard between forward and backward.
 
-    recompute: indices of Problem.recompute that are taken. delays: (first group of a reduction,
+    recompute: indices of Problem.recompute that are taken. offload: of Problem.offload_options.
+    delays: (first group of a reduction,
     regions that it waits for after its gradients are ready). All tuples in rising order.
     """
 
@@ -44,6 +46,7 @@ class Choices:
     reduce: Cuts = Cuts()
     delays: tuple[tuple[int, int], ...] = ()
     on_node: tuple[int, ...] = ()
+    offload: tuple[int, ...] = ()
 
     def cuts_in(self, direction: Direction) -> Cuts:
         return self.forward if direction is Direction.FORWARD else self.backward
@@ -62,6 +65,19 @@ def parts_of(problem: Problem, bucket: Bucket) -> Iterator[tuple[Group, Part]]:
         group = problem.groups[number]
         chosen = bucket.parts or range(len(group.parts))
         yield from ((group, group.parts[index]) for index in chosen)
+
+
+def offloads_of(problem: Problem, choices: Choices) -> tuple[Offload, ...]:
+    """All that the host holds: of each group at most one."""
+    return (*problem.offloads, *offloads_taken(problem, choices))
+
+
+def offloads_taken(problem: Problem, choices: Choices) -> tuple[Offload, ...]:
+    if not choices.offload:
+        return ()
+    assert problem.host is not None
+    taken = (problem.offload_options[index] for index in choices.offload)
+    return tuple(in_one_copy(taken, problem.host.launch_us))
 
 
 def gather_buckets(memo: Memo, choices: Choices, direction: Direction) -> list[Bucket]:

@@ -15,10 +15,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 
-from graphshard.planner.choices import Bucket, Choices, parts_of, transfer_us
+from graphshard.planner.activations import Offload
+from graphshard.planner.choices import (
+    Bucket,
+    Choices,
+    offloads_taken,
+    parts_of,
+    transfer_us,
+)
 from graphshard.planner.problem import Category, Problem, gather_of
 from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Direction, Step, StepKind
+from graphshard.schedule.steps import WAIT_OF
+
+# Jobs of copies are numbered from here on, beyond those of all collectives of a direction.
+FIRST_COPY = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +169,8 @@ def _activations(
     """Bytes alive in each region, and before, between and after the regions.
 
     Between two regions at most what both hold is alive, from forward to backward too. What is
-    recomputed is not alive after region `after` of forward and until region `before` of backward.
+    recomputed is not alive after region `after` of forward and until region `before` of backward,
+    nor is what is offloaded: the copies hold it for as long as they take.
     """
     inside = [r.activation_bytes for r in problem.regions(direction)]
     handed_over = 0
@@ -177,11 +189,13 @@ def _activations(
 
 
 def _spared(problem: Problem, choices: Choices, direction: Direction) -> list[int]:
-    """Bytes that wait to be recomputed before, between and after the regions."""
+    """Bytes that wait to be recomputed, or on the host, before, between and after the regions."""
     changes = [0] * (len(problem.regions(direction)) + 1)
     forward = direction is Direction.FORWARD
     for option in (problem.recompute[index] for index in choices.recompute):
         changes[option.after + 1 if forward else option.before] += option.saved_bytes
+    for offload in offloads_taken(problem, choices):
+        changes[offload.after + 1 if forward else offload.before] += offload.bytes
     if forward:
         return list(accumulate(changes))
     return [*accumulate(reversed(changes))][::-1]
@@ -300,6 +314,30 @@ def reduce_events(problem: Problem, bucket: Bucket, micro: MicroStep) -> tuple[E
     return (
         Event(issue, pack_us, lane, comm_us, job, takes=packed + reduced, gives=fresh),
         Event(wait, unpack_us, job=job, gives=packed + dropped),
+    )
+
+
+# -- copies to the host and back ------------------------------------------------------------------
+
+
+def offload_events(problem: Problem, offload: Offload) -> tuple[Event, Event]:
+    """Issue and wait of a copy to the host: until then it holds what it copies."""
+    return _copy_events(problem, offload, StepKind.OFFLOAD_ISSUE)
+
+
+def reload_events(problem: Problem, offload: Offload) -> tuple[Event, Event]:
+    """Issue and wait of the copy back. At the wait what reads the activations has them."""
+    return _copy_events(problem, offload, StepKind.RELOAD_ISSUE)
+
+
+def _copy_events(problem: Problem, offload: Offload, issue: StepKind) -> tuple[Event, Event]:
+    host, copied = problem.host, (Allocation(Category.ACTIVATION, offload.bytes, offload.group),)
+    assert host is not None
+    lane = host.out_lane if issue is StepKind.OFFLOAD_ISSUE else host.back_lane
+    job = FIRST_COPY + offload.group
+    return (
+        Event(Step(issue, offload.group), 0.0, lane, offload.us, job, takes=copied),
+        Event(Step(WAIT_OF[issue], offload.group), job=job, gives=copied),
     )
 
 

@@ -87,8 +87,8 @@ def _reason(
     step, exposed_us = found.step, found.exposed_us
     assert step.group is not None
     because = partial(NotEarlier, step.group, line.direction, step.kind, exposed_us=exposed_us)
-    gather = step.kind is StepKind.GATHER_ISSUE
-    if gather and has_lists(problem, line.direction):
+    gather = step.kind in (StepKind.GATHER_ISSUE, StepKind.RELOAD_ISSUE)
+    if step.kind is StepKind.GATHER_ISSUE and has_lists(problem, line.direction):
         return because(Bound.PREFETCH_LISTS)
     if exposed_us == 0:
         return because(Bound.NO_NEED, spare_us=found.awaited_us - found.finished_us)
@@ -102,6 +102,8 @@ def _reason(
     if place in blocked:
         why = blocked[place]
         return because(Bound.MEMORY, missing_bytes=why.missing_bytes, held=why.held)
+    if step.kind is StepKind.OFFLOAD_ISSUE:
+        return because(Bound.ACTIVATIONS)
     if not gather:
         return because(Bound.GRADIENTS)
     if not any(e.step.kind is StepKind.COMPUTE for e in line.events[:place]):
@@ -128,7 +130,7 @@ def _no_room_at(line: TimedEvents, place: int, budget_bytes: int) -> int | None:
     Looked at are the events back to the last region, which is where the issue could have been. A
     reduction cannot be issued before its gradients are complete.
     """
-    if line.events[place].step.kind is not StepKind.GATHER_ISSUE:
+    if line.events[place].step.kind not in (StepKind.GATHER_ISSUE, StepKind.RELOAD_ISSUE):
         return None
     for earlier in range(place - 1, -1, -1):
         if _missing_bytes(line, place, earlier, budget_bytes) > 0:

@@ -15,11 +15,13 @@ computes; a group that backward does not need is gathered in backward all the sa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from graphshard.planner.choices import Choices
 from graphshard.planner.memo import Memo
 from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.placement import UNLIMITED, FillPolicy, fill, wait_before
-from graphshard.planner.problem import Problem
+from graphshard.planner.problem import Part, Problem, with_transfers
 from graphshard.planner.stage import (
     Placement,
     Reduced,
@@ -30,6 +32,26 @@ from graphshard.planner.stage import (
 from graphshard.schedule.plan import Direction, StepKind
 
 ONE_AHEAD = FillPolicy(gathers=1)
+
+
+def together(problem: Problem) -> Problem:
+    """`problem` with reductions on the lanes of gathers, where the planner had moved them."""
+    if not problem.reduces_apart:
+        return problem
+    groups = (replace(g, reduce_lane=g.gather_lane) for g in problem.groups)
+    return replace(problem, groups=tuple(groups), reduces_apart=False)
+
+
+def with_copies(problem: Problem) -> Problem:
+    """`problem` as FSDP2 runs it: no transfer is in place."""
+    return replace(
+        problem,
+        groups=tuple(replace(g, parts=tuple(map(_copied, g.parts))) for g in problem.groups),
+    )
+
+
+def _copied(part: Part) -> Part:
+    return with_transfers(part, lambda transfer: replace(transfer, in_place=False))
 
 
 def fsdp2_choices(problem: Problem) -> Choices:
@@ -66,6 +88,8 @@ def _hooks_before(problem: Problem, stage: Stage) -> list[int]:
     own = {id(job.wait) for job in stage.gathers}
     found, before = [], 0
     for position, event in stage.fixed:
+        if event.step.kind is StepKind.RELOAD_WAIT:
+            found.append(0)
         if event.step.kind is not StepKind.GATHER_WAIT:
             continue
         if id(event) in own:
@@ -99,10 +123,12 @@ def listed_positions(problem: Problem, stage: Stage) -> tuple[int, ...]:
     rows = [(n, i) for i, job in enumerate(stage.gathers) for n in job.bucket.groups]
     issued: dict[int, int] = {}
     for position, event in stage.fixed:
-        if event.step.kind is not StepKind.GATHER_WAIT:
+        if event.step.kind not in (StepKind.GATHER_WAIT, StepKind.RELOAD_WAIT):
             continue
         if id(event) in own:
             issued.setdefault(own[id(event)], position_before(stage, position))
+        if event.step.kind is StepKind.RELOAD_WAIT:
+            continue
         named = [
             n for g in event.step.groups for n in problem.groups[g].prefetch_in(stage.direction)
         ]

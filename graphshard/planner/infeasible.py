@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from graphshard.planner.activations import Offload
 from graphshard.planner.compare import simulated
 from graphshard.planner.memo import Memo
 from graphshard.planner.moves import lean_choices
@@ -68,6 +69,7 @@ def _variants(problem: Problem) -> Iterator[tuple[Remedy, tuple[int, ...], Probl
         forward=tuple(map(_half, problem.forward)),
         backward=tuple(map(_half, problem.backward)),
         recompute=tuple(replace(o, saved_bytes=o.saved_bytes // 2) for o in problem.recompute),
+        offloads=tuple(map(_half_offload, problem.offloads)),
     )
     yield Remedy.HALF_THE_BATCH, (), halved
     held = tuple(g.id for g in problem.groups if g.reshard is False or g.keep_across)
@@ -87,3 +89,7 @@ def _half(region: Region) -> Region:
         activation_bytes=region.activation_bytes // 2,
         temporary_bytes=region.temporary_bytes // 2,
     )
+
+
+def _half_offload(offload: Offload) -> Offload:
+    return replace(offload, bytes=offload.bytes // 2, us=offload.us / 2)

@@ -38,7 +38,8 @@ class MemoryProfile:
 
     visits: positions with the fixed event there, or None for a point where reductions may be
     issued; ready: which are ready at such a point. gathers: running sum of what the gathers hold
-    in flight, from 0; flights: what each reduction holds. keeps_order: no reduction is packed
+    in flight, from 0. collectives: how many of the first are not copies
+    from the host. flights: what each reduction holds. keeps_order: no reduction is packed
     before one that was ready earlier.
     """
 
@@ -47,6 +48,7 @@ class MemoryProfile:
     ready: dict[int, list[int]]
     reductions: tuple[Change, ...]
     gathers: tuple[int, ...]
+    collectives: tuple[int, ...]
     flights: tuple[int, ...]
     keeps_order: bool
 
@@ -96,6 +98,7 @@ def profile_of(memo: Memo, stages: Sequence[Stage], starts: Sequence[int]) -> Me
             for jobs in zip(*(s.reductions for s in stages), strict=True)
         ),
         tuple(accumulate(_flights(s.gathers for s in stages), initial=0)),
+        tuple(accumulate((bool(job.bucket.groups) for job in stages[0].gathers), initial=0)),
         tuple(_flights(s.reductions for s in stages)),
         memo.problem.keeps_reduce_order,
     )

@@ -6,12 +6,13 @@ prefetch list in the direction, regrouping allowed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
+from graphshard.planner.activations import OffloadOption, Recompute
 from graphshard.planner.choices import (
     Bucket,
     Choices,
@@ -22,9 +23,9 @@ from graphshard.planner.choices import (
     reduce_buckets,
 )
 from graphshard.planner.fsdp2 import has_lists
-from graphshard.planner.memo import Memo
+from graphshard.planner.memo import Memo, once
 from graphshard.planner.problem import Group, gather_of
-from graphshard.schedule.plan import Direction
+from graphshard.schedule.plan import Activation, Direction
 
 # Regions by which a reduction may be held back.
 DELAYS = (1, 2, 3, 5, 8)
@@ -37,6 +38,7 @@ class What(StrEnum):
     ACROSS = "across"
     ON_NODE = "on_node"
     RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCE = "reduce"
@@ -45,35 +47,41 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Flip `item`: a group, or an option of recomputation.
+    """Flip `item`: a group, or an option of recomputation or of offloading.
 
-    split: the group's split, not its join. slots: the delay of its reduction, in regions.
+    split: the group's split, not its join. slots: the delay of its reduction, in regions. instead:
+    options of the other of the two that mean nothing beside it.
     """
 
     what: What
     item: int
     split: bool = False
     slots: int = 0
+    instead: tuple[int, ...] = ()
 
 
 def apply(choices: Choices, move: Move) -> Choices:
     """`choices` with `move` flipped. What is kept between micro-steps is kept from forward too, and
     of what is kept a node needs no shard."""
     if move.what is What.RECOMPUTE:
+        choices = _without(choices, move.instead, What.OFFLOAD)
         return replace(choices, recompute=_toggled(choices.recompute, move.item))
+    if move.what is What.OFFLOAD:
+        choices = _without(choices, move.instead, What.RECOMPUTE)
+        return replace(choices, offload=_toggled(choices.offload, move.item))
     if move.what is What.DELAY:
         delays = dict(choices.delays)
         if delays.pop(move.item, 0) != move.slots:
             delays[move.item] = move.slots
         return replace(choices, delays=tuple(sorted(delays.items())))
     if move.what is What.KEPT:
-        choices = _without(choices, move.item, What.ACROSS, What.ON_NODE)
+        choices = _without(choices, (move.item,), What.ACROSS, What.ON_NODE)
         return replace(choices, kept=_toggled(choices.kept, move.item))
     if move.what is What.ON_NODE:
-        choices = _without(choices, move.item, What.ACROSS, What.KEPT)
+        choices = _without(choices, (move.item,), What.ACROSS, What.KEPT)
         return replace(choices, on_node=_toggled(choices.on_node, move.item))
     if move.what is What.ACROSS:
-        choices = _without(choices, move.item, What.ON_NODE)
+        choices = _without(choices, (move.item,), What.ON_NODE)
         kept = tuple(sorted({*choices.kept, move.item}))
         return replace(choices, kept=kept, across=_toggled(choices.across, move.item))
     cuts: Cuts = getattr(choices, move.what)
@@ -82,9 +90,9 @@ def apply(choices: Choices, move: Move) -> Choices:
     return replace(choices, **{str(move.what): changed})
 
 
-def _without(choices: Choices, item: int, *fields: What) -> Choices:
-    for what in fields:
-        left: Any = tuple(i for i in getattr(choices, what) if i != item)
+def _without(choices: Choices, items: tuple[int, ...], *fields: What) -> Choices:
+    for what in fields if items else ():
+        left: Any = tuple(i for i in getattr(choices, what) if i not in items)
         choices = replace(choices, **{str(what): left})
     return choices
 
@@ -98,7 +106,7 @@ def _toggled(items: tuple[int, ...], item: int) -> tuple[int, ...]:
 def unmoved(choices: Choices, family: Iterable[Move]) -> Choices:
     """`choices` with nothing of `family` taken."""
     for what in dict.fromkeys(m.what for m in family):
-        if what in (What.KEPT, What.ACROSS, What.ON_NODE, What.RECOMPUTE):
+        if what in (What.KEPT, What.ACROSS, What.ON_NODE, What.RECOMPUTE, What.OFFLOAD):
             items = {m.item for m in family if m.what is what}
             left: Any = tuple(i for i in getattr(choices, what) if i not in items)
             choices = replace(choices, **{str(what): left})
@@ -121,6 +129,7 @@ def moves(memo: Memo) -> list[Move]:
     found += _delays(memo)
     # Most of them are settled by their price: a flip pays off where room is left over.
     found += recompute_moves(memo)
+    found += offload_moves(memo)
     return found
 
 
@@ -129,6 +138,8 @@ def families(memo: Memo) -> list[list[Move]]:
     dense, across = _dense_moves(memo)
     found = [
         recompute_moves(memo),
+        offload_moves(memo),
+        _dear_first(memo, offload_moves(memo)),
         dense,
         list(_kept_moves(memo, _by_need(memo))),
         node_moves(memo),
@@ -185,7 +196,54 @@ def _kept_moves(memo: Memo, groups: Iterable[Group]) -> Iterable[Move]:
 
 def recompute_moves(memo: Memo) -> list[Move]:
     """The cheapest per byte first."""
-    return [Move(What.RECOMPUTE, i) for i in _by_price(memo)]
+    away = once(memo, "offload option of", lambda: _by_activation(memo.problem.offload_options))
+    found = memo.problem.recompute
+    return [
+        Move(What.RECOMPUTE, i, instead=tuple(away.get(found[i].activation, ())))
+        for i in _by_price(memo)
+    ]
+
+
+def offload_moves(memo: Memo) -> list[Move]:
+    """Those first that have the longest way to backward: their copies have the most time."""
+    again = once(memo, "recompute option of", lambda: _by_activation(memo.problem.recompute))
+
+    def instead(option: OffloadOption) -> tuple[int, ...]:
+        first = again.get(option.activation, [])
+        return tuple(first + _needing(memo.problem.recompute, first))
+
+    options = memo.problem.offload_options
+    order = sorted(range(len(options)), key=lambda i: (options[i].alone.after, i))
+    return [Move(What.OFFLOAD, i, instead=instead(options[i])) for i in order]
+
+
+def _dear_first(memo: Memo, offloads: list[Move]) -> list[Move]:
+    """In the place of what takes longest to compute again, for its bytes."""
+    found = memo.problem.recompute
+
+    def price(move: Move) -> float:
+        own = [found[i] for i in move.instead[:1]]
+        return max((o.extra_us / max(1, o.saved_bytes) for o in own), default=float("inf"))
+
+    return sorted(offloads, key=price, reverse=True)
+
+
+def _by_activation(
+    options: Sequence[Recompute | OffloadOption],
+) -> dict[Activation, list[int]]:
+    found: dict[Activation, list[int]] = {}
+    for index, option in enumerate(options):
+        found.setdefault(option.activation, []).append(index)
+    return found
+
+
+def _needing(options: Sequence[Recompute], first: list[int]) -> list[int]:
+    """The options that mean nothing without those of `first`."""
+    found: list[int] = []
+    for index, option in enumerate(options):
+        if option.needs is not None and option.needs in (*first, *found):
+            found.append(index)
+    return found
 
 
 def node_moves(memo: Memo) -> list[Move]:

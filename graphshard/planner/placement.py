@@ -29,8 +29,8 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FillPolicy:
-    """gathers: at most so many in flight. buffers: for how many reductions in flight gathers leave
-    room; 0: gathers take all of it.
+    """gathers: at most so many in flight, not counting copies from the host. buffers: for how many
+    reductions in flight gathers leave room; 0: gathers take all of it.
 
     room: for how many gathers the packing of reductions leaves room: a reduction that would take
     it is issued at a later slot.
@@ -68,6 +68,7 @@ def _most_gathers(
 ) -> list[int]:
     """For each event, how many gathers may have been issued before it."""
     sums, ahead, buffers = profile.gathers, policy.gathers, policy.buffers
+    counts = profile.collectives
     most, limit = [], len(sums) - 1
     # From the end, since what is issued before an event is issued before all later ones too, so
     # that a limit holds for all earlier events. In flight at an event are the gathers issued and
@@ -77,7 +78,7 @@ def _most_gathers(
     for _, needs, before, waited, issued in reversed(view.rows):
         left_free = view.reductions[issued] - view.reductions[max(0, issued - buffers)]
         room = budget_bytes - needs - left_free + sums[waited]
-        while limit > waited and (sums[limit] > room or limit - before > ahead):
+        while limit > waited and (sums[limit] > room or counts[limit] - counts[before] > ahead):
             limit -= 1
         most.append(limit)
     return most[::-1]

@@ -13,10 +13,10 @@ from graphshard.errors import InfeasibleBudget
 from graphshard.planner.alap import just_in_time, lean
 from graphshard.planner.bounds import lower_bound_us
 from graphshard.planner.compare import Place, forecasts, placed_as, schedules, simulated
-from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
+from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement, together, with_copies
 from graphshard.planner.infeasible import shortage_of
 from graphshard.planner.memo import Memo
-from graphshard.planner.problem import Problem, checked, together, with_copies
+from graphshard.planner.problem import Problem, checked
 from graphshard.planner.reasons import reasons_of
 from graphshard.planner.score import Candidate, SearchContext, candidate
 from graphshard.planner.search import search
@@ -33,8 +33,8 @@ NODES_WORTH = 0.02
 class Planned:
     """The chosen schedules, and what they and FSDP2's own (`fsdp2`) come to in the simulation.
 
-    recompute: indices of the problem's options that are taken. across: groups that stay gathered
-    between micro-steps. forecasts: one per schedule. reduces_apart: see `Problem`.
+    recompute, offload: indices of the problem's options that are taken. across: groups that stay
+    gathered between micro-steps. forecasts: one per schedule. reduces_apart: see `Problem`.
     """
 
     schedules: tuple[Schedule, ...]
@@ -45,6 +45,7 @@ class Planned:
     forecasts: tuple[Forecast, ...] = ()
     fsdp2: Baseline | None = None
     reduces_apart: bool = False
+    offload: tuple[int, ...] = ()
 
 
 def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
@@ -96,6 +97,7 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
         forecasts=forecasts(memo, best),
         fsdp2=Baseline(schedules(run, theirs), forecasts(run, theirs)),
         reduces_apart=memo.problem.reduces_apart,
+        offload=choices.offload,
     )
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from graphshard.errors import PlanError
-from graphshard.schedule.plan import Activation, Direction, Step, StepKind
+from graphshard.planner.activations import HostLink, Offload, OffloadOption, Recompute
 from graphshard.schedule.plan import Allocation as Allocation
 from graphshard.schedule.plan import Category as Category
+from graphshard.schedule.plan import Direction, Step, StepKind
 
 # Times are rounded to multiples of this (about 1 ns). Sums of such numbers below 2**43 us are
 # exact in float64, so equal schedules have equal times and gains add up without a remainder.
@@ -199,23 +200,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
-    """Activations that may be recomputed instead of kept.
-
-    `saved_bytes` are then free after forward region `after` and until backward region `before`,
-    which takes `extra_us` longer. What is computed twice is counted twice where several are taken.
-    needs: the option, earlier in the list, without which this one means nothing.
-    """
-
-    activation: Activation
-    after: int
-    before: int
-    saved_bytes: int
-    extra_us: float
-    needs: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Problem:
     """One training step of one graph pair; no `backward` regions under no_grad.
 
@@ -234,6 +218,8 @@ class Problem:
     the costs: something outside of the ranks that agree on the plan follows that order.
     may_reduce_apart: reductions may get lanes of their own (`graphshard.planner.separate_group`);
     reduces_apart: they have.
+    offloads: what the graph copies to the host and back. offload_options: what it could, too.
+    host: over which lanes; None: there is neither.
     """
 
     groups: tuple[Group, ...]
@@ -242,6 +228,9 @@ class Problem:
     backward: tuple[Region, ...] = ()
     resident: tuple[Allocation, ...] = ()
     recompute: tuple[Recompute, ...] = ()
+    offloads: tuple[Offload, ...] = ()
+    offload_options: tuple[OffloadOption, ...] = ()
+    host: HostLink | None = None
     micro_steps: int = 1
     sync_each: bool = True
     has_gradients: bool = False
@@ -305,14 +294,23 @@ def checked(problem: Problem) -> Problem:
         forward=tuple(replace(r, us=exact_us(r.us)) for r in problem.forward),
         backward=tuple(replace(r, us=exact_us(r.us)) for r in problem.backward),
         recompute=tuple(replace(o, extra_us=exact_us(o.extra_us)) for o in problem.recompute),
+        offloads=tuple(map(_exact_offload, problem.offloads)),
+        offload_options=tuple(
+            replace(o, alone=_exact_offload(o.alone)) for o in problem.offload_options
+        ),
+        host=problem.host and replace(problem.host, launch_us=exact_us(problem.host.launch_us)),
     )
 
 
+def _exact_offload(offload: Offload) -> Offload:
+    return replace(offload, us=exact_us(offload.us))
+
+
 def _exact_part(part: Part) -> Part:
-    return _with_transfers(part, _exact_transfer)
+    return with_transfers(part, _exact_transfer)
 
 
-def _with_transfers(part: Part, changed: Callable[[Transfer], Transfer]) -> Part:
+def with_transfers(part: Part, changed: Callable[[Transfer], Transfer]) -> Part:
     """`part` with `changed` done to each of its collectives."""
     gradient, regather, node_gather = part.gradient, part.regather, part.node_gather
     return replace(
@@ -331,26 +329,6 @@ def _exact_transfer(transfer: Transfer) -> Transfer:
         pack_us=exact_us(transfer.pack_us),
         unpack_us=exact_us(transfer.unpack_us),
     )
-
-
-def together(problem: Problem) -> Problem:
-    """`problem` with reductions on the lanes of gathers, where the planner had moved them."""
-    if not problem.reduces_apart:
-        return problem
-    groups = (replace(g, reduce_lane=g.gather_lane) for g in problem.groups)
-    return replace(problem, groups=tuple(groups), reduces_apart=False)
-
-
-def with_copies(problem: Problem) -> Problem:
-    """`problem` as FSDP2 runs it: no transfer is in place."""
-    return replace(
-        problem,
-        groups=tuple(replace(g, parts=tuple(map(_copied, g.parts))) for g in problem.groups),
-    )
-
-
-def _copied(part: Part) -> Part:
-    return _with_transfers(part, lambda transfer: replace(transfer, in_place=False))
 
 
 def _faults(problem: Problem) -> Iterator[str]:
@@ -380,9 +358,17 @@ def _faults(problem: Problem) -> Iterator[str]:
     for index, option in enumerate(problem.recompute):
         if option.needs is not None and not 0 <= option.needs < index:
             yield f"recompute {option.activation} needs option {option.needs}, which is not earlier"
-        ends = (option.after, len(problem.forward)), (option.before, len(problem.backward))
-        if not all(0 <= region < count for region, count in ends):
+        if not _is_inside(problem, option):
             yield f"recompute {option.activation} names a region that does not exist"
+    for offload in (*problem.offloads, *(o.alone for o in problem.offload_options)):
+        if problem.host is None:
+            yield f"offload of group {offload.group}: there is no host"
+        if not _is_inside(problem, offload):
+            yield f"offload of group {offload.group} names a region that does not exist"
+
+
+def _is_inside(problem: Problem, one: Recompute | Offload) -> bool:
+    return 0 <= one.after < len(problem.forward) and 0 <= one.before < len(problem.backward)
 
 
 def _part_faults(problem: Problem, group: Group, part: Part) -> Iterator[str]:

@@ -89,7 +89,9 @@ def _choices(own: Choices, chosen: Choices) -> Iterator[tuple[Decision, Choices]
     yield Decision.ON_NODE, now
     now = replace(now, forward=chosen.forward, backward=chosen.backward, reduce=chosen.reduce)
     yield Decision.BUCKETS, now
-    yield Decision.RECOMPUTE, replace(now, recompute=chosen.recompute)
+    now = replace(now, recompute=chosen.recompute)
+    yield Decision.RECOMPUTE, now
+    yield Decision.OFFLOAD, replace(now, offload=chosen.offload)
 
 
 def _with_reductions(context: SearchContext, best: Candidate) -> tuple[float, int]:

@@ -6,11 +6,11 @@ share are the bytes that one hands to the other, which choices alone decide.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
-from graphshard.planner.choices import Choices
+from graphshard.planner.choices import Choices, offloads_of
 from graphshard.planner.events import (
     MicroStep,
     given_gradients,
@@ -86,7 +86,7 @@ class SearchContext:
 def candidate(context: SearchContext, choices: Choices) -> Candidate | None:
     """`choices` placed as well as the budget allows, or None if they do not fit, or compute
     something again without what it needs."""
-    if not means_something(context.problem, choices.recompute):
+    if not means_something(context.problem, choices):
         return None
     found = []
     for direction in context.problem.directions:
@@ -97,16 +97,26 @@ def candidate(context: SearchContext, choices: Choices) -> Candidate | None:
     return Candidate(choices, tuple(found))
 
 
-def means_something(problem: Problem, recompute: Collection[int]) -> bool:
-    needs = {problem.recompute[index].needs for index in recompute}
-    return needs.issubset({None, *recompute})
+def means_something(problem: Problem, choices: Choices) -> bool:
+    """What is computed again needs others that are, nothing is offloaded too, and the host has
+    room."""
+    again = [problem.recompute[index] for index in choices.recompute]
+    if not {option.needs for option in again}.issubset({None, *choices.recompute}):
+        return False
+    if not choices.offload:
+        return True
+    away = {problem.offload_options[index].activation for index in choices.offload}
+    assert problem.host is not None
+    limit_bytes, held = problem.host.limit_bytes, offloads_of(problem, choices)
+    fits = limit_bytes is None or sum(offload.bytes for offload in held) <= limit_bytes
+    return fits and away.isdisjoint(option.activation for option in again)
 
 
 def _scored(context: SearchContext, choices: Choices, direction: Direction) -> Scored | None:
     forward = direction is Direction.FORWARD
     own = (choices.forward,) if forward else (choices.backward, choices.reduce, choices.delays)
     stays = choices.kept, choices.across, choices.on_node
-    key = (direction, stays, choices.recompute, own)
+    key = (direction, stays, choices.recompute, choices.offload, own)
     if key not in context.scores:
         context.scores[key] = place(context, choices, direction)
     return context.scores[key]
@@ -192,7 +202,7 @@ def _handed_over(context: SearchContext, choices: Choices) -> list[int]:
             return sum(e.alloc_bytes - e.free_bytes for e in events)
 
         stays = choices.kept, choices.across, choices.on_node
-        key = ("handed over", micro, stays, choices.recompute)
+        key = ("handed over", micro, stays, choices.recompute, choices.offload)
         found.append(once(context.memo, key, left))
     return found
 
@@ -201,7 +211,8 @@ def all_policies(problem: Problem, direction: Direction) -> tuple[FillPolicy, ..
     """Every policy worth trying. Gathers hold back only for reductions on their own lane."""
     most = UNLIMITED if problem.most_ahead is None else problem.most_ahead
     if direction is Direction.FORWARD:
-        return (FillPolicy(most),)
+        copies = problem.offloads or problem.offload_options
+        return tuple(FillPolicy(most, buffers) for buffers in (BUFFERS if copies else BUFFERS[:1]))
     lanes = {g.lane_in(direction) for g in problem.groups}
     lanes |= {g.node.lane for g in problem.groups if g.node is not None}
     shared = any(g.reduce_lane in lanes for g in problem.groups)

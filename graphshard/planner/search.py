@@ -67,6 +67,7 @@ def search(context: SearchContext, starts: Sequence[Choices]) -> Best:
         if best is before:
             best = _pairs(context, best, limit)
     context.policies.clear()
+    context.scores.clear()
     return better(best, candidate(context, best.choices))
 
 
@@ -80,7 +81,8 @@ def effort_limit(context: SearchContext) -> int:
     problem = context.problem
     regions = len(problem.forward) + len(problem.backward)
     parts = sum(len(g.parts) for g in problem.groups)
-    return max(LEAST_EFFORT, EFFORT_PER_EVENT * (regions + 8 * parts + 2 * len(problem.recompute)))
+    num_options = len(problem.recompute) + len(problem.offload_options)
+    return max(LEAST_EFFORT, EFFORT_PER_EVENT * (regions + 8 * parts + 2 * num_options))
 
 
 def _tune(context: SearchContext, choices: Choices) -> None:
@@ -110,9 +112,9 @@ def _prefixes(context: SearchContext, best: Candidate, limit: int) -> Candidate:
         def attempt(count: int, base: Choices = base, family: Sequence[Move] = family) -> Best:
             choices = taken(base, family[:count])
             found = candidate(context, choices)
-            if family[0].what is not What.RECOMPUTE:
+            if family[0].what not in (What.RECOMPUTE, What.OFFLOAD):
                 return found
-            # Computing again gains nothing by itself: the room that it makes has to be used.
+            # Room gains nothing by itself: it has to be used.
             return better(found, filled(context, choices, still_open(context.memo, choices)))
 
         best = best_prefix(best, len(family), attempt)

@@ -15,23 +15,26 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from graphshard.errors import PlanError
-from graphshard.planner.choices import Bucket, Choices
+from graphshard.planner.choices import Bucket, Choices, offloads_of
 from graphshard.planner.events import (
     Event,
     MicroStep,
     gather_events,
     given_gradients,
     micro_steps_of,
+    offload_events,
     reduce_events,
     region_events,
     release_event,
+    reload_events,
     start_allocations,
     total_bytes,
 )
 from graphshard.planner.links import LaneQueues
 from graphshard.planner.problem import Category, CollectiveLane, Problem
 from graphshard.schedule.estimate import Allocation
-from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
+from graphshard.schedule.plan import Direction, Lane, Plan, Schedule, Step, StepKind
+from graphshard.schedule.steps import ISSUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +150,15 @@ def simulate(
     schedules: Sequence[Schedule],
     recompute: tuple[int, ...] = (),
     across: tuple[int, ...] = (),
+    offload: tuple[int, ...] = (),
 ) -> Simulation:
     """`schedules`: one per direction of `problem`. Raises PlanError (GS603) if one does not fit.
 
-    recompute: indices of the options taken. across: groups kept gathered between micro-steps.
+    recompute, offload: indices of the options taken. across: groups kept gathered between
+    micro-steps.
     """
-    choices = replace(_stays(schedules[0]), recompute=recompute, across=across)
+    stays = _stays(schedules[0])
+    choices = replace(stays, recompute=recompute, across=across, offload=offload)
     programs = {
         micro: [events_of(problem, schedule, choices, micro) for schedule in schedules]
         for micro, _ in micro_steps_of(problem)
@@ -162,10 +168,11 @@ def simulate(
 
 def simulated_as(problem: Problem, plan: Plan) -> Simulation:
     """`plan` at the costs of `problem`, which has its regions and groups."""
-    chosen = set(plan.recompute.activations)
+    chosen, away = set(plan.recompute.activations), set(plan.recompute.offloaded)
     again = tuple(i for i, o in enumerate(problem.recompute) if o.activation in chosen)
+    offload = tuple(i for i, o in enumerate(problem.offload_options) if o.activation in away)
     across = tuple(g.id for g in plan.groups if g.between_micro_steps)
-    return simulate(problem, plan.schedules, again, across)
+    return simulate(problem, plan.schedules, again, across, offload)
 
 
 def _stays(forward: Schedule) -> Choices:
@@ -289,6 +296,8 @@ def _event(
         raise PlanError("GS603", f"{step} names no group of the problem")
     if step.kind is StepKind.RELEASE:
         return release_event(problem, step.group, choices, direction, micro)
+    if step.lane in (Lane.OFFLOAD, Lane.RELOAD):
+        return _copy_event(problem, step, choices)
     bucket = Bucket(step.groups, _parts(problem, step))
     issues = step.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
     if step.kind in (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT):
@@ -297,6 +306,14 @@ def _event(
     resident = step.kept or carried
     events = gather_events(problem, bucket, direction, resident=resident, on_node=step.on_node)
     return events[0 if issues else 1]
+
+
+def _copy_event(problem: Problem, step: Step, choices: Choices) -> Event:
+    found = [o for o in offloads_of(problem, choices) if o.group == step.group]
+    if not found:
+        raise PlanError("GS603", f"{step} copies what the problem does not offload")
+    events = offload_events if step.lane is Lane.OFFLOAD else reload_events
+    return events(problem, found[0])[0 if step.kind in ISSUES else 1]
 
 
 def _parts(problem: Problem, step: Step) -> tuple[int, ...]:

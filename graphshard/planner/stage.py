@@ -1,8 +1,10 @@
 """One direction with everything decided but positions, and how positions make it a schedule.
 
 In come a problem and `Choices`; out comes a `Stage`: compute, waits and releases at fixed
-positions, and jobs (gathers and reductions) that a `Placement` puts between them. A position is
-an int. Before each region lies a slot of `stride` positions, and the region is its last one:
+positions, and jobs (gathers and reductions) that a `Placement` puts between them. A copy back from
+the host is placed as a gather is, and one to the host as a reduction: what follows says so of all
+four. A position is an int. Before each region lies a slot of `stride` positions, and the region is
+its last one:
 
     0 reduce wait   1 release   2 gather issue   3 reduce issue (and a wait between two of them)
     4 gather issue  5 reduce wait   6, 8, ... gather wait   7, 9, ... gather issue   -1 region
@@ -21,6 +23,7 @@ from graphshard.planner.choices import (
     Choices,
     first_use,
     gather_buckets,
+    offloads_of,
     ready_after,
     reduce_buckets,
 )
@@ -28,9 +31,11 @@ from graphshard.planner.events import (
     Event,
     MicroStep,
     gather_events,
+    offload_events,
     reduce_events,
     region_events,
     release_event,
+    reload_events,
 )
 from graphshard.planner.memo import Memo, once, recently
 from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
@@ -43,7 +48,8 @@ REDUCE_WAIT, RELEASE, GATHER_EARLY, REDUCE_ISSUE, GATHER_NEXT, REDUCE_WAIT_LATE,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """One collective. `at`: where a gather is waited for; where a reduction may be issued first.
+    """One collective, or one copy, whose bucket is empty. `at`: where a gather is waited for; where
+    a reduction may be issued first.
 
     flight_bytes: what it holds from its issue until its wait.
     """
@@ -102,6 +108,7 @@ def stage_of(memo: Memo, choices: Choices, direction: Direction, micro: MicroSte
         (choices.kept, choices.on_node) if not forward else (),
         across,
         choices.cuts_in(direction),
+        choices.offload if not forward else (),
     )
     stride, fixed, gathers = recently(
         memo, "gathers", key, lambda: _gathers(memo, choices, direction, micro)
@@ -109,7 +116,7 @@ def stage_of(memo: Memo, choices: Choices, direction: Direction, micro: MicroSte
     regions = recently(
         memo,
         "regions",
-        (forward, choices.recompute, stride),
+        (forward, choices.recompute, choices.offload, stride),
         lambda: _regions(memo, choices, direction, stride),
     )
     releases = recently(
@@ -118,8 +125,14 @@ def stage_of(memo: Memo, choices: Choices, direction: Direction, micro: MicroSte
         (forward, micro, (choices.kept, choices.on_node) if forward else (), across, stride),
         lambda: _releases(memo, choices, direction, micro, stride),
     )
-    reductions: tuple[Job, ...] = ()
-    if not forward:
+    if forward:
+        reductions = recently(
+            memo,
+            "offloads",
+            (choices.offload, stride),
+            lambda: _offloads(memo, choices, stride),
+        )
+    else:
         reductions = recently(
             memo,
             "reductions",
@@ -140,7 +153,8 @@ def _gathers(
     across = set(choices.across) if not (backward or micro.first) else set()
     buckets = [*_quiet(memo, choices, direction), *gather_buckets(memo, choices, direction)]
     first_uses = [(first_use(memo, bucket, direction), bucket) for bucket in buckets]
-    most = max(Counter(region for region, _ in first_uses).values(), default=1)
+    reloads = _reloads(memo, choices) if backward else []
+    most = max(Counter(r for r, _ in (*first_uses, *reloads)).values(), default=1)
     stride = GATHER_WAIT + 2 * most + 2
     fixed: list[tuple[int, Event]] = []
     jobs: list[Job] = []
@@ -154,7 +168,28 @@ def _gathers(
         fixed.extend([(at, issue), (at, wait)] if first in kept else [(at, wait)])
         if first not in kept:
             jobs.append(Job(bucket, issue, wait, at, issue.alloc_bytes))
-    return stride, fixed, tuple(jobs)
+    for region, (issue, wait) in reloads:
+        at = region * stride + GATHER_WAIT + 2 * taken[region]
+        taken[region] += 1
+        fixed.append((at, wait))
+        jobs.append(Job(Bucket(()), issue, wait, at, issue.alloc_bytes))
+    return stride, fixed, tuple(sorted(jobs, key=lambda job: job.at))
+
+
+def _reloads(memo: Memo, choices: Choices) -> list[tuple[int, tuple[Event, Event]]]:
+    """Copies back from the host, each with the region before which it has to be there."""
+    found = offloads_of(memo.problem, choices)
+    return [(o.before, reload_events(memo.problem, o)) for o in found]
+
+
+def _offloads(memo: Memo, choices: Choices, stride: int) -> tuple[Job, ...]:
+    """Copies to the host: what a reduction is in backward."""
+    jobs = []
+    for offload in offloads_of(memo.problem, choices):
+        issue, wait = offload_events(memo.problem, offload)
+        at = (offload.after + 1) * stride + REDUCE_ISSUE
+        jobs.append(Job(Bucket(()), issue, wait, at, wait.free_bytes))
+    return tuple(sorted(jobs, key=lambda job: job.at))
 
 
 def _by_first_use(use: tuple[int, Bucket]) -> tuple[object, ...]:

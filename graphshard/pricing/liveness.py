@@ -107,15 +107,28 @@ def _blocks(
         for gradient in _reduced(node):
             if (block := blocks.get(owner(gradient))) is not None and block.kind == "made":
                 block.kind = "grads"
-        if owner(node) is node and (node.op == "placeholder" or node in place):
-            kind = "inputs" if node.op == "placeholder" else "made"
-            born = place.get(producer(node), 0)
-            size = 0 if node in unstored else sum(_size_bytes(t, kind) for t in _tensors(node))
+        if owner(node) is node and (node.op == "placeholder" or node in place or _is_back(node)):
+            kind = "made" if node in place else "inputs"
+            born = now + 1 if _is_back(node) else place.get(producer(node), 0)
+            elsewhere = node in unstored or _is_on_host(node)
+            size = 0 if elsewhere else sum(_size_bytes(t, kind) for t in _tensors(node))
             block = _Block(kind, size, born, now)
             if node.op == "placeholder" and (memory := inputs.get(node.name)) is not None:
                 block = shown.setdefault(memory.name, replace(block, size_bytes=memory.size_bytes))
             blocks[node] = block
     return list({id(block): block for block in blocks.values()}.values())
+
+
+def _is_back(node: fx.Node) -> bool:
+    """What a copy from the host has brought back."""
+    step = step_of(node)
+    return step is not None and step.kind is StepKind.RELOAD_WAIT and step.part == "item"
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    """An input that is copied from the host."""
+    readers = [step_of(user) for user in node.users]
+    return any(step is not None and step.kind is StepKind.RELOAD_ISSUE for step in readers)
 
 
 def _times(

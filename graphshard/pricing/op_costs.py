@@ -21,6 +21,7 @@ from graphshard.graph.program import Program, aliases, compute_nodes, positions,
 from graphshard.pricing.flops import graph_work, never_stored
 from graphshard.pricing.held import HeldValue, held_values
 from graphshard.pricing.liveness import Live, live_bytes, saved_memory
+from graphshard.pricing.offload import OffloadUse, offload_uses
 from graphshard.pricing.recompute import RecomputeUnit, units
 from graphshard.pricing.region_cuts import aligned, crossing_bytes, late_params
 from graphshard.pricing.usage import GradReady, GroupUse, ParamUse, Usage
@@ -44,13 +45,15 @@ class OpCosts:
 @dataclass(frozen=True, slots=True)
 class GraphCosts:
     """A program as the planner sees it. units: what backward could compute again. held: what is
-    saved whatever is chosen of these; both empty where nobody asked."""
+    saved whatever is chosen of these; both empty where nobody asked. offloads: what it has the host
+    hold."""
 
     name: str
     groups: tuple[GroupInfo, ...]
     by_direction: dict[Direction, OpCosts]
     units: tuple[RecomputeUnit, ...] = ()
     held: tuple[HeldValue, ...] = ()
+    offloads: tuple[OffloadUse, ...] = ()
 
 
 def graph_costs(
@@ -73,7 +76,8 @@ def graph_costs(
         )
     found = units(program, forward.usage, forward.us) if recompute else ()
     left = held_values(program, found) if recompute else ()
-    return GraphCosts(program.name, program.groups, by_direction, found, left)
+    copies = offload_uses(program)
+    return GraphCosts(program.name, program.groups, by_direction, found, left, copies)
 
 
 def _op_costs(

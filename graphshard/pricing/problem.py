@@ -33,6 +33,7 @@ from graphshard.planner.problem import (
     Use,
     checked,
 )
+from graphshard.pricing.offload import with_host
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.region_cuts import AT_START, AT_TURN
 from graphshard.pricing.region_split import Divided, divided, with_late_gradients
@@ -55,6 +56,7 @@ class PlanningPolicy:
     recompute: activations may be computed again. replaces_checkpoints: also others than the user's
     checkpoints would, where these leave it open. regroup: gathers may be merged and split.
     micro_steps: forward and backward runs per optimizer step, of which the last one reduces.
+    offload: activations may be held by the host meanwhile, host_bytes of them at most (None: any).
     near: a step that is longer than the lower bound by this share of it is good enough.
     """
 
@@ -66,6 +68,8 @@ class PlanningPolicy:
     regroup: bool = False
     micro_steps: int = 1
     near: float = 0.0
+    offload: bool = False
+    host_bytes: int | None = None
 
 
 def price(
@@ -101,7 +105,7 @@ def price(
     if policy.reshard is not Reshard.AUTO:
         asked = [g for g in groups if settings[g.id].reshard is False]
         forward, backward = with_unread(forward, backward, asked)
-    return checked(
+    problem = checked(
         Problem(
             groups=groups,
             lanes=tuple(
@@ -124,6 +128,8 @@ def price(
             and all(own.may_reduce_apart or own.ranks == 1 for own in settings),
         )
     )
+    host = machine.host if policy.offload or costs.offloads else None
+    return with_host(problem, costs.offloads, host, policy.host_bytes)
 
 
 def with_unread(

@@ -27,10 +27,11 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.graph.origins import origin_of
-from graphshard.graph.owners import maker, owner
+from graphshard.graph.owners import fills_memory, maker, owner
 from graphshard.graph.program import Program, compute_nodes, is_view, output_node, step_of
 from graphshard.graph.random_ops import is_random
-from graphshard.planner.problem import Problem, Recompute, checked
+from graphshard.planner.activations import Recompute
+from graphshard.planner.problem import Problem, checked
 from graphshard.pricing.liveness import tensor_bytes
 from graphshard.pricing.rungs import Rung, ancestors, rungs
 from graphshard.pricing.usage import GroupUse, Usage
@@ -43,7 +44,8 @@ class RecomputeUnit:
 
     Their memory, `saved_bytes`, is free between forward op `after` and backward op `before`;
     backward takes `extra_us` longer. origin: what made it. needs: the number of the unit of this
-    group that has to be chosen too; both figures are what this one adds to it.
+    group that has to be chosen too; both figures are what this one adds to it. op: what makes the
+    activation. held_bytes: what the host would hold of it; 0 where it cannot leave.
     """
 
     group: int
@@ -55,6 +57,24 @@ class RecomputeUnit:
     extra_us: float
     origin: Origin
     needs: int | None = None
+    op: str = ""
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenUnits:
+    """again: to be computed again. offloaded: the host holds what they free."""
+
+    again: tuple[RecomputeUnit, ...] = ()
+    offloaded: tuple[RecomputeUnit, ...] = ()
+
+    @property
+    def ops_offloaded(self) -> dict[str, int]:
+        """The ops whose results the host holds, each with its group."""
+        return {unit.op: unit.group for unit in self.offloaded}
+
+
+NO_UNITS = ChosenUnits()
 
 
 def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[RecomputeUnit, ...]:
@@ -143,8 +163,16 @@ def _units_of(
                 extra_us=rung.extra_us - before.extra_us,
                 origin=origin_of(maker(before.instead)),
                 needs=needs,
+                op=maker(own[0]).name,
+                held_bytes=_held_bytes(own) if needs is None else 0,
             )
             before, needs = rung, number
+
+
+def _held_bytes(own: Sequence[fx.Node]) -> int:
+    """Two values that share their memory cannot leave."""
+    alone = len(own) == len(_owners(own)) and all(map(fills_memory, own))
+    return sum(map(tensor_bytes, own)) if alone else 0
 
 
 def _by_op(freed: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -162,10 +190,13 @@ def activation_of(unit: RecomputeUnit, groups: Sequence[GroupInfo]) -> Activatio
 
 def chosen_units(
     units: Sequence[RecomputeUnit], groups: Sequence[GroupInfo], chosen: Recomputed
-) -> tuple[RecomputeUnit, ...]:
+) -> ChosenUnits:
     """Those of `units` that `chosen` names. groups: under the names that `chosen` has them by."""
-    wanted = set(chosen.activations)
-    return tuple(unit for unit in units if activation_of(unit, groups) in wanted)
+
+    def those(wanted: Collection[Activation]) -> tuple[RecomputeUnit, ...]:
+        return tuple(unit for unit in units if activation_of(unit, groups) in wanted)
+
+    return ChosenUnits(those(set(chosen.activations)), those(set(chosen.offloaded)))
 
 
 def offered(

@@ -105,8 +105,9 @@ def _text(chosen: Recomputed) -> str:
 
 
 def _recomputed(text: str | bytes) -> Recomputed:
-    pairs, *rest = json.loads(text)
-    return Recomputed(tuple(Activation(*pair) for pair in pairs), *rest)
+    again, checkpoints, replaced, away = json.loads(text)
+    again, away = (tuple(Activation(*pair) for pair in pairs) for pairs in (again, away))
+    return Recomputed(again, checkpoints, replaced, away)
 
 
 def _recompute_key(fqns: tuple[str, ...]) -> str:

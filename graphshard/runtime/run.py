@@ -13,6 +13,7 @@ from torch import Tensor
 from graphshard.errors import CollectiveFailed, DivergedRanks, cleaning_up
 from graphshard.fsdp2 import gradients, is_root, reset_iteration, siblings
 from graphshard.fsdp2.layouts import as_dtensor
+from graphshard.runtime import host_copies
 from graphshard.runtime.ahead import SentBucket, SentGroup, remember
 from graphshard.runtime.buckets import AllGather
 from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
@@ -20,6 +21,7 @@ from graphshard.runtime.doubt import drop_stale, is_doubtful
 from graphshard.runtime.finish import finish_later
 from graphshard.runtime.gather import Gather, issue, prefetch, take_prefetched
 from graphshard.runtime.graph_order import Counts, FirstGather, Turn, turn_of
+from graphshard.runtime.host_copies import HostCopy
 from graphshard.runtime.issued import ended
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.ranges import direction_range
@@ -34,7 +36,8 @@ class Run:
     """Opens groups and remembers what is in flight, so that an exception leaves nothing behind.
 
     defined: bit k is set when tangent k of this backward is not missing. exact_sums: of gradients,
-    FSDP2's to the last bit. anchors: of all groups that it opens. stopwatch: takes the times of
+    FSDP2's to the last bit. anchors: of all groups that it opens. device: where it computes.
+    stopwatch: takes the times of
     this run, if the emitted code has marks. turn: in the order of its root's graphs.
     """
 
@@ -42,6 +45,7 @@ class Run:
     defined: int = ALL_DEFINED
     exact_sums: bool = True
     anchors: tuple[Tensor, ...] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     stopwatch: Stopwatch | None = None
     turn: Turn | None = None
     groups: list[LiveGroup] = field(default_factory=list)
@@ -49,6 +53,7 @@ class Run:
     _last: LiveGroup | None = None
     _in_flight: list[Gather | Reduction] = field(default_factory=list)
     _opening: list[SentBucket] = field(default_factory=list)
+    _copies: list[HostCopy] = field(default_factory=list)
 
     def open(self, anchor: Tensor, *dtypes: torch.dtype) -> OpenGroup:
         """The group that `anchor` names, for this run.
@@ -121,6 +126,16 @@ class Run:
         for reduction in busy[: len(busy) + 1 - cap]:
             reduction.drain()
 
+    def issue_offload(self, anchor: Tensor | None, tensors: Sequence[Tensor]) -> HostCopy:
+        """Start to copy activations of the group that `anchor` names to the host."""
+        self._copies.append(host_copies.offload(self.device, tensors, _fqn(anchor)))
+        return self._copies[-1]
+
+    def issue_reload(self, anchor: Tensor | None, tensors: Sequence[Tensor]) -> HostCopy:
+        """Start to copy what the host holds of them back."""
+        self._copies.append(host_copies.reload(self.device, tensors, _fqn(anchor)))
+        return self._copies[-1]
+
     def mark(self, index: int) -> None:
         """Segment `index` of the emitted code begins."""
         if self.stopwatch is not None:
@@ -150,6 +165,9 @@ class Run:
             if left_s > 0:
                 with cleaning_up(error):
                     work.drop(limit_s=left_s)
+        for copy in self._copies:
+            with cleaning_up(error):
+                copy.drop()
         if self.turn is not None:
             with cleaning_up(error):
                 self.turn.order.give_up(limit_s=max(ends - time.monotonic(), 0))
@@ -168,6 +186,11 @@ class Run:
             for live in root.groups.values():
                 live.drop(limit_s=0)
                 live.fsdp.reshard()
+
+
+def _fqn(anchor: Tensor | None) -> str:
+    """Of the group that `anchor` names, for profiles; its graph may not have one."""
+    return "" if anchor is None else lookup(anchor).fqn
 
 
 class OpenGroup:
@@ -350,7 +373,7 @@ def guarded(
         first = lookup(own[0]) if own else None
         body = pick(first)
         defined = ALL_DEFINED if calls is None else calls.take_mask()
-        run = Run(direction, defined, body.exact_sums, own)
+        run = Run(direction, defined, body.exact_sums, own, device)
         if first is not None:
             expects = body.counts if body.overlaps else None
             run.turn = turn_of(direction, first, len(own), expects)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from graphshard.files.decode import Count, Positive
-from graphshard.schedule.steps import Schedule, Step, StepKind
+from graphshard.schedule.steps import COLLECTIVES, Lane, Schedule, Step, StepKind
 
 
 class Reshard(StrEnum):
@@ -54,8 +54,9 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What backward computes again because the planner chose so.
+    """What becomes of activations until backward because the planner chose so.
 
+    activations: backward computes them again. offloaded: the host holds them.
     checkpoints: regions of `torch.utils.checkpoint` in the graph whose policy leaves it open what
     is; 0 also where they were not counted. replaced: the plan decides what these regions save and
     compute again.
@@ -64,11 +65,21 @@ class Recomputed:
     activations: tuple[Activation, ...] = ()
     checkpoints: Count = 0
     replaced: bool = False
+    offloaded: tuple[Activation, ...] = ()
+
+    @property
+    def changes_graph(self) -> bool:
+        """Something is computed again or offloaded."""
+        return bool(self.activations or self.offloaded)
 
     def renamed(self, name_of: Callable[[str], str]) -> Recomputed:
         """name_of: from a group's FQN to its new one."""
-        renamed = (replace(one, group=name_of(one.group)) for one in self.activations)
-        return replace(self, activations=tuple(renamed))
+
+        def all_of(found: Sequence[Activation]) -> tuple[Activation, ...]:
+            return tuple(replace(one, group=name_of(one.group)) for one in found)
+
+        activations, offloaded = all_of(self.activations), all_of(self.offloaded)
+        return replace(self, activations=activations, offloaded=offloaded)
 
 
 NOTHING_RECOMPUTED = Recomputed()
@@ -81,6 +92,7 @@ class GroupInfo:
     resharded_by: who says whether it stays gathered until backward. between_micro_steps: it stays
     gathered after backward too, as long as gradients are not synchronised.
     reduce_dtype, reduce_bytes: of the gradients on the wire, all trainable parameters together.
+    offloaded_bytes: of its activations, what the host holds from forward to backward.
     gathers_in_place: straight into the parameters' memory, without a bucket; on one rank compute
     reads the shards themselves. replicated: where its reduction is waited for, an all-reduce over
     the replicas follows.
@@ -98,6 +110,7 @@ class GroupInfo:
     reduce_dtype: str = ""
     reduce_bytes: Count = 0
     replicated: bool = False
+    offloaded_bytes: Count = 0
 
     @property
     def trainable(self) -> bool:
@@ -112,7 +125,10 @@ class GroupInfo:
 
 
 def size_bytes(step: Step, groups: Sequence[GroupInfo]) -> int:
-    """What the collective that `step` issues for `groups` moves: the bucket of all ranks' parts."""
+    """What the collective that `step` issues for `groups` moves: the bucket of all ranks' parts.
+    Of a copy to or from the host, what this rank copies."""
+    if step.lane in (Lane.OFFLOAD, Lane.RELOAD):
+        return sum(g.offloaded_bytes for g in groups)
     if step.kind is StepKind.REDUCE_ISSUE:
         return sum(_reduced_bytes(g, step.params) for g in groups)
     params = (g.params[p] for g in groups for p in step.params or range(len(g.params)))
@@ -134,7 +150,7 @@ def received_bytes(groups: Sequence[GroupInfo], schedules: Sequence[Schedule]) -
     """What a rank receives in `schedules`: (N-1)/N of each collective's bucket, as in a ring."""
     by_id = {g.id: g for g in groups}
     steps = (step for schedule in schedules for step in schedule.steps)
-    issues = (s for s in steps if s.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE))
+    issues = (s for s in steps if s.kind in COLLECTIVES)
     total = 0
     for step in issues:
         own = [by_id[number] for number in step.groups]

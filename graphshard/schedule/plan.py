@@ -40,14 +40,14 @@ from graphshard.schedule.groups import Reshard as Reshard
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.reasons import NotEarlier, Reason, group_of
 from graphshard.schedule.signature import ALL_REDUCE, CollectiveSignature, SignatureEntry
-from graphshard.schedule.steps import ISSUES, to_json
+from graphshard.schedule.steps import COLLECTIVES, to_json
 from graphshard.schedule.steps import Direction as Direction
 from graphshard.schedule.steps import Lane as Lane
 from graphshard.schedule.steps import Schedule as Schedule
 from graphshard.schedule.steps import Step as Step
 from graphshard.schedule.steps import StepKind as StepKind
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ class Plan:
     estimate: None for a plan that was made without the cost model; it then has no reasons and no
     forecasts. forecasts: what each step is expected to take, one per schedule. fsdp2: what FSDP2
     itself would run, with the forecasts of that. measured: what this plan took where it ran.
-    recompute: what is computed again in backward, because the planner chose so. reduces_apart: it
+    recompute: what is computed again in backward, or held by the host until then, because the
+    planner chose so. reduces_apart: it
     also chose a process group of their own for reductions.
     """
 
@@ -111,7 +112,7 @@ class Plan:
         )
 
     def entry(self, direction: Direction, issue: Step) -> SignatureEntry:
-        """What the collective that step `issue` starts is on the wire."""
+        """What the collective that step `issue` starts is on the wire, or what a copy copies."""
         by_id = {g.id: g for g in self.groups}
         return _entry(direction, issue, [by_id[group] for group in issue.groups])
 
@@ -307,7 +308,7 @@ def _entries(
     direction: Direction, step: Step, by_id: Mapping[int, GroupInfo]
 ) -> Iterator[SignatureEntry]:
     groups = [by_id[number] for number in step.groups]
-    if step.kind in ISSUES and not step.kept:
+    if step.kind in COLLECTIVES and not step.kept:
         yield _entry(direction, step, groups)
     elif step.kind is StepKind.REDUCE_WAIT:
         for group in (g for g in groups if g.replicated):
@@ -316,7 +317,9 @@ def _entries(
 
 
 def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> SignatureEntry:
-    if step.kind is StepKind.GATHER_ISSUE:
+    if step.kind not in COLLECTIVES:  # activations have dtypes of their own
+        dtypes = ["bytes"]
+    elif step.kind is StepKind.GATHER_ISSUE:
         dtypes = [g.params[p].dtype for g in groups for p in step.params or range(len(g.params))]
     else:
         dtypes = [g.reduce_dtype for g in groups]

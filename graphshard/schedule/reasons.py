@@ -26,6 +26,7 @@ class Decision(StrEnum):
     ON_NODE = "on_node"
     BUCKETS = "buckets"
     RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
     REDUCTIONS = "reductions"
     GATHERS = "gathers"
 
@@ -38,6 +39,7 @@ class Bound(StrEnum):
     LANE_BUSY = "lane_busy"
     MEMORY = "memory"
     GRADIENTS = "gradients"
+    ACTIVATIONS = "activations"
     FIRST = "first"
     LANE_FREE = "lane_free"
     NOT_SHORTER = "not_shorter"
@@ -128,6 +130,17 @@ class Recomputation:
 
 
 @dataclass(frozen=True, slots=True)
+class Offloading:
+    """What made the activations of `group` that the host holds from forward to backward:
+    `size_bytes` of them."""
+
+    group: Count
+    away: tuple[Origin, ...]
+    size_bytes: Count
+    what: Literal["offload"] = "offload"
+
+
+@dataclass(frozen=True, slots=True)
 class ExchangeRate:
     """What memory is bought for with time, in microseconds for each GiB.
 
@@ -171,7 +184,9 @@ class NotEarlier:
     what: Literal["not_earlier"] = "not_earlier"
 
 
-Reason: TypeAlias = Gain | Hold | Merge | Split | Recomputation | ExchangeRate | NotEarlier
+Reason: TypeAlias = (
+    Gain | Hold | Merge | Split | Recomputation | Offloading | ExchangeRate | NotEarlier
+)
 
 
 def group_of(reason: Reason) -> int | None:

@@ -25,6 +25,10 @@ class StepKind(StrEnum):
     RELEASE = "release"
     REDUCE_ISSUE = "reduce_issue"
     REDUCE_WAIT = "reduce_wait"
+    OFFLOAD_ISSUE = "offload_issue"
+    OFFLOAD_WAIT = "offload_wait"
+    RELOAD_ISSUE = "reload_issue"
+    RELOAD_WAIT = "reload_wait"
 
 
 class Lane(StrEnum):
@@ -33,6 +37,8 @@ class Lane(StrEnum):
     COMPUTE = "compute"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    OFFLOAD = "offload"
+    RELOAD = "reload"
 
 
 class StepIdentity(NamedTuple):
@@ -77,11 +83,7 @@ class Step:
 
     @property
     def lane(self) -> Lane:
-        if self.kind in (StepKind.GATHER_ISSUE, StepKind.GATHER_WAIT):
-            return Lane.ALL_GATHER
-        if self.kind in (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT):
-            return Lane.REDUCE_SCATTER
-        return Lane.COMPUTE
+        return _LANES.get(self.kind, Lane.COMPUTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +120,26 @@ def _fields(value: Any) -> dict[str, Any]:
     return found
 
 
-# Issue of a collective -> its wait, and the other way round.
+# Issue of a collective, or of a copy to or from the host -> its wait, and the other way round.
 WAIT_OF = {
     StepKind.GATHER_ISSUE: StepKind.GATHER_WAIT,
     StepKind.REDUCE_ISSUE: StepKind.REDUCE_WAIT,
+    StepKind.OFFLOAD_ISSUE: StepKind.OFFLOAD_WAIT,
+    StepKind.RELOAD_ISSUE: StepKind.RELOAD_WAIT,
 }
 ISSUE_OF = {wait: issue for issue, wait in WAIT_OF.items()}
 ISSUES, WAITS = tuple(WAIT_OF), tuple(ISSUE_OF)
+COLLECTIVES = (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
+
+_LANES = {
+    kind: lane
+    for issue, lane in zip(
+        WAIT_OF,
+        (Lane.ALL_GATHER, Lane.REDUCE_SCATTER, Lane.OFFLOAD, Lane.RELOAD),
+        strict=True,
+    )
+    for kind in (issue, WAIT_OF[issue])
+}
 
 RANGES = {
     StepKind.GATHER_ISSUE: "all_gather",
@@ -132,6 +147,10 @@ RANGES = {
     StepKind.RELEASE: "release",
     StepKind.REDUCE_ISSUE: "reduce_scatter",
     StepKind.REDUCE_WAIT: "reduce_scatter_wait",
+    StepKind.OFFLOAD_ISSUE: "offload",
+    StepKind.OFFLOAD_WAIT: "offload_wait",
+    StepKind.RELOAD_ISSUE: "reload",
+    StepKind.RELOAD_WAIT: "reload_wait",
 }
 
 

@@ -13,10 +13,12 @@ from graphshard.schedule.reasons import (
     Hold,
     Merge,
     NotEarlier,
+    Offloading,
     Reason,
     Recomputation,
     Split,
 )
+from graphshard.schedule.steps import COLLECTIVES
 from graphshard.view.marks import Card
 from graphshard.view.reasons import reason_text
 from graphshard.view.sheet import CollectiveBar, Sheet
@@ -24,15 +26,16 @@ from graphshard.view.text import bytes_text
 from graphshard.view.units import rate_text, time_text
 
 KEPT, RESHARDED = "kept until backward", "resharded"
-COMPUTED_AGAIN = "computed again"
+COMPUTED_AGAIN, OFFLOADED = "computed again", "offloaded"
 
 
 def collective_card(sheet: Sheet, found: CollectiveBar, by_id: Mapping[int, GroupInfo]) -> Card:
     """Bytes, times, slack or exposed time, rate, memory, and why it runs when it does."""
     entry = found.entry
     ranks = by_id[found.step.groups[0]].world_size
-    card = [("bytes", bytes_text(entry.size_bytes)), ("dtype", entry.dtype or "as the gradients")]
-    card.append(("ranks", f"{ranks:,}"))
+    card = [("bytes", bytes_text(entry.size_bytes))]
+    if found.step.kind in COLLECTIVES:
+        card += [("dtype", entry.dtype or "as the gradients"), ("ranks", f"{ranks:,}")]
     if sheet.axis.timed:
         card += _times(sheet, found)
         card += _rate(found, ranks)
@@ -58,8 +61,11 @@ def _times(sheet: Sheet, found: CollectiveBar) -> Iterator[tuple[str, str]]:
 
 
 def _rate(found: CollectiveBar, ranks: int) -> Iterator[tuple[str, str]]:
-    """What one rank receives from the others, per time."""
+    """What one rank receives from the others, per time; of a copy, what is copied."""
     took_us = found.end - found.start
+    if found.step.kind not in COLLECTIVES:
+        yield "copied at", rate_text(found.entry.size_bytes, took_us)
+        return
     received_bytes = found.entry.size_bytes * (ranks - 1) / ranks
     if took_us > 0 and received_bytes > 0:
         yield "received at", rate_text(received_bytes, took_us)
@@ -104,6 +110,8 @@ def _decision(reason: Reason, group: int, direction: Direction | None, gather: b
         return KEPT if reason.is_kept else RESHARDED
     if isinstance(reason, Recomputation) and reason.group == group and direction is None:
         return COMPUTED_AGAIN
+    if isinstance(reason, Offloading) and reason.group == group and direction is None:
+        return OFFLOADED
     if isinstance(reason, Merge | Split) and reason.group == group:
         word = "merged" if isinstance(reason, Merge) else "split"
         return word if direction in (None, reason.direction) else None

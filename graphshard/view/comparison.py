@@ -11,7 +11,12 @@ from graphshard.view.text import count_text, group_name
 
 WIDTH = 92
 COLUMNS = {"predicted us": 14, "measured us": 14, "error": 10}
-COLLECTIVES = {StepKind.GATHER_ISSUE: "all-gather", StepKind.REDUCE_ISSUE: "reduce-scatter"}
+COLLECTIVES = {
+    StepKind.GATHER_ISSUE: "all-gather",
+    StepKind.REDUCE_ISSUE: "reduce-scatter",
+    StepKind.OFFLOAD_ISSUE: "offload",
+    StepKind.RELOAD_ISSUE: "reload",
+}
 
 
 def comparison_text(plan: Plan, found: Comparison) -> str:

@@ -127,10 +127,10 @@ def _parts(found: CollectiveBar, by_id: Mapping[int, GroupInfo]) -> list[tuple[i
 
 def _plus(before: _Share, found: CollectiveBar, part: float) -> _Share:
     us = part * (found.end - found.start)
-    gathers = found.step.lane is Lane.ALL_GATHER
+    lane = found.step.lane
     return _Share(
-        before.gather_us + (us if gathers else 0.0),
-        before.reduce_us + (0.0 if gathers else us),
+        before.gather_us + (us if lane is Lane.ALL_GATHER else 0.0),
+        before.reduce_us + (us if lane is Lane.REDUCE_SCATTER else 0.0),
         before.exposed_us + part * found.exposed_us,
     )
 

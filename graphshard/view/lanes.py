@@ -17,7 +17,12 @@ from graphshard.view.text import LANE_WORDS, count_text, lane_names
 from graphshard.view.timeline import computing_groups
 from graphshard.view.units import time_text
 
-MARK_KINDS = {Lane.ALL_GATHER: "gather", Lane.REDUCE_SCATTER: "reduce"}
+MARK_KINDS = {
+    Lane.ALL_GATHER: "gather",
+    Lane.REDUCE_SCATTER: "reduce",
+    Lane.OFFLOAD: "offload",
+    Lane.RELOAD: "offload",
+}
 
 
 def lane_rows(sheet: Sheet) -> list[MarkRow]:

@@ -7,10 +7,10 @@ computed again, and each collective that is issued, or waited for, at another pl
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
+from graphshard.schedule.plan import Activation, Direction, Plan, Schedule, Step, StepKind
 from graphshard.schedule.steps import ISSUE_OF, ISSUES
 
 WORDS = {
@@ -18,6 +18,10 @@ WORDS = {
     StepKind.GATHER_WAIT: ("all-gather", "awaited"),
     StepKind.REDUCE_ISSUE: ("reduce-scatter", "issued"),
     StepKind.REDUCE_WAIT: ("reduce-scatter", "awaited"),
+    StepKind.OFFLOAD_ISSUE: ("offload", "issued"),
+    StepKind.OFFLOAD_WAIT: ("offload", "awaited"),
+    StepKind.RELOAD_ISSUE: ("reload", "issued"),
+    StepKind.RELOAD_WAIT: ("reload", "awaited"),
 }
 
 STAYS = {
@@ -32,8 +36,8 @@ Key = tuple[StepKind, tuple[str, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class MoveRow:
-    """groups: FQNs. what: a key of STAYS, "recomputed", "not recomputed", "together", "split",
-    "alone", "earlier" or "later"; the last two with `num_ops`: over so many ops."""
+    """groups: FQNs. what: a key of STAYS, "recomputed", "offloaded", "not" one of these, "split",
+    "together", "alone", "earlier" or "later"; the last two with `num_ops`: over so many ops."""
 
     what: str
     groups: tuple[str, ...]
@@ -70,21 +74,31 @@ def _stays(plan: Plan) -> dict[str, str]:
 
 
 def _recomputed(before: Plan, after: Plan) -> Iterator[MoveRow]:
+    ours, theirs = after.recompute, before.recompute
+    again = theirs.activations, ours.activations
+    yield from _of_activations("recomputed", "computed again in backward", *again)
+    away = theirs.offloaded, ours.offloaded
+    yield from _of_activations("offloaded", "held by the host until backward", *away)
+
+
+def _of_activations(
+    word: str, what: str, before: Sequence[Activation], after: Sequence[Activation]
+) -> Iterator[MoveRow]:
     was, now = _numbers(before), _numbers(after)
     for fqn in dict.fromkeys((*now, *was)):
         more, fewer = now[fqn] - was[fqn], was[fqn] - now[fqn]
         if more:
             part = "more of it is " if was[fqn] else ""
-            yield MoveRow("recomputed", (fqn,), f"{part}computed again in backward")
+            yield MoveRow(word, (fqn,), f"{part}{what}")
         if fewer:
             part = "some of it is " if now[fqn] else ""
-            yield MoveRow("not recomputed", (fqn,), f"{part}no longer computed again in backward")
+            yield MoveRow(f"not {word}", (fqn,), f"{part}no longer {what}")
 
 
-def _numbers(plan: Plan) -> Mapping[str, set[int]]:
-    """What is computed again, by FQN."""
+def _numbers(activations: Sequence[Activation]) -> Mapping[str, set[int]]:
+    """By FQN."""
     found: dict[str, set[int]] = defaultdict(set)
-    for one in plan.recompute.activations:
+    for one in activations:
         found[one.group].add(one.number)
     return found
 

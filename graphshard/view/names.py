@@ -10,7 +10,7 @@ from dataclasses import replace
 from graphshard.files.information import printable
 from graphshard.schedule.groups import GroupInfo, Origin
 from graphshard.schedule.plan import Plan
-from graphshard.schedule.reasons import Reason, Recomputation
+from graphshard.schedule.reasons import Offloading, Reason, Recomputation
 
 
 def shown(plan: Plan) -> Plan:
@@ -31,6 +31,8 @@ def _reason(reason: Reason) -> Reason:
     if isinstance(reason, Recomputation):
         again, saved = (tuple(map(_origin, part)) for part in (reason.again, reason.saved))
         return replace(reason, again=again, saved=saved)
+    if isinstance(reason, Offloading):
+        return replace(reason, away=tuple(map(_origin, reason.away)))
     return reason
 
 

@@ -14,6 +14,7 @@ from graphshard.schedule.reasons import (
     HoldRule,
     Merge,
     NotEarlier,
+    Offloading,
     Reason,
     Recomputation,
     Split,
@@ -29,6 +30,7 @@ DECISIONS = {
     Decision.ON_NODE: "shards that the ranks of a node hold until backward",
     Decision.BUCKETS: "merged and split collectives",
     Decision.RECOMPUTE: "recomputation of activations",
+    Decision.OFFLOAD: "activations that the host holds until backward",
     Decision.REDUCTIONS: "order and waits of reductions",
     Decision.GATHERS: "issue points of gathers",
 }
@@ -36,11 +38,18 @@ RULES = {HoldRule.USER: "; reshard_after_forward decides", HoldRule.FSDP2: "; as
 BOUNDS = {
     Bound.PREFETCH_LISTS: "bound by the user's prefetch lists",
     Bound.GRADIENTS: "its gradients are complete only here",
+    Bound.ACTIVATIONS: "what it copies is complete only here",
     Bound.FIRST: "nothing computes before it",
     Bound.LANE_FREE: "it starts as soon as its lane is free",
     Bound.NOT_SHORTER: "an earlier issue did not make the simulated step shorter",
 }
 KINDS = {StepKind.GATHER_ISSUE: "gathers", StepKind.REDUCE_ISSUE: "reductions"}
+
+BUSY: Mapping[StepKind | None, str] = {
+    StepKind.GATHER_ISSUE: "the gather",
+    StepKind.OFFLOAD_ISSUE: "the offload",
+    StepKind.RELOAD_ISSUE: "the reload",
+}
 
 
 def reason_text(reason: Reason, names: Mapping[int, str]) -> str:
@@ -58,6 +67,9 @@ def reason_text(reason: Reason, names: Mapping[int, str]) -> str:
             return f"{reason.num_parts} {kind}: {reason.num_parts - 1} launches of {launch} more"
         case Recomputation():
             return _recomputation(reason)
+        case Offloading():
+            away, held = count_text(len(reason.away), "activation"), bytes_text(reason.size_bytes)
+            return f"the host holds {away} ({_origins(reason.away)}) until backward: {held}"
         case ExchangeRate():
             return _exchange_rate(reason)
         case NotEarlier():
@@ -128,5 +140,5 @@ def _not_earlier(reason: NotEarlier, names: Mapping[int, str]) -> str:
 
 
 def _busy(reason: NotEarlier, names: Mapping[int, str]) -> str:
-    kind = "the gather" if reason.busy_kind is StepKind.GATHER_ISSUE else "the reduction"
+    kind = BUSY.get(reason.busy_kind, "the reduction")
     return f"{kind} of {', '.join(names[number] for number in reason.busy)}"

@@ -1,23 +1,25 @@
-"""What backward computes again, and what became of the user's checkpoints, in one sentence."""
+"""What backward computes again or the host holds, and what became of the user's checkpoints, in one
+sentence."""
 
 from __future__ import annotations
 
-from graphshard.schedule.plan import Plan
+from collections.abc import Sequence
+
+from graphshard.schedule.plan import Activation, Plan
 from graphshard.schedule.reasons import Decision, Gain
 from graphshard.view.text import bytes_text, count_text
 from graphshard.view.units import time_text
 
 
 def recomputed_text(plan: Plan) -> str:
-    """Empty where nothing is computed again and nothing was checkpointed."""
+    """Empty where all is saved as in eager and nothing was checkpointed."""
     own = plan.recompute
-    groups = len({activation.group for activation in own.activations})
-    again = (
-        f"{count_text(len(own.activations), 'activation')} of {count_text(groups, 'group')} "
-        "computed again"
-        if groups
-        else ""
+    held = bytes_text(sum(group.offloaded_bytes for group in plan.groups))
+    parts = (
+        _of_groups(own.activations, "computed again"),
+        _of_groups(own.offloaded, f"offloaded ({held})"),
     )
+    again = ", ".join(part for part in parts if part)
     regions = "checkpointed regions"
     if own.checkpoints:
         regions = count_text(own.checkpoints, "checkpointed region")
@@ -26,6 +28,13 @@ def recomputed_text(plan: Plan) -> str:
     if not own.checkpoints:
         return again
     return f"{regions} as the model has them{again and f', and {again}'}"
+
+
+def _of_groups(activations: Sequence[Activation], what: str) -> str:
+    if not activations:
+        return ""
+    groups = count_text(len({activation.group for activation in activations}), "group")
+    return f"{count_text(len(activations), 'activation')} of {groups} {what}"
 
 
 def _gain(plan: Plan) -> str:

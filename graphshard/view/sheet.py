@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from graphshard.schedule.forecast import CollectiveTime, knows_memory
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Direction, Lane, Plan, Step
-from graphshard.schedule.signature import ALL_REDUCE, SignatureEntry
+from graphshard.schedule.signature import SignatureEntry
 from graphshard.view.axis import Axis, axis_of, offsets_us
 from graphshard.view.text import bytes_text, group_name
 from graphshard.view.timeline import LaneSegment, Timeline, timeline
@@ -100,14 +100,15 @@ def _measured_us(plan: Plan, measured: Measured | None) -> dict[tuple[Direction,
 
 
 def _collectives(plan: Plan, rows: Timeline, axis: Axis) -> Iterator[CollectiveBar]:
-    """In the order of issue, forward first; all-reduces over replicas have no step of their own."""
+    """Copies to and from the host too, in the order of issue, forward first; all-reduces over
+    replicas have no step of their own."""
     found = [s for lane in rows.lanes for s in lane.segments if s.group is not None and not s.kept]
     found.sort(key=lambda s: s.first)
     timed = dict(_timed(plan))
-    entries = [entry for entry in plan.collective_signature if entry.kind != ALL_REDUCE]
-    for segment, entry in zip(found, entries, strict=True):
+    for segment in found:
         wait = segment.last if segment.awaited else None
         step = rows.steps[segment.first]
+        entry = plan.entry(segment.direction, step)
         time = timed.get(segment.first)
         if not axis.timed:
             yield _untimed(segment, step, entry, wait, axis)
@@ -125,7 +126,7 @@ def _collectives(plan: Plan, rows: Timeline, axis: Axis) -> Iterator[CollectiveB
 def _untimed(
     segment: LaneSegment, step: Step, entry: SignatureEntry, wait: int | None, axis: Axis
 ) -> CollectiveBar:
-    lane = 1 + (segment.lane is Lane.REDUCE_SCATTER)
+    lane = list(Lane).index(segment.lane)
     start, end = axis.reached[segment.first], axis.done[segment.last]
     return CollectiveBar(
         step, segment.direction, entry, segment.first, wait, lane, segment.row, start, end

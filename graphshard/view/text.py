@@ -38,6 +38,8 @@ LANE_WORDS = {
     Lane.COMPUTE: "compute",
     Lane.ALL_GATHER: "all-gather",
     Lane.REDUCE_SCATTER: "reduce-scatter",
+    Lane.OFFLOAD: "offload",
+    Lane.RELOAD: "reload",
 }
 STEP_WORDS = {
     StepKind.COMPUTE: "compute",
@@ -46,6 +48,10 @@ STEP_WORDS = {
     StepKind.RELEASE: "release",
     StepKind.REDUCE_ISSUE: "issue reduce-scatter",
     StepKind.REDUCE_WAIT: "wait for reduce-scatter",
+    StepKind.OFFLOAD_ISSUE: "issue offload",
+    StepKind.OFFLOAD_WAIT: "wait for offload",
+    StepKind.RELOAD_ISSUE: "issue reload",
+    StepKind.RELOAD_WAIT: "wait for reload",
 }
 
 

@@ -130,7 +130,7 @@ def axis_edges(steps: Sequence[Step]) -> tuple[float, ...]:
 
 
 def lane_rows(plan: Plan) -> tuple[LaneRows, ...]:
-    """The three lanes, top to bottom: compute, all-gather, reduce-scatter."""
+    """Top to bottom: compute, all-gather, reduce-scatter, and copies if there are any."""
     spans: dict[Lane, list[LaneSegment]] = {lane: [] for lane in Lane}
     offset = 0
     for schedule in plan.schedules:
@@ -140,7 +140,8 @@ def lane_rows(plan: Plan) -> tuple[LaneRows, ...]:
         for issue in WAIT_OF:
             found = _communication(schedule.direction, numbered, issue)
             spans[Step(issue).lane].extend(found)
-    return tuple(_stack(lane, segments) for lane, segments in spans.items())
+    copies = (Lane.OFFLOAD, Lane.RELOAD)
+    return tuple(_stack(lane, own) for lane, own in spans.items() if own or lane not in copies)
 
 
 def computing_groups(steps: Iterable[Step]) -> list[int | None]:

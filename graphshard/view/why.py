@@ -14,6 +14,7 @@ from graphshard.schedule.reasons import (
     Hold,
     Merge,
     NotEarlier,
+    Offloading,
     Reason,
     Recomputation,
     Split,
@@ -24,7 +25,11 @@ from graphshard.view.reasons import reason_text
 from graphshard.view.text import STEP_WORDS, WIDTH, bytes_text, group_name, group_names
 
 LABEL_WIDTH = 32
-WORDS = {Recomputation: "compute again", ExchangeRate: "time for memory"}
+WORDS = {
+    Recomputation: "compute again",
+    Offloading: "offload",
+    ExchangeRate: "time for memory",
+}
 
 
 def reasons_of(plan: Plan, fqn: str | None = None) -> list[Reason]:

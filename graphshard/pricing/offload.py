@@ -1,0 +1,124 @@
+"""What the host could hold from forward to backward, and what it does.
+
+In: a placed program, and the units that could be computed again (`graphshard.pricing.recompute`):
+what one of these frees may be offloaded instead. Out: options of a problem, with the lanes that
+their copies go over; and, of a program with copies in it, when these have what they copy and when
+what they bring back is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from torch import fx
+
+from graphshard.cost.machine import HostCopies, host_copy_us
+from graphshard.graph.program import Program, compute_nodes, copied_tensors, steps
+from graphshard.planner.activations import HostLink, Offload, OffloadOption
+from graphshard.planner.problem import CollectiveLane, Problem, checked
+from graphshard.pricing.liveness import tensor_bytes
+from graphshard.pricing.recompute import RecomputeUnit, activation_of
+from graphshard.schedule.plan import GroupInfo, StepKind
+
+# Of what its group offers: less is not worth a copy of its own.
+LEAST_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadUse:
+    """`size_bytes` of activations of `group` are there after forward op `after`, and read from
+    backward op `before` on; in between the host holds them."""
+
+    group: int
+    after: int
+    before: int
+    size_bytes: int
+
+
+def offload_uses(program: Program) -> tuple[OffloadUse, ...]:
+    """The copies in `program`, which has its steps placed naively."""
+    if program.forward is None or program.backward is None:
+        return ()
+    before = _ops_before(program.backward.graph)
+    needed = {s.group: before[w] for w, s in steps(program.backward.graph, StepKind.RELOAD_WAIT)}
+    before = _ops_before(program.forward.graph)
+    return tuple(
+        OffloadUse(
+            step.group,
+            before[issue] - 1,
+            needed[step.group],
+            sum(map(tensor_bytes, copied_tensors(issue))),
+        )
+        for issue, step in steps(program.forward.graph, StepKind.OFFLOAD_ISSUE)
+    )
+
+
+def _ops_before(graph: fx.Graph) -> dict[fx.Node, int]:
+    ops = set(compute_nodes(graph))
+    counts = accumulate((node in ops for node in graph.nodes), initial=0)
+    return dict(zip(graph.nodes, counts, strict=False))
+
+
+def with_host(
+    problem: Problem, uses: Sequence[OffloadUse], host: HostCopies | None, limit_bytes: int | None
+) -> Problem:
+    """`problem` with the lanes of copies, and those that its graph makes. limit_bytes: what this
+    rank may have the host hold."""
+    if host is None:
+        return problem
+    forward, backward = _starts(problem)
+    count, launch_us = len(problem.lanes), host.curve.base_us
+    copies = (CollectiveLane(name, launch_us) for name in ("offload", "reload"))
+    offloads = tuple(
+        Offload(
+            use.group,
+            after=bisect_right(forward, use.after) - 1,
+            before=bisect_right(backward, use.before) - 1,
+            bytes=use.size_bytes,
+            us=float(host_copy_us(host, use.size_bytes)),
+        )
+        for use in uses
+    )
+    link = HostLink(count, count + 1, launch_us, limit_bytes)
+    lanes = (*problem.lanes, *copies)
+    return checked(replace(problem, lanes=lanes, host=link, offloads=offloads))
+
+
+def offloadable(
+    problem: Problem,
+    groups: Sequence[GroupInfo],
+    units: Sequence[RecomputeUnit],
+    host: HostCopies,
+) -> Problem:
+    """`problem` with what `units` free as options to offload."""
+    forward, backward = _starts(problem)
+    whole: dict[int, int] = {}
+    for unit in units:
+        whole[unit.group] = whole.get(unit.group, 0) + unit.held_bytes
+    options = tuple(
+        OffloadOption(
+            activation_of(unit, groups),
+            Offload(
+                unit.group,
+                after=bisect_right(forward, unit.after) - 1,
+                before=bisect_right(backward, unit.before) - 1,
+                bytes=unit.held_bytes,
+                us=float(host_copy_us(host, unit.held_bytes)),
+            ),
+        )
+        for unit in units
+        if unit.held_bytes > LEAST_SHARE * whole[unit.group]
+    )
+    return checked(replace(problem, offload_options=options))
+
+
+def _starts(problem: Problem) -> tuple[list[int], list[int]]:
+    """The ops at which regions start, in forward and in backward."""
+    forward, backward = (
+        [0, *accumulate(region.num_ops for region in regions)]
+        for regions in (problem.forward, problem.backward)
+    )
+    return forward, backward

@@ -1,0 +1,163 @@
+"""Copies of activations to the host and back, beside compute.
+
+In come tensors of the device; out come tensors of the host that hold the same, and the other way
+round. Each way has a queue of its own for each device: a stream, or on the CPU a thread, where the
+host is the device and the copies are real all the same.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from graphshard.runtime.ranges import step_range
+from graphshard.schedule.steps import StepKind
+
+
+class Done(Protocol):
+    """A copy that is under way."""
+
+    def wait(self) -> None:
+        """What is computed from now on finds it done. Raises what the copy raised."""
+
+    def drop(self) -> None:
+        """Nobody needs it; but what is computed from now on may be given its memory."""
+
+
+class CopyQueue(ABC):
+    """Copies one after the other."""
+
+    @abstractmethod
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Done:
+        """Start to copy the second of each pair, as it will be when what was computed so far is
+        done, to the first."""
+
+
+class StreamQueue(CopyQueue):
+    """On a stream of the device. The caller holds all tensors until it has waited."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._stream = self._module.Stream(device)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Done:
+        compute = self._module.current_stream(self._device)
+        self._stream.wait_stream(compute)
+        with self._module.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return _Recorded(self._stream.record_event(), compute)
+
+
+class _Recorded:
+    """wait: on the stream that computes where it is called."""
+
+    def __init__(self, event: torch.Event, compute: torch.Stream) -> None:
+        self._event, self._compute = event, compute
+
+    def wait(self) -> None:
+        self._compute.wait_event(self._event)
+
+    drop = wait
+
+
+class ThreadQueue(CopyQueue):
+    """On a thread. bytes_per_us: no faster than that, as a link to a host would be; None: as fast
+    as memory is."""
+
+    def __init__(self, bytes_per_us: float | None = None) -> None:
+        self.bytes_per_us = bytes_per_us
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="graphshard-copies")
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Done:
+        return _Awaited(self._thread.submit(self._copy, tuple(pairs)))
+
+    def _copy(self, pairs: tuple[tuple[Tensor, Tensor], ...]) -> None:
+        began = time.perf_counter()
+        with torch.no_grad():
+            for target, source in pairs:
+                target.copy_(source)
+        if self.bytes_per_us is not None:
+            us = sum(target.nbytes for target, _ in pairs) / self.bytes_per_us
+            time.sleep(max(0.0, began + us / 1e6 - time.perf_counter()))
+
+
+class _Awaited:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def drop(self) -> None:
+        """The thread holds the memory for as long as it needs it."""
+
+
+@cache
+def queue_of(device: torch.device, issue: StepKind) -> CopyQueue:
+    """The queue of copies that steps `issue` (an offload or a reload) start, one in a process."""
+    return ThreadQueue() if device.type == "cpu" else StreamQueue(device)
+
+
+class HostCopy:
+    """One copy of several tensors, from its issue until its wait."""
+
+    __slots__ = ("_done", "_sources", "_targets")
+
+    def __init__(self, done: Done, targets: list[Tensor], sources: Sequence[Tensor]) -> None:
+        self._done, self._targets, self._sources = done, targets, sources
+
+    def wait(self) -> list[Tensor]:
+        """What was copied. The memory that it was copied from is free."""
+        self._done.wait()
+        targets, self._targets, self._sources = self._targets, [], ()
+        return targets
+
+    def drop(self) -> None:
+        """The run has failed: neither may be given to anybody before the copy is done."""
+        self._done.drop()
+        self._targets, self._sources = [], ()
+
+
+def offload(device: torch.device, tensors: Sequence[Tensor], name: str) -> HostCopy:
+    """Start to copy activations of group `name` to the host. They have no gaps; the copies have
+    their strides."""
+    return _started(device, StepKind.OFFLOAD_ISSUE, name, tensors, host_memory)
+
+
+def host_memory(tensor: Tensor) -> Tensor:
+    """Memory of the host for a copy of `tensor`; pinned, unless the host is its device."""
+    size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+    pin_memory = tensor.device.type != "cpu"
+    return torch.empty_strided(size, stride, dtype=dtype, pin_memory=pin_memory)
+
+
+def reload(device: torch.device, tensors: Sequence[Tensor], name: str) -> HostCopy:
+    """Start to copy what the host holds back. It stays there for another backward."""
+
+    def on_device(tensor: Tensor) -> Tensor:
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return _started(device, StepKind.RELOAD_ISSUE, name, tensors, on_device)
+
+
+def _started(
+    device: torch.device,
+    issue: StepKind,
+    name: str,
+    sources: Sequence[Tensor],
+    target_of: Callable[[Tensor], Tensor],
+) -> HostCopy:
+    with step_range(issue, lambda: [name]):
+        targets = [target_of(source) for source in sources]
+        done = queue_of(device, issue).copy(list(zip(targets, sources, strict=True)))
+    return HostCopy(done, targets, sources)

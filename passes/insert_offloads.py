@@ -1,0 +1,112 @@
+"""Activations wait for backward on the host."""
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from graphshard.graph.owners import fills_memory, maker, owner
+from graphshard.graph.program import (
+    CommStep,
+    Program,
+    aliases,
+    identifier,
+    output_node,
+    positions,
+    set_step,
+    step_of,
+)
+from graphshard.schedule.plan import StepKind
+
+
+def insert_offloads(program: Program, offloaded: Mapping[str, int]) -> Program:
+    """Copy to the host what the ops `offloaded` (name -> group) make and backward reads.
+
+    Before: forward returns it, and backward reads it as an input. After: for each group forward
+    issues one copy right after the last reader, and returns what the wait yields, which stands
+    behind; backward issues one copy back and waits for it right before the first reader. What
+    shares its memory with other results, or has gaps, stays.
+    """
+    if program.forward is None or program.backward is None:
+        return program
+    inputs = {n.name: n for n in program.backward.graph.find_nodes(op="placeholder") if n.users}
+    leaving: dict[int, list[fx.Node]] = {}
+    for node in _saved_alone(program.forward.graph, program.num_outputs):
+        group = offloaded.get(maker(node).name)
+        if group is not None and node.name in inputs and fills_memory(node):
+            leaving.setdefault(group, []).append(node)
+    for group, nodes in leaving.items():
+        name = identifier(program.groups[group].fqn)
+        _offload(program.forward.graph, program.num_outputs, group, name, nodes)
+        _reload(program.backward.graph, group, name, [inputs[node.name] for node in nodes])
+    return program
+
+
+def _saved_alone(graph: fx.Graph, num_outputs: int) -> Iterator[fx.Node]:
+    """What forward saves for backward that shares its memory with nothing else that it returns."""
+    outputs: Any = output_node(graph).args[0]
+    shown = Counter(owner(node) for node in outputs if isinstance(node, fx.Node))
+    for node in outputs[num_outputs:]:
+        if isinstance(node, fx.Node) and shown[owner(node)] == 1:
+            yield node
+
+
+def _offload(
+    graph: fx.Graph, num_outputs: int, group: int, name: str, nodes: Sequence[fx.Node]
+) -> None:
+    output, order, anchor = output_node(graph), positions(graph), _anchor(graph, group)
+    readers = {u for n in aliases(map(owner, nodes)) for u in (n, *n.users) if u is not output}
+    with graph.inserting_after(max(readers, key=order.__getitem__)):
+        issue = graph.call_method("issue_offload", (_run(graph), anchor, list(nodes)))
+    issue._rename(f"offload_{name}")
+    set_step(issue, CommStep(StepKind.OFFLOAD_ISSUE, group))
+    held = dict(zip(nodes, _awaited(graph, issue, group, nodes), strict=True))
+    outputs: Any = output.args[0]
+    saved = [held.get(node, node) for node in outputs[num_outputs:]]
+    output.args = (type(outputs)([*outputs[:num_outputs], *saved]),)
+
+
+def _reload(graph: fx.Graph, group: int, name: str, inputs: Sequence[fx.Node]) -> None:
+    order, anchor = positions(graph), _anchor(graph, group)
+    first = min((u for node in inputs for u in node.users), key=order.__getitem__)
+    with graph.inserting_before(first):
+        issue = graph.call_method("issue_reload", (_run(graph), anchor, list(inputs)))
+    issue._rename(f"reload_{name}")
+    set_step(issue, CommStep(StepKind.RELOAD_ISSUE, group))
+    for node, item in zip(inputs, _awaited(graph, issue, group, inputs), strict=True):
+        node.replace_all_uses_with(item, delete_user_cb=lambda user: user is not issue)
+
+
+def _run(graph: fx.Graph) -> fx.Node:
+    """The run object, which is the graph's first input."""
+    first: fx.Node = next(iter(graph.nodes))
+    return first
+
+
+def _anchor(graph: fx.Graph, group: int) -> Any:
+    """That of `group`, which says its name at run time; None if the graph does not open it."""
+    for node in graph.nodes:
+        step = step_of(node)
+        if step is not None and (step.group, step.part) == (group, "open"):
+            return node.args[1]
+    return None
+
+
+def _awaited(
+    graph: fx.Graph, issue: fx.Node, group: int, copied: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """The wait for a copy, right behind its issue, and what it yields for each of `copied`."""
+    leaves = issue.target == "issue_offload"
+    kind = StepKind.OFFLOAD_WAIT if leaves else StepKind.RELOAD_WAIT
+    with graph.inserting_after(issue):
+        wait = set_step(graph.call_method("wait", (issue,)), CommStep(kind, group))
+    items: list[fx.Node] = []
+    for place, node in enumerate(copied):
+        with graph.inserting_after(items[-1] if items else wait):
+            item = graph.call_function(operator.getitem, (wait, place))
+        item.meta = dict(node.meta)
+        item._rename(f"{node.name}_{'held' if leaves else 'back'}")
+        items.append(set_step(item, CommStep(kind, group, "item")))
+    return items

@@ -1,0 +1,203 @@
+"""Activations that the host holds until backward: real copies, eager's bits, the plan's peak."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import CASES
+from parity import assert_equal, build, difference, local, reseed, train
+from patching import patched
+from pool import Ctx, Pool
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from graphshard.cost import presets
+from graphshard.cost.curve import line
+from graphshard.cost.machine import HostCopies
+from graphshard.planner.infeasible import LEAST_PLAUSIBLE_BYTES
+from graphshard.runtime import host_copies
+from graphshard.schedule.plan import Plan, StepKind
+
+pytestmark = pytest.mark.dist
+FAST = HostCopies(line(0.01, 1e6))
+
+
+def with_host(original: Any) -> Any:
+    """A CPU has no host to copy to; here it is priced as if it had, and a fast way there."""
+    return lambda device: FAST
+
+
+def compiled(ctx: Ctx, name: str, budget: int | None, compute: str) -> nn.Module:
+    torch._dynamo.reset()  # it compiles the code of one class 8 times at most
+    model = build(CASES[name], ctx)
+    given = {
+        "fallback": "error",
+        "compute": compute,
+        **({"memory_budget": budget} if budget else {}),
+    }
+    model.compile(backend="graphshard", fullgraph=True, options=given)
+    return model
+
+
+def bounds(ctx: Ctx, name: str, compute: str) -> tuple[int, int]:
+    """The least feasible peak, and FSDP2's own."""
+    case = CASES[name]
+    with pytest.raises(graphshard.InfeasibleBudget) as error:
+        train(compiled(ctx, name, LEAST_PLAUSIBLE_BYTES, compute), case, ctx, 1)
+    model = compiled(ctx, name, None, compute)
+    train(model, case, ctx, 1)
+    (plan,) = graphshard.plans(model)
+    return error.value.shortage.least_bytes, plan.summary()["fsdp2"]["peak_bytes"]
+
+
+def copies_of(plan: Plan) -> int:
+    issues = (StepKind.OFFLOAD_ISSUE, StepKind.RELOAD_ISSUE)
+    return sum(1 for s in plan.schedules for _ in s.of_kind(*issues))
+
+
+def within(ctx: Ctx, name: str, compute: str) -> list[int]:
+    """Budgets between the least feasible peak and FSDP2's own."""
+    least_bytes, most_bytes = bounds(ctx, name, compute)
+    return [least_bytes + (most_bytes - least_bytes) * part // 5 for part in (1, 3)]
+
+
+def losses_and_gradients(model: nn.Module, ctx: Ctx, name: str) -> list[Tensor | None]:
+    """Of two backward passes of one loss."""
+    case, seen = CASES[name], []
+    for step in range(2):
+        reseed(ctx, step)
+        loss = case.loss(model, case.batch(step, ctx.rank, ctx.device))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        seen += [loss.detach(), *(local(p.grad) for p in model.parameters())]
+    return seen
+
+
+def offloading(ctx: Ctx, name: str, compute: str) -> list[tuple[int, int, int]]:
+    """How many activations the host holds, the budget, the plan's peak."""
+    expected, found = losses_and_gradients(build(CASES[name], ctx), ctx, name), []
+    with patched(presets, "_host", with_host):
+        for budget in within(ctx, name, compute):
+            model = compiled(ctx, name, budget, compute)
+            actual = losses_and_gradients(model, ctx, name)
+            for value, other in zip(expected, actual, strict=True):
+                if compute == "inductor":
+                    torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-5)
+                else:
+                    assert difference(value, other) is None, (budget, difference(value, other))
+            (plan,) = graphshard.plans(model)
+            held = len(plan.recompute.offloaded)
+            assert (copies_of(plan) > 0) == (held > 0)
+            found.append((held, budget, plan.summary()["peak_bytes"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "compute"), [("llama", "aten"), ("llama", "inductor"), ("gpt_tied_ac", "aten")]
+)
+def test_what_the_host_holds_comes_back_as_it_was(pool: Pool, name: str, compute: str) -> None:
+    """With dropout, with checkpoints of the user's, with retain_graph."""
+    first, second = pool.run(2, offloading, name, compute, timeout_s=280)
+    assert first == second
+    assert all(peak_bytes <= budget for _, budget, peak_bytes in first)
+    assert any(held > 0 for held, *_ in first)
+
+
+class Watched:
+    """What is copied: (group, bytes) of each copy, and the memory that it is copied from or to."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[str, int]] = []
+        self.memory: list[weakref.ref[Any]] = []
+
+    def note(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self.copies.append((name, sum(tensor.nbytes for tensor in tensors)))
+        self.memory += [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+
+    @property
+    def alive(self) -> int:
+        return sum(ref() is not None for ref in self.memory)
+
+
+@contextmanager
+def watched() -> Iterator[tuple[Watched, Watched]]:
+    """On their way out: what is copied from. On their way back: what is copied to."""
+    out, back = Watched(), Watched()
+
+    def offload(original: Any) -> Any:
+        def copied(device: torch.device, tensors: Sequence[Tensor], name: str) -> Any:
+            out.note(name, tensors)
+            return original(device, tensors, name)
+
+        return copied
+
+    def reload(original: Any) -> Any:
+        def copied(device: torch.device, tensors: Sequence[Tensor], name: str) -> Any:
+            copy = original(device, tensors, name)
+            back.note(name, copy._targets)
+            return copy
+
+        return copied
+
+    with patched(host_copies, "offload", offload), patched(host_copies, "reload", reload):
+        yield out, back
+
+
+def memory_of_copies(ctx: Ctx, name: str) -> int:
+    case = CASES[name]
+    with patched(presets, "_host", with_host), watched() as (out, back):
+        model = compiled(ctx, name, within(ctx, name, "aten")[0], "aten")
+        for step in range(2):
+            for one in (out, back):
+                one.copies, one.memory = [], []
+            loss = case.loss(model, case.batch(step, ctx.rank, ctx.device))
+            assert out.alive == 0
+            loss.backward()
+            assert back.alive == 0
+    (plan,) = graphshard.plans(model)
+    names = {group.id: group.fqn for group in plan.groups}
+    size = {group.fqn: group.offloaded_bytes for group in plan.groups}
+    order = ((StepKind.OFFLOAD_ISSUE, out), (StepKind.RELOAD_ISSUE, back))
+    for schedule, (kind, one) in zip(plan.schedules, order, strict=True):
+        planned = [names[step.group] for step in schedule.of_kind(kind)]
+        assert one.copies == [(fqn, size[fqn]) for fqn in planned]
+    return len(out.copies)
+
+
+def test_the_memory_of_what_is_away_is_free(pool: Pool) -> None:
+    """All of it, and nothing else, is copied in the plan's order; none of it is left on the device
+    when forward is over, nor of what came back when backward is."""
+    first, second = pool.run(2, memory_of_copies, "llama")
+    assert first == second >= 2
+
+
+def a_copy_fails(ctx: Ctx, name: str) -> None:
+    """In the thread that makes it: the step raises, the next one goes on."""
+    case, fails = CASES[name], [False]
+    expected = train(build(case, ctx), case, ctx, 2)
+
+    def copy(original: Any) -> Any:
+        def copied(queue: Any, pairs: Any) -> None:
+            if fails[0]:
+                raise MemoryError("the host is full")
+            original(queue, pairs)
+
+        return copied
+
+    with patched(presets, "_host", with_host):
+        model = compiled(ctx, name, within(ctx, name, "aten")[0], "aten")
+        with patched(host_copies.ThreadQueue, "_copy", copy):
+            fails[0] = True
+            with pytest.raises(MemoryError, match="the host is full"):
+                case.loss(model, case.batch(0, ctx.rank, ctx.device))
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+            fails[0] = False
+            assert_equal(expected, train(model, case, ctx, 2))
+
+
+def test_a_copy_that_fails_loses_nothing(pool: Pool) -> None:
+    pool.run(2, a_copy_fails, "llama")
