@@ -7,7 +7,7 @@ import pytest
 
 from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.curve import Curve, Fit, Sample, SizeClass, Trust, line
-from graphshard.cost.machine import collective_us
+from graphshard.cost.machine import collective_us, host_copy_us
 from graphshard.cost.machine_text import from_text, to_text
 from graphshard.cost.presets import preset, preset_names
 from graphshard.cost.profile import CommFit, CostProfile, Origin, calibrated, read_profile
@@ -47,6 +47,23 @@ def test_what_was_measured_wins():
     assert collective_us(machine, CollectiveKind.BROADCAST, group, 16384) == collective_us(
         preset("cpu"), CollectiveKind.BROADCAST, group, 16384
     )
+
+
+def test_a_link_to_a_host_may_have_been_measured():
+    fit = Fit(line(10.0, 40_000.0), (Sample(1e6, 35.0), Sample(1e8, 2510.0)))
+    profile = replace(PROFILE, host=fit)
+    assert CostProfile.from_json(profile.to_json()) == profile
+    host = calibrated(preset("h100"), profile).host
+    assert host_copy_us(host, 4_000_000) == 10 + 100
+    assert host.trust is Trust.CALIBRATED
+    assert "copy to the host or back" in profile_lines(profile)
+    # What was not measured stays the preset's; a device without one has no host.
+    assert calibrated(preset("h100"), PROFILE).host == preset("h100").host
+    assert calibrated(preset("cpu"), PROFILE).host is None
+
+
+def test_h100s_copy_to_their_host_at_pcies_rate():
+    assert 35_000 < 1e9 / host_copy_us(preset("h100").host, 1e9) < 64_000
 
 
 def damaged(**changes):

@@ -37,6 +37,8 @@ def _rows(profile: CostProfile) -> Iterator[str]:
     for dtype, fit in profile.attention:
         yield _row(f"attention {dtype}", fit, "Gflop/s")
     yield _row("pointwise op", profile.memory, "GB/s")
+    if profile.host is not None:
+        yield _row("copy to the host or back", profile.host, "GB/s")
 
 
 def _row(name: str, fit: Fit, unit: str) -> str:
