@@ -70,12 +70,18 @@ def offline(path: str, world_size: int, asked: dict[str, Any]) -> Plan:
     )
 
 
+@pytest.fixture(scope="module")
+def machine(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
+    """The profile, and of how many ranks."""
+    path = str(tmp_path_factory.mktemp("calibrated") / "machine.json")
+    return path, pool.run(2, calibrated, path)[0]
+
+
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: next(iter(asked), "default"))
 def test_an_offline_plan_is_the_plan_that_runs(
-    pool: Pool, tmp_path: Path, asked: dict[str, Any]
+    pool: Pool, machine: tuple[str, int], asked: dict[str, Any]
 ) -> None:
-    path = str(tmp_path / "machine.json")
-    world_size = pool.run(2, calibrated, path)[0]
+    path, world_size = machine
     if "memory_budget" in asked:
         free = offline(path, world_size, {"memory_budget": NO_LIMIT}).estimate
         assert free is not None

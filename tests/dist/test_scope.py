@@ -10,9 +10,10 @@ import pytest
 
 HERE = Path(__file__).parent
 
-# Prints frames and graphs that Dynamo sees for other backends, as JSON.
+# Prints frames and graphs that Dynamo sees for other backends, as JSON: before graphshard is
+# imported, after that, and after it has compiled.
 PROGRAM = """
-import json, sys
+import json
 import torch, torch.nn as nn, torch.distributed as dist
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -21,9 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-use = sys.argv[1]
-if use == "import":
-    import graphshard.backend
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 mesh = init_device_mesh("cpu", (2,))
 
@@ -52,7 +50,7 @@ def hooked():
         block.register_forward_hook(lambda m, args, out: out + 1)
     return model
 
-if use == "compile":
+def compile_with_graphshard():
     for make in (sharded, grouped):
         model = make()
         model.compile(backend="graphshard", fullgraph=True)
@@ -62,33 +60,42 @@ if use == "compile":
         eager = make()
         eager(torch.randn(2, 8)).sum().backward()
 
-rows = {}
-for backend in ("aot_eager", "inductor"):
-    for make in (sharded, grouped, hooked):
-        for how in ("wrapped", "in place"):
-            torch._dynamo.reset()
-            counters.clear()
-            torch.manual_seed(0)
-            model = make()
-            counter = CompileCounterWithBackend(backend)
-            if how == "wrapped":
-                run = torch.compile(model, backend=counter)
-            else:
-                model.compile(backend=counter)
-                run = model
-            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
-            run(x).sum().backward()
-            rows[f"{backend} {make.__name__} {how}"] = [
-                counter.frame_count, counter.op_count, dict(counters["frames"]),
-                sum(counters["graph_break"].values()),
-            ]
-print(json.dumps(rows))
+def frames():
+    rows = {}
+    for backend in ("aot_eager", "inductor"):
+        for make in (sharded, grouped, hooked):
+            for how in ("wrapped", "in place"):
+                torch._dynamo.reset()
+                counters.clear()
+                torch.manual_seed(0)
+                model = make()
+                counter = CompileCounterWithBackend(backend)
+                if how == "wrapped":
+                    run = torch.compile(model, backend=counter)
+                else:
+                    model.compile(backend=counter)
+                    run = model
+                x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+                run(x).sum().backward()
+                rows[f"{backend} {make.__name__} {how}"] = [
+                    counter.frame_count, counter.op_count, dict(counters["frames"]),
+                    sum(counters["graph_break"].values()),
+                ]
+    return rows
+
+found = [frames()]
+import graphshard.backend
+found.append(frames())
+compile_with_graphshard()
+found.append(frames())
+print(json.dumps(found))
 """
 
 
-def frames(use: str) -> dict[str, object]:
+@pytest.mark.slow
+def test_frames_and_graphs_of_other_backends_stay_the_same() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, use],
+        [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
         timeout=280,
@@ -96,12 +103,7 @@ def frames(use: str) -> dict[str, object]:
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-def test_frames_and_graphs_of_other_backends_stay_the_same() -> None:
-    without = frames("never")
+    without, imported, used = json.loads(result.stdout.splitlines()[-1])
     assert any(row[0] for row in without.values())
-    assert frames("import") == without
-    assert frames("compile") == without
+    assert imported == without
+    assert used == without
