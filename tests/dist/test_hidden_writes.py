@@ -111,7 +111,8 @@ def test_equals_eager(pool: Pool) -> None:
     @example(Case("ahead", (THROUGH_DATA, THROUGH_FOREACH)))
     @example(Case("kept", (THROUGH_NUMPY,)))
     def compare(case: Case) -> None:
-        pool.run(2, compared, case, timeout_s=60.0)
+        # What is compiled depends on the options alone: cases that share them share it.
+        pool.run(2, compared, case, timeout_s=60.0, keeps_compiled=True)
 
     compare()
 

@@ -144,7 +144,8 @@ def not_held(ctx: Ctx, why: str) -> tuple[list[str], set[tuple[int, ...]]]:
     "why", ["set", "nothing agreed", "one node", "uneven nodes", "ranks differ"]
 )
 def test_otherwise_nodes_hold_nothing(pool: Pool, why: str) -> None:
-    assert pool.run(4, not_held, why) == [([], set())] * 4
+    ranks = 2 if why == "one node" else 4
+    assert pool.run(ranks, not_held, why) == [([], set())] * ranks
 
 
 def set_later(ctx: Ctx) -> tuple[int, int, list[str]]:
@@ -278,7 +279,8 @@ def test_values_are_those_of_now(pool: Pool) -> None:
     @example(LEFT_OVER)
     @example(TWICE)
     def compare(case: tuple[str, ...]) -> None:
-        pool.run(4, compared, case, timeout_s=60.0)
+        # What is compiled does not depend on what is drawn: the first case does it for all.
+        pool.run(4, compared, case, timeout_s=60.0, keeps_compiled=True)
 
     compare()
 
