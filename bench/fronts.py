@@ -1,5 +1,5 @@
 """Predicted time of a step against its budget of memory: the plan's own choice of what backward
-computes again, and what people choose by hand.
+computes again and the host holds, the same without a host, and what people choose by hand.
 
     python bench/fronts.py --json bench/results/fronts.json --svg docs/fronts.svg
 
@@ -39,7 +39,8 @@ from graphshard.offline.target import made_of  # noqa: E402
 from graphshard.options import parse_options  # noqa: E402
 from graphshard.view.front import Panel, Series, Spot, front_svg  # noqa: E402
 
-PLAN, BEST = "graphshard's plan", "activation_memory_budget, best"
+OURS = PLAN, NO_HOST = "graphshard's plan", "the same without a host"
+BEST = "activation_memory_budget, best"
 SETTINGS = {
     "none": "nothing checkpointed",
     "products": "all products saved",
@@ -93,11 +94,11 @@ class Front:
     def title(self) -> str:
         return f"{MODELS[self.model].title}, {MODELS[self.model].world_size} x {self.machine}"
 
-    def ratios(self) -> list[float | None]:
-        """Of the plan's step to the best of the others, where one of them fits."""
+    def ratios(self, ours: str = PLAN) -> list[float | None]:
+        """Of a plan's step to the best of the others, where one of them fits."""
         found: list[float | None] = []
-        for place, own in enumerate(self.rows[PLAN]):
-            cells = [row[place] for name, row in self.rows.items() if name != PLAN]
+        for place, own in enumerate(self.rows[ours]):
+            cells = [row[place] for name, row in self.rows.items() if name not in OURS]
             best = min((cell.step_us for cell in cells if cell), default=None)
             found.append(own.step_us / best if own and best else None)
         return found
@@ -122,6 +123,8 @@ def _rows(name: str, machine: str, budgets: Sequence[int]) -> Iterator[tuple[str
         return who, [_cell(answer) for answer in answers]
 
     yield told(PLAN, _answers(name, machine, "full", budgets, free=True))
+    alone = _answers(name, machine, "full", budgets, free=True, offload="never")
+    yield told(NO_HOST, alone)
     for setting, title in SETTINGS.items():
         yield told(title, _answers(name, machine, setting, budgets))
     best: Row = [None] * COUNT
@@ -135,16 +138,22 @@ def _rows(name: str, machine: str, budgets: Sequence[int]) -> Iterator[tuple[str
 
 
 def _answers(
-    name: str, machine: str, setting: str, budgets: Sequence[int | None], *, free: bool = False
+    name: str,
+    machine: str,
+    setting: str,
+    budgets: Sequence[int | None],
+    *,
+    free: bool = False,
+    offload: str = "auto",
 ) -> list[Any]:
     """free: what is computed again is the plan's choice."""
     model, costs = MODELS[name], preset(machine)
 
     def point(budget: int | None) -> Point:
-        given = {} if budget is None else {"memory_budget": budget}
+        given = {} if budget is None else {"memory_budget": budget, "offload": offload}
         policy = policy_of(parse_options(given, elsewhere={}), costs)
         if not free:
-            policy = replace(policy, recompute=False, replaces_checkpoints=False)
+            policy = replace(policy, recompute=False, replaces_checkpoints=False, offload=False)
         return Point(model.world_size, RANKS_PER_NODE, costs, policy, fused=True)
 
     def build(sizes: object) -> Any:
@@ -171,8 +180,10 @@ def table(found: Front) -> str:
     for name, row in found.rows.items():
         cells = ("-".rjust(9) if cell is None else f"{cell.step_us / 1e6:>9.3f}" for cell in row)
         lines.append("".join([name.ljust(36), *cells]))
-    ratios = ("-".rjust(9) if ratio is None else f"{ratio:>9.3f}" for ratio in found.ratios())
-    return "\n".join([*lines, "".join(["plan / best of the others".ljust(36), *ratios])])
+    for name in OURS:
+        ratios = ("-".rjust(9) if r is None else f"{r:>9.3f}" for r in found.ratios(name))
+        lines.append("".join([f"{name} / best".ljust(36), *ratios]))
+    return "\n".join(lines)
 
 
 def picture(fronts: Sequence[Front]) -> str:
@@ -202,7 +213,10 @@ def main() -> int:
             found = {**found, (one.model, one.machine): one}
             fronts = [found[key] for key in asked if key in found]
             if args.json:
-                rows = [{**asdict(f), "ratios": f.ratios()} for f in fronts]
+                rows = [
+                    {**asdict(f), "ratios": f.ratios(), "without_a_host": f.ratios(NO_HOST)}
+                    for f in fronts
+                ]
                 rounds.write(args.json, {**rounds.header("fronts.py"), "fronts": rows})
             if args.svg:
                 args.svg.write_text(picture(fronts))

@@ -47,13 +47,15 @@ def test_a_front_compares_the_plan_with_the_best_that_fits():
 
     rows = {
         fronts.PLAN: cells(9e5, 8e5, None),
+        fronts.NO_HOST: cells(9e5, 1.1e6, None),
         "a": cells(None, 1e6, 7e5),
         "b": cells(None, 2e6, 6e5),
     }
     found = fronts.Front("8b", "h100-ib400", [2**30, 2**31, 2**32], rows)
     assert found.ratios() == [None, 0.8, None]
+    assert found.ratios(fronts.NO_HOST) == [None, 1.1, None]
     assert "0.800" in fronts.table(found)
-    assert fronts.picture([found, found]).count("<polyline") == 6
+    assert fronts.picture([found, found]).count("<polyline") == 8
     assert fronts._faster(rows["a"][1], rows["b"][1]) == rows["a"][1]
 
 
