@@ -60,7 +60,7 @@ def test_the_plan_says_how_it_was_priced(plans):
 def test_beside_what_is_computed_again_no_more_is_saved(plans):
     """Of the choice's own forecast: what Inductor does not save is not saved then either."""
     own = plans["inductor"].estimate.fsdp2
-    tight = planned("inductor", memory_budget=int(0.9 * own.peak_bytes))
+    tight = planned("inductor", memory_budget=int(0.9 * own.peak_bytes), offload="never")
     assert tight.recompute.activations
     assert tight.estimate.peak_bytes <= 0.9 * own.peak_bytes
     saved = dict(tight.estimate.ours.peak_by_category)[Category.ACTIVATION]

@@ -167,7 +167,7 @@ def decided(
     The second is planned anew, since the graph is another one then; what it is really worth counts.
     Raises InfeasibleBudget if no schedule fits the policy's budget.
     """
-    first = first_plans(posed, planning)
+    first = _first(posed, planning)
     plain = None
     if first.without is not None:
         plain = Decided(parts, posed.problem, first.without)
@@ -177,6 +177,19 @@ def decided(
             plain = _better(found, plain, is_agreed=first.recompute == planning.recompute_as)
     assert plain is not None
     return replace(plain, plan=explained(plain.plan, posed, planning))
+
+
+def _first(posed: Posed, planning: PlanningInputs) -> FirstPlans:
+    """See `first_plans`; where nothing fits, everything is to be computed again: what that graph
+    really needs is the least that can be had, and what an error has to say."""
+    try:
+        return first_plans(posed, planning)
+    except InfeasibleBudget as error:
+        everything = _everything(posed)
+        is_free = planning.policy.recompute and planning.recompute_as is None
+        if not everything.activations or not is_free:
+            raise
+        return FirstPlans(everything, error.shortage.budget_bytes, None)
 
 
 def explained(plan: Plan, posed: Posed, planning: PlanningInputs) -> Plan:
@@ -194,13 +207,13 @@ def _again_within(
     What that frees was a promise, of a graph that is another one now. Where it does not fit, the
     choice is made again for as much less, and at last everything is computed again.
     """
-    chosen, limit_bytes = first.recompute, first.budget_bytes
+    chosen, limit_bytes, everything = first.recompute, first.budget_bytes, _everything(posed)
     found = _repeating(again, posed, planning, first.budget_bytes, chosen)
     for tries_left in reversed(range(TRIES)):
-        if isinstance(found, Decided) or chosen == planning.recompute_as:
+        if isinstance(found, Decided) or chosen in (planning.recompute_as, everything):
             break
         limit_bytes -= found.shortage.least_bytes - first.budget_bytes
-        other = _everything(posed)
+        other = everything
         if tries_left:
             other = _within(posed, planning, limit_bytes)
         if other != chosen:

@@ -204,7 +204,7 @@ class Study:
             return Decided(None, posed.problem, explained(plan, posed, planning))
 
         def again(chosen: Recomputed) -> tuple[None, GraphCosts]:
-            self.say("capturing a few blocks of each kind, since backward computes some again")
+            self.say("capturing a few blocks of each kind, since some activations are not saved")
             build, infos = partial(self.build, point.sizes), posed.costs.groups
             with self._timed("capture"):
                 costs = recut(build, self.name, self._repeats, infos, planning, chosen)
@@ -218,7 +218,7 @@ class Study:
             return self._decided_whole(posed, point)
 
     def _decided_whole(self, posed: Posed, point: Point) -> Decided[None]:
-        self.say("capturing the whole model, since backward computes some of its blocks again")
+        self.say("capturing the whole model, since some activations are not saved")
         freed, baseline = posed.replaced, posed.baseline
         study = Study(
             self.name, self.build, (point,), self.say, whole=True, freed=freed, baseline=baseline

@@ -150,11 +150,7 @@ def every_budget(ctx: Ctx, name: str) -> list[tuple[int, int, int]]:
     found = []
     for number in range(8):
         budget = least_bytes + (most_bytes - least_bytes) * number // 7
-        try:
-            model, actual = compiled(budget)
-        except graphshard.InfeasibleBudget:  # the first promise may be another graph's
-            assert number == 0
-            continue
+        model, actual = compiled(budget)
         for value, other in zip(expected, actual, strict=True):
             assert difference(value, other) is None, (budget, difference(value, other))
         (plan,) = graphshard.plans(model)
@@ -169,7 +165,6 @@ def test_every_budget_equals_eager_where_a_graph_is_kept(pool: Pool, name: str) 
     """With dropout, with checkpoints of the user's, with retain_graph."""
     first, second = pool.run(2, every_budget, name, timeout_s=280)
     assert first == second
-    assert len(first) >= 7
     assert all(peak_bytes <= budget for budget, peak_bytes, _ in first)
     assert sum(again > 0 for *_, again in first) >= 4
 
