@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphshard.runtime import host_copies
-from graphshard.runtime.host_copies import CopyQueue, Done, ThreadQueue
+from graphshard.runtime.host_copies import Done, ThreadQueue
 
 BYTES_PER_US_OF_ONE_GB_S = 1e3
 ALPHA_US = 10.0
@@ -31,7 +31,7 @@ class HostLink:
         self.waited_us = 0.0
 
 
-class EmulatedQueue(CopyQueue):
+class EmulatedQueue:
     """One way of the link. The copies themselves run in a thread, whose time is not the clock's."""
 
     def __init__(self, link: HostLink) -> None:

@@ -4,14 +4,12 @@ by hand.
     python bench/memory.py --config S --gbit 0.8 --json OUT.json --svg OUT.svg
     python bench/memory.py --host-gb-s 2 --budgets 8 --json OUT.json
 
-With --host-gb-s there is a host beside the device, over a link of that rate: each budget is planned
-with activations that the host may hold, and without; and the budgets begin with the least that fits
-without.
-
 On the emulated network (bench/emulator). FSDP2 is tuned, its blocks compiled by Inductor, and
 reshards all, half or none of them after forward: three points. The budgets lie between the lowest
-and the highest of their peaks, and one below. Each launch is a fresh process; all take turns. A
-table on stdout, progress on stderr, the same as a picture.
+and the highest of their peaks, and one below. With --host-gb-s there is a host beside the device,
+over a link of that rate: each budget is planned with activations that the host may hold and
+without, and the budgets begin with the least that fits without. Each launch is a fresh process; all
+take turns. A table on stdout, progress on stderr, the same as a picture.
 """
 
 from __future__ import annotations
@@ -187,11 +185,10 @@ def main() -> int:
         request = replace(request, compute=folder)
         by_hand = [Spot(name, None) for name in FSDP2]
         found = [spot.peak_bytes for spot in measured(by_hand, replace(request, num_steps=1), 1)]
-        planned = budgets(0.95 * min(found), max(found), args.budgets)
+        start = least_budget(request) if args.host_gb_s else 0.95 * min(found)
+        planned = budgets(start, max(found), args.budgets)
         if args.host_gb_s:
-            least = least_budget(request)
-            planned = budgets(least, max(found), args.budgets)
-            planned += budgets(least, max(found), args.budgets, offload=True)
+            planned += budgets(start, max(found), args.budgets, offload=True)
         spots = measured([*by_hand, *planned], request, args.launches)
     title = f"config {args.config}, {args.ranks} ranks (emulated), {args.gbit:g} gbit"
     print(f"{title}, {args.launches} launches of each, virtual clock\n\n{render(spots)}")

@@ -13,6 +13,7 @@ from graphshard.graph.program import (
     anchor_of,
     identifier,
     positions,
+    run_input,
     set_step,
     unshard_marks,
 )
@@ -59,9 +60,8 @@ def _insert(graph: fx.Graph, info: GroupInfo, marks: list[Mark]) -> None:
 def open_group(
     graph: fx.Graph, anchor: fx.Node, info: GroupInfo, dtypes: Iterable[torch.dtype] = ()
 ) -> fx.Node:
-    """`run.open(anchor, *dtypes)`; the run object is the graph's first input."""
-    run = next(iter(graph.nodes))
-    group = graph.call_method("open", (run, anchor, *dtypes))
+    """`run.open(anchor, *dtypes)`."""
+    group = graph.call_method("open", (run_input(graph), anchor, *dtypes))
     group._rename(f"group_{identifier(info.fqn)}")
     return set_step(group, CommStep(StepKind.GATHER_ISSUE, info.id, "open"))
 

@@ -15,6 +15,7 @@ from graphshard.graph.program import (
     identifier,
     output_node,
     positions,
+    run_input,
     set_step,
     step_of,
 )
@@ -59,7 +60,7 @@ def _offload(
     output, order, anchor = output_node(graph), positions(graph), _anchor(graph, group)
     readers = {u for n in aliases(map(owner, nodes)) for u in (n, *n.users) if u is not output}
     with graph.inserting_after(max(readers, key=order.__getitem__)):
-        issue = graph.call_method("issue_offload", (_run(graph), anchor, list(nodes)))
+        issue = graph.call_method("issue_offload", (run_input(graph), anchor, list(nodes)))
     issue._rename(f"offload_{name}")
     set_step(issue, CommStep(StepKind.OFFLOAD_ISSUE, group))
     held = dict(zip(nodes, _awaited(graph, issue, group, nodes), strict=True))
@@ -72,17 +73,11 @@ def _reload(graph: fx.Graph, group: int, name: str, inputs: Sequence[fx.Node]) -
     order, anchor = positions(graph), _anchor(graph, group)
     first = min((u for node in inputs for u in node.users), key=order.__getitem__)
     with graph.inserting_before(first):
-        issue = graph.call_method("issue_reload", (_run(graph), anchor, list(inputs)))
+        issue = graph.call_method("issue_reload", (run_input(graph), anchor, list(inputs)))
     issue._rename(f"reload_{name}")
     set_step(issue, CommStep(StepKind.RELOAD_ISSUE, group))
     for node, item in zip(inputs, _awaited(graph, issue, group, inputs), strict=True):
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user is not issue)
-
-
-def _run(graph: fx.Graph) -> fx.Node:
-    """The run object, which is the graph's first input."""
-    first: fx.Node = next(iter(graph.nodes))
-    return first
 
 
 def _anchor(graph: fx.Graph, group: int) -> Any:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from graphshard.errors import CaptureError
-from graphshard.graph.program import copy_of, output_node, step_of
+from graphshard.graph.program import copy_of, output_node, run_input, step_of
 from graphshard.schedule.plan import Schedule, Step, StepKind
 
 
@@ -57,7 +57,7 @@ def with_marks(
     next one or the next of `cuts`.
     """
     clone = copy_of(module)
-    run = next(iter(clone.graph.nodes))
+    run = run_input(clone.graph)
     segments = list(_segments(clone.graph, schedule, cuts))
     for index, (node, _) in enumerate([*segments, (output_node(clone.graph), None)]):
         with clone.graph.inserting_before(node):

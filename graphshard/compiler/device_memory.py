@@ -39,7 +39,7 @@ def capacity_of(device: torch.device) -> int | None:
     None where torch cannot tell.
     """
     if device.type == "cpu":
-        return _host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return _host_bytes()
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return None
@@ -49,12 +49,13 @@ def capacity_of(device: torch.device) -> int | None:
 
 def host_budget() -> int:
     """Bytes of activations that this rank may have its host hold."""
-    share = HOST_SHARE * _host_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return int(share) // STEP_BYTES * STEP_BYTES
+    return int(HOST_SHARE * _host_bytes()) // STEP_BYTES * STEP_BYTES
 
 
 def _host_bytes() -> int:
-    """Of the machine, or of the control group (cgroup v2) that the process is in."""
+    """An equal share for each rank on it of the machine's, or of those of the control group (cgroup
+    v2) that the process is in."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = CGROUP.read_text().strip() if CGROUP.exists() else "max"
-    return physical if limit == "max" else min(physical, int(limit))
+    whole = physical if limit == "max" else min(physical, int(limit))
+    return whole // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -273,6 +273,12 @@ def waits_of(issue: fx.Node) -> list[fx.Node]:
     return [u for u in issue.users if (s := step_of(u)) and s.kind in WAITS]
 
 
+def run_input(graph: fx.Graph) -> fx.Node:
+    """The run object, a scheduled graph's first input."""
+    first: fx.Node = next(iter(graph.nodes))
+    return first
+
+
 def copied_tensors(issue: fx.Node) -> list[fx.Node]:
     """What the copy to or from the host `issue` copies."""
     return list(issue.args[2])  # type: ignore[arg-type]

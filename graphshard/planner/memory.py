@@ -38,9 +38,9 @@ class MemoryProfile:
 
     visits: positions with the fixed event there, or None for a point where reductions may be
     issued; ready: which are ready at such a point. gathers: running sum of what the gathers hold
-    in flight, from 0. collectives: how many of the first are not copies
-    from the host. flights: what each reduction holds. keeps_order: no reduction is packed
-    before one that was ready earlier.
+    in flight, from 0. collectives: how many of the first of them are not copies from the host.
+    flights: what each reduction holds. keeps_order: no reduction is packed before one that was
+    ready earlier.
     """
 
     starts: tuple[int, ...]

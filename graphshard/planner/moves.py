@@ -24,7 +24,7 @@ from graphshard.planner.choices import (
 )
 from graphshard.planner.fsdp2 import has_lists
 from graphshard.planner.memo import Memo, once
-from graphshard.planner.problem import Group, gather_of
+from graphshard.planner.problem import Group, Problem, gather_of
 from graphshard.schedule.plan import Activation, Direction
 
 # Regions by which a reduction may be held back.
@@ -206,13 +206,17 @@ def recompute_moves(memo: Memo) -> list[Move]:
 
 def offload_moves(memo: Memo) -> list[Move]:
     """Those first that have the longest way to backward: their copies have the most time."""
-    again = once(memo, "recompute option of", lambda: _by_activation(memo.problem.recompute))
+    return once(memo, "offload moves", lambda: _offload_moves(memo.problem))
+
+
+def _offload_moves(problem: Problem) -> list[Move]:
+    again = _by_activation(problem.recompute)
 
     def instead(option: OffloadOption) -> tuple[int, ...]:
         first = again.get(option.activation, [])
-        return tuple(first + _needing(memo.problem.recompute, first))
+        return tuple(first + _needing(problem.recompute, first))
 
-    options = memo.problem.offload_options
+    options = problem.offload_options
     order = sorted(range(len(options)), key=lambda i: (options[i].alone.after, i))
     return [Move(What.OFFLOAD, i, instead=instead(options[i])) for i in order]
 

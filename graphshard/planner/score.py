@@ -107,9 +107,10 @@ def means_something(problem: Problem, choices: Choices) -> bool:
         return True
     away = {problem.offload_options[index].activation for index in choices.offload}
     assert problem.host is not None
-    limit_bytes, held = problem.host.limit_bytes, offloads_of(problem, choices)
-    fits = limit_bytes is None or sum(offload.bytes for offload in held) <= limit_bytes
-    return fits and away.isdisjoint(option.activation for option in again)
+    if not away.isdisjoint(option.activation for option in again):
+        return False
+    limit_bytes = problem.host.limit_bytes
+    return limit_bytes is None or sum(o.bytes for o in offloads_of(problem, choices)) <= limit_bytes
 
 
 def _scored(context: SearchContext, choices: Choices, direction: Direction) -> Scored | None:

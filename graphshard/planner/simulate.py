@@ -296,7 +296,7 @@ def _event(
         raise PlanError("GS603", f"{step} names no group of the problem")
     if step.kind is StepKind.RELEASE:
         return release_event(problem, step.group, choices, direction, micro)
-    if step.lane in (Lane.OFFLOAD, Lane.RELOAD):
+    if step.is_copy:
         return _copy_event(problem, step, choices)
     bucket = Bucket(step.groups, _parts(problem, step))
     issues = step.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)

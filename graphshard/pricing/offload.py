@@ -8,7 +8,6 @@ what they bring back is read.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -20,7 +19,7 @@ from graphshard.graph.program import Program, compute_nodes, copied_tensors, ste
 from graphshard.planner.activations import HostLink, Offload, OffloadOption
 from graphshard.planner.problem import CollectiveLane, Problem, checked
 from graphshard.pricing.liveness import tensor_bytes
-from graphshard.pricing.recompute import RecomputeUnit, activation_of
+from graphshard.pricing.recompute import RecomputeUnit, activation_of, regions_of
 from graphshard.schedule.plan import GroupInfo, StepKind
 
 # Of what its group offers: less is not worth a copy of its own.
@@ -69,22 +68,15 @@ def with_host(
     rank may have the host hold."""
     if host is None:
         return problem
-    forward, backward = _starts(problem)
+    regions = regions_of(problem)
     count, launch_us = len(problem.lanes), host.curve.base_us
     copies = (CollectiveLane(name, launch_us) for name in ("offload", "reload"))
-    offloads = tuple(
-        Offload(
-            use.group,
-            after=bisect_right(forward, use.after) - 1,
-            before=bisect_right(backward, use.before) - 1,
-            bytes=use.size_bytes,
-            us=float(host_copy_us(host, use.size_bytes)),
-        )
-        for use in uses
+    offloads = (
+        _offload(use.group, regions(use.after, use.before), use.size_bytes, host) for use in uses
     )
     link = HostLink(count, count + 1, launch_us, limit_bytes)
     lanes = (*problem.lanes, *copies)
-    return checked(replace(problem, lanes=lanes, host=link, offloads=offloads))
+    return checked(replace(problem, lanes=lanes, host=link, offloads=tuple(offloads)))
 
 
 def offloadable(
@@ -94,20 +86,14 @@ def offloadable(
     host: HostCopies,
 ) -> Problem:
     """`problem` with what `units` free as options to offload."""
-    forward, backward = _starts(problem)
+    regions = regions_of(problem)
     whole: dict[int, int] = {}
     for unit in units:
         whole[unit.group] = whole.get(unit.group, 0) + unit.held_bytes
     options = tuple(
         OffloadOption(
             activation_of(unit, groups),
-            Offload(
-                unit.group,
-                after=bisect_right(forward, unit.after) - 1,
-                before=bisect_right(backward, unit.before) - 1,
-                bytes=unit.held_bytes,
-                us=float(host_copy_us(host, unit.held_bytes)),
-            ),
+            _offload(unit.group, regions(unit.after, unit.before), unit.held_bytes, host),
         )
         for unit in units
         if unit.held_bytes > LEAST_SHARE * whole[unit.group]
@@ -115,10 +101,5 @@ def offloadable(
     return checked(replace(problem, offload_options=options))
 
 
-def _starts(problem: Problem) -> tuple[list[int], list[int]]:
-    """The ops at which regions start, in forward and in backward."""
-    forward, backward = (
-        [0, *accumulate(region.num_ops for region in regions)]
-        for regions in (problem.forward, problem.backward)
-    )
-    return forward, backward
+def _offload(group: int, regions: tuple[int, int], size_bytes: int, host: HostCopies) -> Offload:
+    return Offload(group, *regions, size_bytes, float(host_copy_us(host, size_bytes)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from operator import attrgetter
@@ -203,16 +203,12 @@ def offered(
     problem: Problem, groups: Sequence[GroupInfo], found: Sequence[RecomputeUnit]
 ) -> Problem:
     """`problem` with the units as options; same order."""
-    forward, backward = (
-        [0, *accumulate(region.num_ops for region in regions)]
-        for regions in (problem.forward, problem.backward)
-    )
+    regions = regions_of(problem)
     places = {(unit.group, unit.number): place for place, unit in enumerate(found)}
     options = tuple(
         Recompute(
-            activation=activation_of(unit, groups),
-            after=bisect_right(forward, unit.after) - 1,
-            before=bisect_right(backward, unit.before) - 1,
+            activation_of(unit, groups),
+            *regions(unit.after, unit.before),
             saved_bytes=unit.saved_bytes,
             extra_us=unit.extra_us,
             needs=None if unit.needs is None else places[unit.group, unit.needs],
@@ -220,6 +216,19 @@ def offered(
         for unit in found
     )
     return checked(replace(problem, recompute=options))
+
+
+def regions_of(problem: Problem) -> Callable[[int, int], tuple[int, int]]:
+    """From an op of forward and one of backward to the regions that they are in."""
+    forward, backward = (
+        [0, *accumulate(region.num_ops for region in regions)]
+        for regions in (problem.forward, problem.backward)
+    )
+
+    def found(after: int, before: int) -> tuple[int, int]:
+        return bisect_right(forward, after) - 1, bisect_right(backward, before) - 1
+
+    return found
 
 
 def tag(joint: fx.Graph, chosen: Sequence[RecomputeUnit], kept: Collection[str] = ()) -> None:

@@ -7,8 +7,6 @@ host is the device and the copies are real all the same.
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -31,16 +29,15 @@ class Done(Protocol):
         """Nobody needs it; but what is computed from now on may be given its memory."""
 
 
-class CopyQueue(ABC):
+class CopyQueue(Protocol):
     """Copies one after the other."""
 
-    @abstractmethod
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Done:
         """Start to copy the second of each pair, as it will be when what was computed so far is
         done, to the first."""
 
 
-class StreamQueue(CopyQueue):
+class StreamQueue:
     """On a stream of the device. The caller holds all tensors until it has waited."""
 
     def __init__(self, device: torch.device) -> None:
@@ -69,25 +66,19 @@ class _Recorded:
     drop = wait
 
 
-class ThreadQueue(CopyQueue):
-    """On a thread. bytes_per_us: no faster than that, as a link to a host would be; None: as fast
-    as memory is."""
+class ThreadQueue:
+    """On a thread."""
 
-    def __init__(self, bytes_per_us: float | None = None) -> None:
-        self.bytes_per_us = bytes_per_us
+    def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="graphshard-copies")
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Done:
         return _Awaited(self._thread.submit(self._copy, tuple(pairs)))
 
     def _copy(self, pairs: tuple[tuple[Tensor, Tensor], ...]) -> None:
-        began = time.perf_counter()
         with torch.no_grad():
             for target, source in pairs:
                 target.copy_(source)
-        if self.bytes_per_us is not None:
-            us = sum(target.nbytes for target, _ in pairs) / self.bytes_per_us
-            time.sleep(max(0.0, began + us / 1e6 - time.perf_counter()))
 
 
 class _Awaited:

@@ -37,8 +37,8 @@ class Run:
 
     defined: bit k is set when tangent k of this backward is not missing. exact_sums: of gradients,
     FSDP2's to the last bit. anchors: of all groups that it opens. device: where it computes.
-    stopwatch: takes the times of
-    this run, if the emitted code has marks. turn: in the order of its root's graphs.
+    stopwatch: takes the times of this run, if the emitted code has marks. turn: in the order of its
+    root's graphs.
     """
 
     direction: Direction

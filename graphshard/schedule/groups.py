@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from graphshard.files.decode import Count, Positive
-from graphshard.schedule.steps import COLLECTIVES, Lane, Schedule, Step, StepKind
+from graphshard.schedule.steps import COLLECTIVES, Schedule, Step, StepKind
 
 
 class Reshard(StrEnum):
@@ -127,7 +127,7 @@ class GroupInfo:
 def size_bytes(step: Step, groups: Sequence[GroupInfo]) -> int:
     """What the collective that `step` issues for `groups` moves: the bucket of all ranks' parts.
     Of a copy to or from the host, what this rank copies."""
-    if step.lane in (Lane.OFFLOAD, Lane.RELOAD):
+    if step.is_copy:
         return sum(g.offloaded_bytes for g in groups)
     if step.kind is StepKind.REDUCE_ISSUE:
         return sum(_reduced_bytes(g, step.params) for g in groups)

@@ -78,8 +78,7 @@ class Plan:
     forecasts. forecasts: what each step is expected to take, one per schedule. fsdp2: what FSDP2
     itself would run, with the forecasts of that. measured: what this plan took where it ran.
     recompute: what is computed again in backward, or held by the host until then, because the
-    planner chose so. reduces_apart: it
-    also chose a process group of their own for reductions.
+    planner chose so. reduces_apart: it also chose a process group of their own for reductions.
     """
 
     name: str
@@ -317,7 +316,7 @@ def _entries(
 
 
 def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> SignatureEntry:
-    if step.kind not in COLLECTIVES:  # activations have dtypes of their own
+    if step.is_copy:  # activations have dtypes of their own
         dtypes = ["bytes"]
     elif step.kind is StepKind.GATHER_ISSUE:
         dtypes = [g.params[p].dtype for g in groups for p in step.params or range(len(g.params))]

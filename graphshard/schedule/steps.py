@@ -41,6 +41,9 @@ class Lane(StrEnum):
     RELOAD = "reload"
 
 
+COPIES = (Lane.OFFLOAD, Lane.RELOAD)
+
+
 class StepIdentity(NamedTuple):
     """kind: that of the issue, where it is a collective's."""
 
@@ -84,6 +87,11 @@ class Step:
     @property
     def lane(self) -> Lane:
         return _LANES.get(self.kind, Lane.COMPUTE)
+
+    @property
+    def is_copy(self) -> bool:
+        """To the host or back."""
+        return self.lane in COPIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,7 @@ _LANES = {
     kind: lane
     for issue, lane in zip(
         WAIT_OF,
-        (Lane.ALL_GATHER, Lane.REDUCE_SCATTER, Lane.OFFLOAD, Lane.RELOAD),
+        (Lane.ALL_GATHER, Lane.REDUCE_SCATTER, *COPIES),
         strict=True,
     )
     for kind in (issue, WAIT_OF[issue])

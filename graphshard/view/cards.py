@@ -18,7 +18,6 @@ from graphshard.schedule.reasons import (
     Recomputation,
     Split,
 )
-from graphshard.schedule.steps import COLLECTIVES
 from graphshard.view.marks import Card
 from graphshard.view.reasons import reason_text
 from graphshard.view.sheet import CollectiveBar, Sheet
@@ -34,7 +33,7 @@ def collective_card(sheet: Sheet, found: CollectiveBar, by_id: Mapping[int, Grou
     entry = found.entry
     ranks = by_id[found.step.groups[0]].world_size
     card = [("bytes", bytes_text(entry.size_bytes))]
-    if found.step.kind in COLLECTIVES:
+    if not found.step.is_copy:
         card += [("dtype", entry.dtype or "as the gradients"), ("ranks", f"{ranks:,}")]
     if sheet.axis.timed:
         card += _times(sheet, found)
@@ -63,7 +62,7 @@ def _times(sheet: Sheet, found: CollectiveBar) -> Iterator[tuple[str, str]]:
 def _rate(found: CollectiveBar, ranks: int) -> Iterator[tuple[str, str]]:
     """What one rank receives from the others, per time; of a copy, what is copied."""
     took_us = found.end - found.start
-    if found.step.kind not in COLLECTIVES:
+    if found.step.is_copy:
         yield "copied at", rate_text(found.entry.size_bytes, took_us)
         return
     received_bytes = found.entry.size_bytes * (ranks - 1) / ranks

@@ -74,11 +74,10 @@ def _stays(plan: Plan) -> dict[str, str]:
 
 
 def _recomputed(before: Plan, after: Plan) -> Iterator[MoveRow]:
-    ours, theirs = after.recompute, before.recompute
-    again = theirs.activations, ours.activations
-    yield from _of_activations("recomputed", "computed again in backward", *again)
-    away = theirs.offloaded, ours.offloaded
-    yield from _of_activations("offloaded", "held by the host until backward", *away)
+    was, now = before.recompute, after.recompute
+    again, away = "computed again in backward", "held by the host until backward"
+    yield from _of_activations("recomputed", again, was.activations, now.activations)
+    yield from _of_activations("offloaded", away, was.offloaded, now.offloaded)
 
 
 def _of_activations(

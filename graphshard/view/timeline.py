@@ -21,7 +21,7 @@ from graphshard.schedule.plan import (
     StepKind,
     gathered_bytes_by_step,
 )
-from graphshard.schedule.steps import WAIT_OF
+from graphshard.schedule.steps import COPIES, WAIT_OF
 
 # Share of the axis given to the steps that are not compute, so that a communication step stays
 # visible next to compute steps of thousands of ops.
@@ -140,8 +140,7 @@ def lane_rows(plan: Plan) -> tuple[LaneRows, ...]:
         for issue in WAIT_OF:
             found = _communication(schedule.direction, numbered, issue)
             spans[Step(issue).lane].extend(found)
-    copies = (Lane.OFFLOAD, Lane.RELOAD)
-    return tuple(_stack(lane, own) for lane, own in spans.items() if own or lane not in copies)
+    return tuple(_stack(lane, own) for lane, own in spans.items() if own or lane not in COPIES)
 
 
 def computing_groups(steps: Iterable[Step]) -> list[int | None]:

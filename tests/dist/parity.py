@@ -150,6 +150,18 @@ def local(tensor: Tensor | None) -> Tensor | None:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
+def backward_twice(model: nn.Module, case: Case, ctx: Ctx) -> list[Tensor | None]:
+    """Losses and gradients of two steps, each with two backward passes of one loss."""
+    seen: list[Tensor | None] = []
+    for step in range(2):
+        reseed(ctx, step)
+        loss = case.loss(model, case.batch(step, ctx.rank, ctx.device))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        seen += [loss.detach(), *(local(p.grad) for p in model.parameters())]
+    return seen
+
+
 def assert_equal(expected: Trace, actual: Trace) -> None:
     """Bitwise; AssertionError names the first difference, in the order of training."""
     first, second = dict(_items(expected)), dict(_items(actual))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, shard_blocks
-from parity import assert_equal, build, difference, local, reseed, train
+from parity import assert_equal, backward_twice, build, difference, train
 from patching import patched
 from pool import Ctx, Pool
 from test_memory import watch_gathered
@@ -124,24 +124,14 @@ def every_budget(ctx: Ctx, name: str) -> list[tuple[int, int, int]]:
     Each budget, the plan's peak, and how many activations are computed again."""
     case = CASES[name]
 
-    def run(model: nn.Module) -> list[Tensor | None]:
-        seen = []
-        for step in range(2):
-            reseed(ctx, step)
-            loss = case.loss(model, case.batch(step, ctx.rank, ctx.device))
-            loss.backward(retain_graph=True)
-            loss.backward()
-            seen += [loss.detach(), *(local(p.grad) for p in model.parameters())]
-        return seen
-
     def compiled(budget: int | None) -> tuple[nn.Module, Any]:
         torch._dynamo.reset()  # it compiles the code of one class 8 times at most
         model = build(case, ctx)
         options = {"fallback": "error", **({"memory_budget": budget} if budget else {})}
         model.compile(backend="graphshard", fullgraph=True, options=options)
-        return model, run(model)
+        return model, backward_twice(model, case, ctx)
 
-    expected = run(build(case, ctx))
+    expected = backward_twice(build(case, ctx), case, ctx)
     with pytest.raises(graphshard.InfeasibleBudget) as error:
         compiled(LEAST_PLAUSIBLE_BYTES)
     least_bytes = error.value.shortage.least_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES
-from parity import assert_equal, build, difference, local, reseed, train
+from parity import assert_equal, backward_twice, build, difference, train
 from patching import patched
 from pool import Ctx, Pool
 from torch import Tensor, nn
@@ -65,25 +65,13 @@ def within(ctx: Ctx, name: str, compute: str) -> list[int]:
     return [least_bytes + (most_bytes - least_bytes) * part // 5 for part in (1, 3)]
 
 
-def losses_and_gradients(model: nn.Module, ctx: Ctx, name: str) -> list[Tensor | None]:
-    """Of two backward passes of one loss."""
-    case, seen = CASES[name], []
-    for step in range(2):
-        reseed(ctx, step)
-        loss = case.loss(model, case.batch(step, ctx.rank, ctx.device))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        seen += [loss.detach(), *(local(p.grad) for p in model.parameters())]
-    return seen
-
-
 def offloading(ctx: Ctx, name: str, compute: str) -> list[tuple[int, int, int]]:
     """How many activations the host holds, the budget, the plan's peak."""
-    expected, found = losses_and_gradients(build(CASES[name], ctx), ctx, name), []
+    expected, found = backward_twice(build(CASES[name], ctx), CASES[name], ctx), []
     with patched(presets, "_host", with_host):
         for budget in within(ctx, name, compute):
             model = compiled(ctx, name, budget, compute)
-            actual = losses_and_gradients(model, ctx, name)
+            actual = backward_twice(model, CASES[name], ctx)
             for value, other in zip(expected, actual, strict=True):
                 if compute == "inductor":
                     torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-5)
