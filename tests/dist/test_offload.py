@@ -31,15 +31,11 @@ def with_host(original: Any) -> Any:
     return lambda device: FAST
 
 
-def compiled(ctx: Ctx, name: str, budget: int | None, compute: str) -> nn.Module:
+def compiled(ctx: Ctx, name: str, budget: int | None, compute: str, **more: object) -> nn.Module:
     torch._dynamo.reset()  # it compiles the code of one class 8 times at most
     model = build(CASES[name], ctx)
-    given = {
-        "fallback": "error",
-        "compute": compute,
-        **({"memory_budget": budget} if budget else {}),
-    }
-    model.compile(backend="graphshard", fullgraph=True, options=given)
+    options = {"fallback": "error", "compute": compute, "memory_budget": budget, **more}
+    model.compile(backend="graphshard", fullgraph=True, options=options)
     return model
 
 
@@ -189,3 +185,28 @@ def a_copy_fails(ctx: Ctx, name: str) -> None:
 
 def test_a_copy_that_fails_loses_nothing(pool: Pool) -> None:
     pool.run(2, a_copy_fails, "llama")
+
+
+def planned_again(ctx: Ctx, name: str) -> int:
+    """How many activations the host holds when the plan was made again from measured times."""
+    case, plans = CASES[name], []
+    with patched(presets, "_host", with_host):
+        budget = within(ctx, name, "aten")[0]
+        model, oracle = compiled(ctx, name, budget, "aten", replan_after=3), build(case, ctx)
+        for first_step in (0, 2, 4):
+            expected, actual = (
+                train(one, case, ctx, 2, first_step=first_step) for one in (oracle, model)
+            )
+            assert_equal(expected, actual)
+            plans += graphshard.plans(model)
+    first, _, plan = plans
+    (measured,) = graphshard.measurements(model)
+    assert measured is not None
+    assert plan.recompute == first.recompute
+    assert copies_of(plan) == copies_of(first) > 0
+    return len(plan.recompute.offloaded)
+
+
+def test_a_plan_that_is_made_again_has_the_host_hold_the_same(pool: Pool) -> None:
+    first, second = pool.run(2, planned_again, "llama", timeout_s=200)
+    assert first == second > 0
