@@ -12,13 +12,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import gpu_network
@@ -37,7 +38,10 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """ranks: of which all but one are emulated, with the network of the preset `network`."""
+    """ranks: of which all but one are emulated, with the network of the preset `network`.
+
+    checkpointed: every block is, by hand. options: of graphshard, over those of the way.
+    """
 
     way: str
     config: str
@@ -46,6 +50,8 @@ class Request:
     num_warm_up: int
     ranks: int = 1
     network: str = ""
+    checkpointed: bool = False
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +78,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
+    """held_bytes: of activations, by the host."""
+
     grads_us: float
     peak_bytes: int
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +101,12 @@ def run(request: Request) -> Measured:
     with device:
         model = WithLoss(Llama(config)).to(torch.bfloat16)
     num_params = sum(param.numel() for param in model.parameters())
+    if request.checkpointed:
+        model.model.layers = nn.ModuleList(checkpoint_wrapper(b) for b in model.model.layers)
     blocks = list(model.model.layers)
     shard(way, model, blocks, init_device_mesh(device.type, (request.ranks,)))
-    compile_as(way, model, blocks, {"machine": request.network} if request.network else {})
+    machine = {"machine": request.network} if request.network else {}
+    compile_as(way, model, blocks, {**machine, **request.options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = (2, config.batch, config.seq_len)
     tokens, targets = torch.randint(config.vocabulary, shape, device=device)
@@ -152,8 +164,10 @@ def expected(model: nn.Module) -> Expected | None:
     """Of the model's newest plan."""
     import graphshard
 
-    estimate = graphshard.plans(model)[-1].estimate
-    return estimate and Expected(estimate.ours.step_time_us, estimate.ours.peak_bytes)
+    plan = graphshard.plans(model)[-1]
+    held_bytes = sum(group.offloaded_bytes for group in plan.groups)
+    ours = plan.estimate and plan.estimate.ours
+    return ours and Expected(ours.step_time_us, ours.peak_bytes, held_bytes)
 
 
 def synchronize(device: torch.device) -> None:

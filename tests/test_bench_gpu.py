@@ -13,8 +13,8 @@ if str(ROOT) not in sys.path:
 
 from smoke import smoke  # noqa: E402
 
-from bench import gpu  # noqa: E402
-from bench.gpu_launch import Expected, Measured  # noqa: E402
+from bench import gpu, gpu_memory  # noqa: E402
+from bench.gpu_launch import Expected, Measured, Request  # noqa: E402
 from bench.gpu_network import EmulatedGroup  # noqa: E402
 from bench.ways import choose, exists  # noqa: E402
 from graphshard.cost.comm import CollectiveKind  # noqa: E402
@@ -91,3 +91,40 @@ def test_what_a_collective_writes_and_how_long_it_takes():
     group._reduce_scatter_base(mine, torch.arange(8.0)).wait()
     assert mine.tolist() == [0.0, 1.0]
     assert asked == [(CollectiveKind.ALL_GATHER, 32), (CollectiveKind.REDUCE_SCATTER, 32)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_budgets_are_swept_on_a_cpu(tmp_path, monkeypatch):
+    """Numbers of time and memory say nothing here; the losses of all launches have to be alike."""
+    out = tmp_path / "memory.json"
+    smoke(monkeypatch, gpu_memory, "--smoke", "--json", str(out))
+    result = json.loads(out.read_text())
+    assert [launch["spot"] for launch in result["launches"]] == [
+        gpu_memory.FULL, gpu_memory.NONE, "budget 1.0 MB, host", "budget 1073.7 MB, host",
+        "budget 1.0 MB", "budget 1073.7 MB",
+    ]  # fmt: skip
+    first = [launch["losses"][0] for launch in result["launches"]]
+    assert first == pytest.approx([first[0]] * len(first), rel=0.02)  # bf16
+    for spot in result["spots"][2:]:
+        assert 0 < spot["predicted_peak_bytes"] <= spot["budget_bytes"]
+
+
+def test_a_budget_that_does_not_fit_is_launched_once(tmp_path, monkeypatch):
+    asked = []
+
+    def launch(request, cache):
+        asked.append(request)
+        if request.options.get("memory_budget") == 1:
+            raise RuntimeError("GS601: a budget of 1 byte")
+        return ROUNDS[0]["graphshard_aten"]
+
+    monkeypatch.setattr(gpu_memory, "launch", launch)
+    request = Request("", "tiny", "cpu", 1, 1)
+    sweep = gpu_memory.Sweep(request, {}, tmp_path / "memory.json", "")
+    for spot in [*gpu_memory.budgets(1, 2**31, 2, offload=True)] * 2:
+        sweep.launch(spot)
+    assert [(r.way, r.options["offload"]) for r in asked] == [("graphshard", "auto")] * 3
+    small, large = sweep.spots
+    assert (small.failed, large.predicted_peak_bytes, large.step_us) == ("does not fit", 2**31, 102)
+    assert len(json.loads((tmp_path / "memory.json").read_text())["launches"]) == 2

@@ -160,21 +160,23 @@ def test_the_memory_of_what_is_away_is_free(pool: Pool) -> None:
 
 
 def a_copy_fails(ctx: Ctx, name: str) -> None:
-    """In the thread that makes it: the step raises, the next one goes on."""
+    """Where it is made, on a CPU in a thread: the step raises, the next one goes on."""
     case, fails = CASES[name], [False]
     expected = train(build(case, ctx), case, ctx, 2)
+    on_cpu = ctx.device.type == "cpu"
+    queue = host_copies.ThreadQueue if on_cpu else host_copies.StreamQueue
 
     def copy(original: Any) -> Any:
-        def copied(queue: Any, pairs: Any) -> None:
+        def copied(queue: Any, pairs: Any) -> Any:
             if fails[0]:
                 raise MemoryError("the host is full")
-            original(queue, pairs)
+            return original(queue, pairs)
 
         return copied
 
     with patched(presets, "_host", with_host):
         model = compiled(ctx, name, within(ctx, name, "aten")[0], "aten")
-        with patched(host_copies.ThreadQueue, "_copy", copy):
+        with patched(queue, "_copy" if on_cpu else "copy", copy):
             fails[0] = True
             with pytest.raises(MemoryError, match="the host is full"):
                 case.loss(model, case.batch(0, ctx.rank, ctx.device))
