@@ -27,8 +27,9 @@ def insert_offloads(program: Program, offloaded: Mapping[str, int]) -> Program:
 
     Before: forward returns it, and backward reads it as an input. After: for each group forward
     issues one copy right after the last reader, and returns what the wait yields, which stands
-    behind; backward issues one copy back and waits for it right before the first reader. What
-    shares its memory with other results, or has gaps, stays.
+    behind; backward issues one copy back and waits for it right before the first reader. Views read
+    nothing: one that forward only returns, or that backward makes long before it is read, has moved
+    to the copy. What shares its memory with other results, or has gaps, stays.
     """
     if program.forward is None or program.backward is None:
         return program
@@ -57,9 +58,8 @@ def _saved_alone(graph: fx.Graph, num_outputs: int) -> Iterator[fx.Node]:
 def _offload(
     graph: fx.Graph, num_outputs: int, group: int, name: str, nodes: Sequence[fx.Node]
 ) -> None:
-    output, order, anchor = output_node(graph), positions(graph), _anchor(graph, group)
-    readers = {u for n in aliases(map(owner, nodes)) for u in (n, *n.users) if u is not output}
-    with graph.inserting_after(max(readers, key=order.__getitem__)):
+    output, anchor = output_node(graph), _anchor(graph, group)
+    with graph.inserting_after(_end_of_use(graph, nodes)):
         issue = graph.call_method("issue_offload", (run_input(graph), anchor, list(nodes)))
     issue._rename(f"offload_{name}")
     set_step(issue, CommStep(StepKind.OFFLOAD_ISSUE, group))
@@ -69,15 +69,51 @@ def _offload(
     output.args = (type(outputs)([*outputs[:num_outputs], *saved]),)
 
 
+def _end_of_use(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
+    """The last node that reads `nodes`, or shows one of them: views of them that stood later have
+    moved behind it."""
+    output, order = output_node(graph), positions(graph)
+    views = aliases(map(owner, nodes))
+    shown = {view for node in nodes for view in _shown_through(node)}
+    needed = {source for view in shown for source in view.all_input_nodes} - views.keys()
+    readers = {user for view in views for user in view.users} - views.keys() - {output}
+    last = max((*map(owner, nodes), *readers, *needed), key=order.__getitem__)
+    for view in sorted(shown, key=order.__getitem__):
+        if order[view] > order[last]:
+            last.append(view)
+            order[view], last = order[last], view
+    return last
+
+
+def _shown_through(node: fx.Node) -> Iterator[fx.Node]:
+    """The views between `node` and the memory that it shows, itself included."""
+    while node is not owner(node):
+        yield node
+        node = node.all_input_nodes[0]
+
+
 def _reload(graph: fx.Graph, group: int, name: str, inputs: Sequence[fx.Node]) -> None:
-    order, anchor = positions(graph), _anchor(graph, group)
-    first = min((u for node in inputs for u in node.users), key=order.__getitem__)
-    with graph.inserting_before(first):
+    anchor = _anchor(graph, group)
+    with graph.inserting_before(_begin_of_use(graph, inputs)):
         issue = graph.call_method("issue_reload", (run_input(graph), anchor, list(inputs)))
     issue._rename(f"reload_{name}")
     set_step(issue, CommStep(StepKind.RELOAD_ISSUE, group))
     for node, item in zip(inputs, _awaited(graph, issue, group, inputs), strict=True):
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user is not issue)
+
+
+def _begin_of_use(graph: fx.Graph, inputs: Sequence[fx.Node]) -> fx.Node:
+    """The first node that reads `inputs`, or the first of their views, which have moved to it."""
+    order, views = positions(graph), aliases(inputs)
+    first = min(
+        (user for view in views for user in view.users if user not in views),
+        key=order.__getitem__,
+    )
+    early = [view for view in views if view not in inputs and order[view] < order[first]]
+    early.sort(key=order.__getitem__)
+    for view in early:
+        first.prepend(view)
+    return early[0] if early else first
 
 
 def _anchor(graph: fx.Graph, group: int) -> Any:

@@ -95,9 +95,10 @@ def layers(count: int = 2, reshard: bool = True) -> Program:
     )
 
 
-def saving(*, shared: bool = False, gaps: bool = False) -> Program:
+def saving(*, shared: bool = False, gaps: bool = False, views: bool = False) -> Program:
     """Layer 0 makes `h`, which forward reads and backward too. shared: its transpose is saved as
-    well. gaps: it is a part of what an op made."""
+    well. gaps: it is a part of what an op made. views: what is saved is a view that forward makes
+    last, and of which backward makes one first."""
     forward, backward = Sketch(), Sketch()
     for graph in (forward, backward):
         graph.placeholder("run")
@@ -107,11 +108,16 @@ def saving(*, shared: bool = False, gaps: bool = False) -> Program:
         h = forward.op(aten.slice.Tensor, h, 1, 0, 2, name="h")
     t = forward.op(aten.t.default, h, name="t")
     y = forward.op(aten.mm.default, t, x, name="y")
-    inputs = [backward.input(n.name, *n.meta["val"].shape) for n in ((h, t) if shared else (h,))]
+    if views:
+        y = forward.op(aten.relu.default, y, name="last")
+        h = forward.op(aten.t.default, forward.op(aten.t.default, h, name="back"), name="shown")
+    saved = (h, t) if shared else (h,)
+    inputs = [backward.input(n.name, *n.meta["val"].shape) for n in saved]
     grad = backward.input("tangents_1", *y.meta["val"].shape)
+    if views:
+        inputs = [backward.op(aten.t.default, inputs[0], name="early")]
     first = backward.op(aten.relu.default, grad, name="first")
     out = [backward.op(aten.add.Tensor, n, 1, name=f"d{n.name}") for n in inputs]
-    saved = (h, t) if shared else (h,)
     return program(forward=forward.done(y, *saved), backward=backward.done(first, *out))
 
 

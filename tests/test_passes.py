@@ -707,6 +707,40 @@ return (first, dh)""",
     )
 
 
+def test_views_read_nothing_and_move_to_the_copies():
+    """The one that is saved would hold the copy up until forward ends, the other until backward
+    begins."""
+    made = saving(views=True)
+    assert texts(made)[0].endswith("back = t(h)\nshown = t(back)\nreturn (last, shown)")
+    assert texts(made)[1].startswith("early = t(shown)")
+    forward, backward = texts(offloading(made))
+    assert_expected_inline(
+        forward,
+        """\
+h = relu(x)
+t = t(h)
+y = mm(t, x)
+back = t(h)
+shown = t(back)
+offload_layers_0 = run.issue_offload(None, (shown))
+wait = offload_layers_0.wait()
+shown_held = wait[0]
+last = relu(y)
+return (last, shown_held)""",
+    )
+    assert_expected_inline(
+        backward,
+        """\
+first = relu(tangents_1)
+reload_layers_0 = run.issue_reload(None, (shown))
+wait = reload_layers_0.wait()
+shown_back = wait[0]
+early = t(shown_back)
+dearly = add(early, 1)
+return (first, dearly)""",
+    )
+
+
 @pytest.mark.parametrize("how", ["shared", "gaps"])
 def test_what_shares_its_memory_or_has_gaps_stays(how):
     made = saving(**{how: True})

@@ -21,6 +21,7 @@ from graphshard.passes import CAPTURED, PLACEMENT
 from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.insert_offloads import insert_offloads
 from graphshard.passes.regroup import regroup
+from graphshard.planner.activations import DEARER
 from graphshard.planner.choices import Choices, offloads_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import plan_best
@@ -33,10 +34,9 @@ from graphshard.schedule.plan import Figures, GroupInfo, Plan, Recomputed, Resha
 
 logger = logging.getLogger(__name__)
 
-# A predicted step is right to about two hundredths, and what is computed again was seen to take up
-# to half as long again as predicted (docs/design.md): a gain that does not stand that may be none.
+# A predicted step is right to about two hundredths: a gain that does not stand that, and what is
+# computed again to take DEARER, may be none.
 WORTHWHILE = 0.02
-DEARER = 0.5
 
 Pass = Callable[[Program], Program]
 

@@ -12,6 +12,9 @@ from operator import attrgetter
 
 from graphshard.schedule.plan import Activation
 
+# So much longer than predicted was computing again seen to take (docs/design.md).
+DEARER = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Recompute:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from graphshard.errors import InfeasibleBudget
+from graphshard.planner.activations import DEARER
 from graphshard.planner.alap import just_in_time, lean
 from graphshard.planner.bounds import lower_bound_us
 from graphshard.planner.compare import Place, forecasts, placed_as, schedules, simulated
@@ -19,7 +20,7 @@ from graphshard.planner.memo import Memo
 from graphshard.planner.problem import Problem, checked
 from graphshard.planner.reasons import reasons_of
 from graphshard.planner.score import Candidate, SearchContext, candidate
-from graphshard.planner.search import search
+from graphshard.planner.search import search, search_apart
 from graphshard.planner.simulate import Simulation
 from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Schedule
@@ -136,9 +137,21 @@ def _found(context: SearchContext, own: Candidate) -> Candidate | None:
     compute_us = sum(r.us for direction in problem.directions for r in problem.regions(direction))
     if best.us - problem.micro_steps * compute_us < NODES_WORTH * best.us:
         return candidate(context, best.choices)
-    found = search(context, [own.choices, best.choices])
-    is_worth = found is not None and found.us <= (1 - NODES_WORTH) * best.us
-    return found if is_worth else candidate(context, best.choices)
+    found = search_apart(context, [own.choices, best.choices])
+    worth = [one for one in found if _is_worth_nodes(problem, one, best)]
+    return min(worth, key=lambda one: one.rank, default=None) or candidate(context, best.choices)
+
+
+def _is_worth_nodes(problem: Problem, found: Candidate, best: Candidate) -> bool:
+    """Even where what is computed again takes DEARER than predicted, of which nodes may spare."""
+    spared_us = _again_us(problem, best) - _again_us(problem, found)
+    gained_us = best.us - found.us
+    return gained_us > 0 and gained_us + DEARER * spared_us >= NODES_WORTH * best.us
+
+
+def _again_us(problem: Problem, found: Candidate) -> float:
+    once_us = sum(problem.recompute[index].extra_us for index in found.choices.recompute)
+    return problem.micro_steps * once_us
 
 
 def _figures(found: Simulation) -> Figures:

@@ -19,6 +19,7 @@ from graphshard.planner.moves import (
     families,
     lean_choices,
     moves,
+    node_moves,
     still_open,
     unmoved,
 )
@@ -45,18 +46,35 @@ REORDER_WORTH = 0.01
 
 def search(context: SearchContext, starts: Sequence[Choices]) -> Best:
     """The best candidate found from `starts`, or None if none of them can be made to fit."""
+    return min(search_apart(context, starts), key=_rank, default=None)
+
+
+def search_apart(context: SearchContext, starts: Sequence[Choices]) -> list[Candidate]:
+    """As `search`; where nodes may hold shards, the best with the room used for these too, which is
+    far from what other starts come to."""
     best: Best = None
     for start in (*starts, lean_choices(context.memo)):
         best = better(best, candidate(context, start))
         if best is not None and best.us <= context.enough_us:
-            return best
+            return [best]
     if best is None:
-        return None
+        return []
     _tune(context, best.choices)
+    begun = [best]
     room_used = with_room_used(context)
     if room_used is not None:
-        best = better(best, candidate(context, room_used))
-    assert best is not None
+        begun.append(candidate(context, room_used) or best)
+    if not node_moves(context.memo):
+        begun = [min(begun, key=_rank)]
+    return [_settled(context, one) for one in begun]
+
+
+def _rank(found: Candidate) -> tuple[float, int]:
+    return found.rank
+
+
+def _settled(context: SearchContext, best: Candidate) -> Candidate:
+    """`best`, changed step by step until nothing helps, or the effort for that is spent."""
     limit = context.effort + effort_limit(context)
     _tune(context, best.choices)
     before = None
@@ -68,7 +86,9 @@ def search(context: SearchContext, starts: Sequence[Choices]) -> Best:
             best = _pairs(context, best, limit)
     context.policies.clear()
     context.scores.clear()
-    return better(best, candidate(context, best.choices))
+    found = better(best, candidate(context, best.choices))
+    assert found is not None
+    return found
 
 
 def _goes_on(context: SearchContext, best: Candidate, limit: int) -> bool:

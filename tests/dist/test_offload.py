@@ -81,7 +81,8 @@ def offloading(ctx: Ctx, name: str, compute: str) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "compute"), [("llama", "aten"), ("llama", "inductor"), ("gpt_tied_ac", "aten")]
+    ("name", "compute"),
+    [("llama", "aten"), ("llama", "inductor"), ("gpt_tied_ac", "aten"), ("moe", "aten")],
 )
 def test_what_the_host_holds_comes_back_as_it_was(pool: Pool, name: str, compute: str) -> None:
     """With dropout, with checkpoints of the user's, with retain_graph."""
