@@ -10,8 +10,9 @@ import gc
 import json
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from bench import emulator, host_link, profile
 from bench.models import CONFIGS, Config, make_batch, make_model
 from bench.modes import (
     BY_NAME,
+    NO_LIMIT_BYTES,
     WARM_UP_STEPS,
     Link,
     Planner,
@@ -52,6 +54,7 @@ class Request:
     host_gb_s: float = 0.0  # rate of a link to a host, each way; 0: there is none
     offload: str = "auto"  # option of graphshard
     warm_up: int = WARM_UP_STEPS  # steps before the first that is measured
+    beside: bool = False  # another training, of a plan without a budget, takes turns with it
 
     @property
     def nodes(self) -> emulator.Nodes | None:
@@ -68,13 +71,18 @@ class StepTimes:
     link_bytes: int
     collectives: int
 
+    @property
+    def busy_us(self) -> float:
+        return self.step_us - self.exposed_us
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:
     """One training at one rate of the link.
 
     predicted_*, lower_bound_us: of the plan, without the optimizer; 0 if it was made without costs.
-    held_bytes: what the host holds from forward to backward.
+    held_bytes: what the host holds from forward to backward. busy_ratio: of compute to that of a
+    training without a budget, median of steps that took turns; predicted_busy_ratio: by the plans.
     """
 
     steps: list[StepTimes]
@@ -86,6 +94,8 @@ class Rate:
     lower_bound_us: float = 0.0
     predicted_exposed_us: float = 0.0
     held_bytes: int = 0
+    busy_ratio: float = 0.0
+    predicted_busy_ratio: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -159,7 +169,11 @@ def run(request: Request) -> Measured:
         emulator.set_rate(network, gbit=gbit, alpha_us=request.alpha_us, nodes=request.nodes)
         torch._dynamo.reset()
         training = start(request, gbit, network, mesh, host)
-        rates.append(measure(training, request.num_steps))
+        other = None
+        if request.beside:
+            freely = replace(request, budget_bytes=NO_LIMIT_BYTES)
+            other = start(freely, gbit, network, mesh, host)
+        rates.append(measure(training, request.num_steps, other))
         losses += training.losses
     num_params = sum(p.numel() for p in training.trainer.model.parameters())
     return Measured(losses, rates, num_params)
@@ -208,11 +222,15 @@ def start(
     return training
 
 
-def measure(training: Training, num_steps: int) -> Rate:
+def measure(training: Training, num_steps: int, other: Training | None = None) -> Rate:
     gc.unfreeze()
     gc.collect()
     gc.freeze()  # what importing and compiling left behind is not searched in each collection
-    steps = [training.measure() for _ in range(num_steps)]
+    steps, ratios = [], []
+    for _ in range(num_steps):
+        steps.append(training.measure())
+        if other is not None:
+            ratios.append(steps[-1].busy_us / other.measure().busy_us)
     peaks = step_peaks(training.advance)
     plan = plan_of(training.trainer)
     estimate = None if plan is None else plan.estimate
@@ -226,7 +244,18 @@ def measure(training: Training, num_steps: int) -> Rate:
         lower_bound_us=0.0 if estimate is None else estimate.lower_bound_us,
         predicted_exposed_us=0.0 if estimate is None else estimate.exposed_us,
         held_bytes=0 if plan is None else sum(g.offloaded_bytes for g in plan.groups),
+        busy_ratio=median(ratios) if ratios else 0.0,
+        predicted_busy_ratio=_predicted_busy_us(training) / _predicted_busy_us(other)
+        if other is not None
+        else 0.0,
     )
+
+
+def _predicted_busy_us(training: Training) -> float:
+    plan = plan_of(training.trainer)
+    assert plan is not None
+    assert plan.estimate is not None
+    return plan.estimate.step_time_us - plan.estimate.exposed_us
 
 
 def main() -> None:

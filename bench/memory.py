@@ -5,11 +5,13 @@ by hand.
     python bench/memory.py --host-gb-s 2 --budgets 8 --json OUT.json
 
 On the emulated network (bench/emulator). FSDP2 is tuned, its blocks compiled by Inductor, and
-reshards all, half or none of them after forward: three points. The budgets lie between the lowest
-and the highest of their peaks, and one below. With --host-gb-s there is a host beside the device,
-over a link of that rate: each budget is planned with activations that the host may hold and
-without, and the budgets begin with the least that fits without. Each launch is a fresh process; all
-take turns. A table on stdout, progress on stderr, the same as a picture.
+reshards all, half or none of them after forward: three points. The budgets go from the least that
+fits, with nothing on a host, to the highest of their peaks. In each of their launches another
+training, of a plan without a budget, takes turns with the one that is measured: the ratio of what
+compute takes is in the table, and what the plans say of it. With --host-gb-s there is a host beside
+the device, over a link of that rate: each budget is planned with activations that the host may hold
+and without. Each launch is a fresh process; all take turns. A table on stdout, progress on stderr,
+the same as a picture.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import argparse
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -45,8 +47,9 @@ class Spot:
     """One setting: medians over launches of the step, and the most that a launch held.
 
     budget_bytes: None for FSDP2. offload: the host may hold activations; it holds held_bytes of
-    them. busy_us: of the step what compute did not wait. predicted_*: by the plan, without the
-    optimizer. failed: why nothing was measured.
+    them. busy_us: of the step what compute did not wait. busy_ratio: to that of a plan without a
+    budget, which took turns with it. predicted_*: by the plan, without the optimizer. failed: why
+    nothing was measured.
     """
 
     name: str
@@ -60,6 +63,8 @@ class Spot:
     predicted_us: float = 0.0
     predicted_busy_us: float = 0.0
     predicted_peak_bytes: int = 0
+    busy_ratio: float = 0.0
+    predicted_busy_ratio: float = 0.0
 
 
 def measured(spots: Sequence[Spot], request: Request, num_launches: int) -> list[Spot]:
@@ -71,7 +76,7 @@ def measured(spots: Sequence[Spot], request: Request, num_launches: int) -> list
             if spot in failed:
                 continue
             try:
-                rate = launch(_asked(request, spot)).rates[0]
+                rate = launch(asked(request, spot)).rates[0]
             except RuntimeError as error:
                 if "GS601" not in str(error):
                     raise
@@ -80,18 +85,23 @@ def measured(spots: Sequence[Spot], request: Request, num_launches: int) -> list
             found[spot].append(rate)
             say(f"[{index + 1}/{num_launches}] {spot.name}: {step_median(rate, 'step_us'):,.0f} us")
     return [
-        replace(spot, failed="does not fit") if spot in failed else _with_numbers(spot, rates)
+        replace(spot, failed="does not fit") if spot in failed else with_numbers(spot, rates)
         for spot, rates in found.items()
     ]
 
 
-def _asked(request: Request, spot: Spot) -> Request:
-    mode = spot.name if spot.budget_bytes is None else PLANNED
-    offload = "auto" if spot.offload else "never"
-    return replace(request, mode=mode, budget_bytes=spot.budget_bytes, offload=offload)
+def asked(request: Request, spot: Spot) -> Request:
+    planned = spot.budget_bytes is not None
+    return replace(
+        request,
+        mode=PLANNED if planned else spot.name,
+        budget_bytes=spot.budget_bytes,
+        offload="auto" if spot.offload else "never",
+        beside=planned,
+    )
 
 
-def _with_numbers(spot: Spot, rates: Sequence[Rate]) -> Spot:
+def with_numbers(spot: Spot, rates: Sequence[Rate]) -> Spot:
     exposed_us = median(step_median(rate, "exposed_us") for rate in rates)
     step_us, last = median(step_median(rate, "step_us") for rate in rates), rates[-1]
     return replace(
@@ -103,13 +113,15 @@ def _with_numbers(spot: Spot, rates: Sequence[Rate]) -> Spot:
         predicted_us=last.predicted_us,
         predicted_busy_us=last.predicted_us - last.predicted_exposed_us,
         predicted_peak_bytes=last.predicted_peak_bytes,
+        busy_ratio=median(rate.busy_ratio for rate in rates),
+        predicted_busy_ratio=last.predicted_busy_ratio,
     )
 
 
 def least_budget(request: Request) -> int:
     """The least that a plan fits, nothing offloaded, as its error says it."""
     try:
-        launch(_asked(request, Spot("", 1)))
+        launch(asked(request, Spot("", 1)))
     except RuntimeError as error:
         found = re.search(r"a budget of [^(]* \(([\d,]+) bytes\)", str(error))
         if found is None:
@@ -118,7 +130,7 @@ def least_budget(request: Request) -> int:
     raise AssertionError("a budget of one byte fits")
 
 
-def budgets(start: float, highest: int, count: int, *, offload: bool = False) -> list[Spot]:
+def budgets(start: int, highest: int, count: int, *, offload: bool = False) -> list[Spot]:
     """Evenly from `start` to the highest peak."""
     sizes = [int(start + (highest - start) * i / (count - 1)) for i in range(count)]
     more = ", host" if offload else ""
@@ -127,15 +139,22 @@ def budgets(start: float, highest: int, count: int, *, offload: bool = False) ->
 
 def render(spots: Sequence[Spot]) -> str:
     """Without the optimizer's time, which is in no plan, predictions are the smaller ones."""
-    titles = ("step ms", "plan ms", "busy ms", "plan ms", "peak MB", "plan MB", "held MB")
+    titles = (
+        "step ms", "plan ms", "busy ms", "plan ms", "ratio", "plan", "peak MB", "plan MB", "held MB"
+    )  # fmt: skip
     lines = [f"{'':<24}" + "".join(f"{title:>9}" for title in titles)]
     for spot in sorted(spots, key=lambda s: (s.budget_bytes is not None, s.name)):
         times = (spot.step_us, spot.predicted_us, spot.busy_us, spot.predicted_busy_us)
         sizes = (spot.peak_bytes, spot.predicted_peak_bytes, spot.held_bytes)
-        numbers = [us / 1e3 for us in times] + [size / 1e6 for size in sizes]
-        cells = spot.failed or "".join(f"{n:>9.1f}" if n else f"{'':>9}" for n in numbers)
-        lines.append(f"{spot.name:<24}{cells}".rstrip())
+        ratios = (spot.busy_ratio, spot.predicted_busy_ratio)
+        numbers = [*_cells((us / 1e3 for us in times), 1), *_cells(ratios, 3)]
+        numbers += _cells((size / 1e6 for size in sizes), 1)
+        lines.append(f"{spot.name:<24}{spot.failed or ''.join(numbers)}".rstrip())
     return "\n".join(lines)
+
+
+def _cells(numbers: Iterable[float], digits: int) -> list[str]:
+    return [f"{number:>9.{digits}f}" if number else f"{'':>9}" for number in numbers]
 
 
 def picture(spots: Sequence[Spot], title: str) -> str:
@@ -185,7 +204,7 @@ def main() -> int:
         request = replace(request, compute=folder)
         by_hand = [Spot(name, None) for name in FSDP2]
         found = [spot.peak_bytes for spot in measured(by_hand, replace(request, num_steps=1), 1)]
-        start = least_budget(request) if args.host_gb_s else 0.95 * min(found)
+        start = least_budget(request)
         planned = budgets(start, max(found), args.budgets)
         if args.host_gb_s:
             planned += budgets(start, max(found), args.budgets, offload=True)

@@ -32,6 +32,7 @@ CONFIGS = {
     "CUT": Config(256, 8, 4, 704, 1024, 512, breaks=True),
     "WIDE": Config(512, 4, 8, 1408, 1024, 256),  # 13.9 M
     "MOE": Config(256, 4, 4, 352, 1024, 512, experts=8),  # 10.2 M
+    "DEMO": Config(256, 8, 8, 704, 256, 128, batch=4),  # as examples/train.py
     "XS": Config(128, 4, 2, 384, 512, 512),  # 1.0 M
     "XXS": Config(32, 2, 2, 64, 64, 16),  # for tests
 }

@@ -16,6 +16,7 @@ from smoke import smoke  # noqa: E402
 
 from bench import adapt, apart, fronts, memory, netns, single, sockets  # noqa: E402
 from bench.adapt_rank import Trained  # noqa: E402
+from bench.launch import Rate, Request, StepTimes  # noqa: E402
 from bench.memory import Spot  # noqa: E402
 from bench.single_launch import Measured as Alone  # noqa: E402
 from bench.sockets_rank import Measured, Times  # noqa: E402
@@ -23,7 +24,7 @@ from graphshard.planner import separate_group  # noqa: E402
 
 
 def test_budgets_go_evenly_from_the_first_to_the_highest():
-    spots = memory.budgets(95e6, 200_000_000, 4)
+    spots = memory.budgets(95_000_000, 200_000_000, 4)
     sizes = [spot.budget_bytes for spot in spots]
     assert (sizes[0], sizes[-1]) == (95_000_000, 200_000_000)
     assert sizes == sorted(sizes)
@@ -39,6 +40,21 @@ def test_the_picture_has_what_was_measured():
     circles = list(root.iter("{http://www.w3.org/2000/svg}circle"))
     assert len(circles) == 2 + 2, "with the legend"
     assert "does not fit" in memory.render(spots)
+
+
+def test_compute_is_compared_with_a_plan_without_a_budget():
+    spot = Spot("budget 120", 120_000_000)
+    request = memory.asked(Request("", "XXS", 4, (1.0,), 50.0, 2), spot)
+    assert (request.mode, request.budget_bytes, request.beside) == ("fused_low", 120_000_000, True)
+    assert not memory.asked(request, Spot("blocks_tuned", None)).beside
+    times = [StepTimes(us, us / 4, 0.0, 0, 0) for us in (4e3, 8e3)]
+    rates = [
+        Rate(times, 0, 0, 5, 9e3, busy_ratio=ratio, predicted_busy_ratio=1.5)
+        for ratio in (1.2, 1.6)
+    ]
+    found = memory.with_numbers(spot, rates)
+    assert (found.busy_us, found.busy_ratio, found.predicted_busy_ratio) == (4.5e3, 1.4, 1.5)
+    assert "1.400    1.500" in memory.render([found])
 
 
 def test_a_front_compares_the_plan_with_the_best_that_fits():
