@@ -8,6 +8,7 @@ memory that torch's profiler does not see, as that of a GPU's host is none of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
@@ -53,6 +54,9 @@ class _Emulated:
         behind_us = max(0.0, self._end_us - self._link.network.now_us())
         self._link.network.compute_us(behind_us)
         self._link.waited_us += behind_us
+
+    def get_future(self) -> Future[None]:
+        raise RuntimeError("its end is the clock's, not the thread's")
 
     def drop(self) -> None:
         self._real.drop()

@@ -10,10 +10,20 @@ from planning import layers
 
 from graphshard.compiler.measured_costs import Posed, load, save
 from graphshard.errors import GraphshardWarning
-from graphshard.planner.problem import Problem
+from graphshard.planner.activations import HostLink, Offload
+from graphshard.planner.problem import CollectiveLane, Problem
 from graphshard.planner.separate_group import reductions_apart
 
-POSED = Posed("k" * 64, layers(4, activations=100, root=True))
+PROBLEM = layers(4, activations=100, root=True)
+POSED = Posed(
+    "k" * 64,
+    replace(
+        PROBLEM,
+        lanes=(*PROBLEM.lanes, CollectiveLane("offload"), CollectiveLane("reload")),
+        host=HostLink(len(PROBLEM.lanes), len(PROBLEM.lanes) + 1, 1.0),
+        offloads=(Offload(1, 1, 2, 50, 60.0),),
+    ),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +37,7 @@ def slower(problem: Problem) -> Problem:
         problem,
         forward=tuple(replace(region, us=2 * region.us) for region in problem.forward),
         lanes=tuple(replace(lane, launch_us=lane.launch_us / 2) for lane in problem.lanes),
+        offloads=tuple(replace(offload, us=90.0) for offload in problem.offloads),
         groups=tuple(
             replace(g, parts=tuple(replace(p, gather=replace(p.gather, us=7.0)) for p in g.parts))
             for g in problem.groups

@@ -11,10 +11,12 @@ from test_planner_random import check
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.activations import HostLink, Offload, OffloadOption, Recompute
 from graphshard.planner.choices import Choices
+from graphshard.planner.observed import observed
 from graphshard.planner.plan_step import fsdp2, plan_step
 from graphshard.planner.problem import CollectiveLane, checked
 from graphshard.planner.score import means_something
 from graphshard.planner.simulate import simulate
+from graphshard.schedule.measured import Measured, Segment
 from graphshard.schedule.plan import Activation, Direction, Lane, StepKind
 
 COUNT = 10
@@ -75,6 +77,31 @@ def test_with_room_nothing_leaves():
     problem = problem_of(copy_us=60.0, extra_us=80.0)
     planned = plan_step(replace(problem, budget_bytes=2 * fsdp2(problem).peak_bytes))
     assert planned.offload == planned.recompute == ()
+
+
+def test_copies_take_what_they_were_seen_to_take():
+    """The mean of both ways; one that was not seen is off by as much as the others are."""
+    problem = problem_of(copy_us=60.0, extra_us=80.0)
+    offloads = tuple(option.alone for option in problem.offload_options[:3])
+    problem = replace(problem, recompute=(), offload_options=(), offloads=offloads)
+    seen_us = {
+        StepKind.OFFLOAD_ISSUE: (90.0, 30.0, None),
+        StepKind.RELOAD_ISSUE: (110.0, 50.0, None),
+    }
+    segments = [
+        tuple(
+            Segment(
+                step,
+                us=7.0,
+                comm_us=seen_us[step.kind][step.group] if step.kind in seen_us else None,
+            )
+            for step in schedule.steps
+        )
+        for schedule in plan_step(problem).schedules
+    ]
+    found = observed(problem, Measured(1, 1.0, 0.0, *segments))
+    assert [offload.us for offload in found.offloads] == [100.0, 40.0, pytest.approx(70.0)]
+    assert {region.us for region in (*found.forward, *found.backward)} == {7.0}
 
 
 def test_the_host_has_a_limit():

@@ -18,7 +18,7 @@ from graphshard.planner.problem import Problem
 from graphshard.schedule import measured as times
 from graphshard.schedule.measured import DirectionRun, Issued, Measured
 from graphshard.schedule.plan import Direction, Step
-from graphshard.schedule.steps import COLLECTIVES
+from graphshard.schedule.steps import ISSUES
 
 Runs: TypeAlias = dict[Direction, list[DirectionRun]]
 
@@ -82,10 +82,15 @@ def combined(problem: Problem, segments: Segments, ranks: Sequence[Runs]) -> Mea
 
 
 def issued(problem: Problem, direction: Direction, steps: Sequence[Step]) -> dict[int, Issued]:
-    """What is known of the collective of each issuing segment."""
+    """What is known of the collective, or of the copy, of each issuing segment."""
     found = {}
+    copies = {offload.group: offload.us for offload in problem.offloads}
     for index, step in enumerate(steps):
-        if step.group is None or step.kind not in COLLECTIVES:
+        if step.group is None or step.kind not in ISSUES:
+            continue
+        if step.is_copy:
+            assert problem.host is not None
+            found[index] = Issued(problem.host.lane_of(step), copies[step.group])
             continue
         group = problem.groups[step.group]
         lane = group.lane_of(step, direction)

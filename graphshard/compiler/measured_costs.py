@@ -87,6 +87,7 @@ def save(posed: Posed, measured: Problem) -> None:
         ),
         forward=measured.forward,
         backward=measured.backward,
+        offloads=measured.offloads,
     )
     cache.save(posed.key, cache.Kind.COSTS, to_json(found))
 
@@ -99,6 +100,7 @@ def _without_costs(problem: Problem) -> Problem:
         forward=tuple(replace(region, us=0.0) for region in problem.forward),
         backward=tuple(replace(region, us=0.0) for region in problem.backward),
         recompute=tuple(replace(offer, extra_us=0.0) for offer in problem.recompute),
+        offloads=tuple(replace(offload, us=0.0) for offload in problem.offloads),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
-from graphshard.schedule.plan import Activation
+from graphshard.schedule.plan import Activation, Lane, Step
 
 # So much longer than predicted was computing again seen to take (docs/design.md).
 DEARER = 0.5
@@ -66,6 +66,10 @@ class HostLink:
     back_lane: int
     launch_us: float
     limit_bytes: int | None = None
+
+    def lane_of(self, step: Step) -> int:
+        """The lane of the copy that `step` issues or waits for."""
+        return self.out_lane if step.lane is Lane.OFFLOAD else self.back_lane
 
 
 def in_one_copy(chosen: Iterable[OffloadOption], launch_us: float) -> Iterator[Offload]:

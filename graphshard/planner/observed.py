@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from statistics import median
+from statistics import mean, median
 
+from graphshard.planner.activations import Offload
 from graphshard.planner.problem import (
     Group,
     Part,
@@ -23,7 +24,7 @@ from graphshard.planner.problem import (
 )
 from graphshard.schedule.measured import Measured, Segment
 from graphshard.schedule.plan import Direction, Step, StepKind
-from graphshard.schedule.steps import ISSUE_OF, WAIT_OF
+from graphshard.schedule.steps import COLLECTIVES, ISSUE_OF
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,30 @@ def observed(problem: Problem, measured: Measured) -> Problem:
         replace(lane, launch_us=min(lane.launch_us, *_times_on(groups, index)))
         for index, lane in enumerate(problem.lanes)
     )
-    return checked(replace(problem, groups=groups, lanes=lanes, forward=forward, backward=backward))
+    offloads = _offloads(problem.offloads, (*measured.forward, *measured.backward))
+    return checked(
+        replace(
+            problem,
+            groups=groups,
+            lanes=lanes,
+            forward=forward,
+            backward=backward,
+            offloads=offloads,
+        )
+    )
+
+
+def _offloads(offloads: Sequence[Offload], segments: Sequence[Segment]) -> tuple[Offload, ...]:
+    """Each way takes the mean of what both took; what was not seen moves as the others did."""
+    seen: dict[int, list[float]] = {}
+    for segment in segments:
+        step, us = segment.step, segment.comm_us
+        if step.is_copy and step.group is not None and us is not None:
+            seen.setdefault(step.group, []).append(us)
+    times = {group: mean(each) for group, each in seen.items()}
+    ratios = [times[o.group] / o.us for o in offloads if o.group in times and o.us > 0]
+    usual = median(ratios or [1.0])
+    return tuple(replace(o, us=times.get(o.group, usual * o.us)) for o in offloads)
 
 
 def _times_on(groups: Sequence[Group], lane: int) -> list[float]:
@@ -130,7 +154,7 @@ def _seen(
     waits = {s.step.identity: s.us for s in segments if s.step.kind in ISSUE_OF}
     for segment in segments:
         step, comm_us = segment.step, segment.comm_us
-        if step.kind not in WAIT_OF or comm_us is None:
+        if step.kind not in COLLECTIVES or comm_us is None:
             continue
         unpack_us = waits[step.identity]
         rows = list(travelling(problem, direction, segment.step))

@@ -16,14 +16,18 @@ import torch
 from torch import Tensor
 
 from graphshard.runtime.ranges import step_range
+from graphshard.runtime.stopwatch import Work
 from graphshard.schedule.steps import StepKind
 
 
 class Done(Protocol):
-    """A copy that is under way."""
+    """A copy that is under way; a stopwatch takes it for `dist.Work`."""
 
     def wait(self) -> None:
         """What is computed from now on finds it done. Raises what the copy raised."""
+
+    def get_future(self) -> Future[None]:
+        """Done when the copy is. Raises RuntimeError where that is no event of the host's."""
 
     def drop(self) -> None:
         """Nobody needs it; but what is computed from now on may be given its memory."""
@@ -51,17 +55,20 @@ class StreamQueue:
         with self._module.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        return _Recorded(self._stream.record_event(), compute)
+        return _Recorded(self._stream.record_event())
 
 
 class _Recorded:
-    """wait: on the stream that computes where it is called."""
+    """wait: on the stream that is the current one where it is called."""
 
-    def __init__(self, event: torch.Event, compute: torch.Stream) -> None:
-        self._event, self._compute = event, compute
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
 
     def wait(self) -> None:
-        self._compute.wait_event(self._event)
+        self._event.wait()
+
+    def get_future(self) -> Future[None]:
+        raise RuntimeError("the device knows when it is done")
 
     drop = wait
 
@@ -88,6 +95,9 @@ class _Awaited:
     def wait(self) -> None:
         self._future.result()
 
+    def get_future(self) -> Future[None]:
+        return self._future
+
     def drop(self) -> None:
         """The thread holds the memory for as long as it needs it."""
 
@@ -99,16 +109,20 @@ def queue_of(device: torch.device, issue: StepKind) -> CopyQueue:
 
 
 class HostCopy:
-    """One copy of several tensors, from its issue until its wait."""
+    """One copy of several tensors, from its issue until its wait.
 
-    __slots__ = ("_done", "_sources", "_targets")
+    work: what is waited for, the copy or what times it.
+    """
+
+    __slots__ = ("_done", "_sources", "_targets", "work")
 
     def __init__(self, done: Done, targets: list[Tensor], sources: Sequence[Tensor]) -> None:
         self._done, self._targets, self._sources = done, targets, sources
+        self.work: Work = done
 
     def wait(self) -> list[Tensor]:
         """What was copied. The memory that it was copied from is free."""
-        self._done.wait()
+        self.work.wait()
         targets, self._targets, self._sources = self._targets, [], ()
         return targets
 

@@ -128,21 +128,24 @@ class Run:
 
     def issue_offload(self, anchor: Tensor | None, tensors: Sequence[Tensor]) -> HostCopy:
         """Start to copy activations of the group that `anchor` names to the host."""
-        self._copies.append(host_copies.offload(self.device, tensors, _fqn(anchor)))
-        return self._copies[-1]
+        return self._started(host_copies.offload(self.device, tensors, _fqn(anchor)))
 
     def issue_reload(self, anchor: Tensor | None, tensors: Sequence[Tensor]) -> HostCopy:
         """Start to copy what the host holds of them back."""
-        self._copies.append(host_copies.reload(self.device, tensors, _fqn(anchor)))
-        return self._copies[-1]
+        return self._started(host_copies.reload(self.device, tensors, _fqn(anchor)))
+
+    def _started(self, copy: HostCopy) -> HostCopy:
+        self._copies.append(copy)
+        self.watch([copy])
+        return copy
 
     def mark(self, index: int) -> None:
         """Segment `index` of the emitted code begins."""
         if self.stopwatch is not None:
             self.stopwatch.mark(index)
 
-    def watch(self, issued: Sequence[AllGather | Reduction]) -> None:
-        """Time the collectives that the segment of now has issued."""
+    def watch(self, issued: Sequence[AllGather | Reduction | HostCopy]) -> None:
+        """Time what the segment of now has issued."""
         if self.stopwatch is None:
             return
         for one in issued:

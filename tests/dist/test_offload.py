@@ -1,5 +1,6 @@
 """Activations that the host holds until backward: real copies, eager's bits, the plan's peak."""
 
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from graphshard.cost.machine import HostCopies
 from graphshard.planner.infeasible import LEAST_PLAUSIBLE_BYTES
 from graphshard.runtime import host_copies
 from graphshard.schedule.plan import Plan, StepKind
+from graphshard.schedule.steps import ISSUES
 
 pytestmark = pytest.mark.dist
 FAST = HostCopies(line(0.01, 1e6))
@@ -190,10 +192,22 @@ def test_a_copy_that_fails_loses_nothing(pool: Pool) -> None:
     pool.run(2, a_copy_fails, "llama")
 
 
+SLOW_S = 0.004
+
+
+def slow_copy(original: Any) -> Any:
+    def copied(queue: Any, pairs: Any) -> None:
+        time.sleep(SLOW_S)
+        original(queue, pairs)
+
+    return copied
+
+
 def planned_again(ctx: Ctx, name: str) -> int:
     """How many activations the host holds when the plan was made again from measured times."""
     case, plans = CASES[name], []
-    with patched(presets, "_host", with_host):
+    slowly = patched(host_copies.ThreadQueue, "_copy", slow_copy)
+    with patched(presets, "_host", with_host), slowly:
         budget = within(ctx, name, "aten")[0]
         model, oracle = compiled(ctx, name, budget, "aten", replan_after=3), build(case, ctx)
         for first_step in (0, 2, 4):
@@ -203,13 +217,20 @@ def planned_again(ctx: Ctx, name: str) -> int:
             assert_equal(expected, actual)
             plans += graphshard.plans(model)
     first, _, plan = plans
-    (measured,) = graphshard.measurements(model)
-    assert measured is not None
+    (measurement,) = graphshard.measurements(model)
+    assert measurement is not None
+    measured = measurement.measured
     assert plan.recompute == first.recompute
     assert copies_of(plan) == copies_of(first) > 0
+    segments = (*measured.forward, *measured.backward)
+    took_us = [s.comm_us for s in segments if s.step.kind in ISSUES and s.step.is_copy]
+    assert len(took_us) == copies_of(plan)
+    least_us = 1e6 * SLOW_S if ctx.device.type == "cpu" else 0.0
+    assert all(us is not None and us > least_us for us in took_us), took_us
     return len(plan.recompute.offloaded)
 
 
 def test_a_plan_that_is_made_again_has_the_host_hold_the_same(pool: Pool) -> None:
+    """And it knows what the copies took."""
     first, second = pool.run(2, planned_again, "llama", timeout_s=200)
     assert first == second > 0
