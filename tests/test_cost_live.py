@@ -10,7 +10,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard.graph.program import compute_nodes
-from graphshard.pricing.liveness import Live, live_bytes
+from graphshard.pricing.liveness import Fusion, Live, live_bytes
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")
@@ -55,7 +55,7 @@ def test_a_kernel_reads_what_its_unstored_results_need_while_it_writes():
     graph.done(after)
     one_by_one = live_bytes(graph, frees_inputs=True)
     assert [live.inputs for live in one_by_one] == [64, 0, 0, 0]
-    fused = live_bytes(graph, frees_inputs=True, unstored={inner})
+    fused = live_bytes(graph, frees_inputs=True, fusion=Fusion({inner}, {}))
     assert fused == (Live(64, 0, 0), Live(64, 0, 0), Live(64, 64, 0), Live(0, 68, 0))
 
 
@@ -110,6 +110,6 @@ def test_what_stays_inside_a_fused_kernel_takes_no_memory():
     shifted = graph.op(aten.add.Tensor, x, 1.0)
     graph.done(graph.relus(shifted, 1))
     alive = live_bytes(graph, frees_inputs=False)
-    fused = live_bytes(graph, frees_inputs=False, unstored=[shifted])
+    fused = live_bytes(graph, frees_inputs=False, fusion=Fusion([shifted], {}))
     assert [one.made for one in alive] == [64, 128]
     assert [one.made for one in fused] == [0, 64]

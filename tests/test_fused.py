@@ -70,8 +70,8 @@ def test_beside_what_is_computed_again_no_more_is_saved(plans):
 def test_with_checkpointing_the_user_decides_what_is_saved():
     config = replace(SMALL, recompute="full")
     aten, fused = (planned(name, config).estimate.fsdp2 for name in ("aten", "inductor"))
-    # What stays inside fused kernels, and nothing else.
-    assert 0.9 * aten.peak_bytes < fused.peak_bytes < aten.peak_bytes
+    # What stays inside fused kernels is not there; what one of them writes is there at once.
+    assert fused.peak_bytes == pytest.approx(aten.peak_bytes, rel=0.1)
 
 
 def test_another_way_to_compute_is_refused():

@@ -23,6 +23,7 @@ from graphshard.cost.algebra import Quantity, least
 from graphshard.cost.roofline import FREE, OpWork
 from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, is_view
 from graphshard.graph.random_ops import packet_of, wrapped_op
+from graphshard.pricing.fusion import never_stored
 from graphshard.pricing.sizes import Sizes, dtype_name
 
 aten = torch.ops.aten
@@ -152,46 +153,11 @@ def _dtype(node: fx.Node) -> str:
     return dtype_name(tensor.dtype, tensor.device)
 
 
-def never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
-    """Results of pointwise ops that only fusible ops of the same region read.
-
-    nodes: `compute_nodes` of a graph. starts: the places in `nodes` at which regions start.
-    """
-    region_of: dict[fx.Node, int] = {}
-    for index, node in enumerate(nodes):
-        previous = region_of[nodes[index - 1]] if index else 0
-        region_of[node] = previous + (index in starts)
-    tag = torch.Tag
-
-    def fusible(reader: fx.Node, region: int) -> bool:
-        return region_of.get(reader) == region and _has_tag(reader, tag.pointwise, tag.reduction)
-
-    return {
-        node: None
-        for node in nodes
-        if _has_tag(node, tag.pointwise)
-        and all(fusible(reader, region_of[node]) for reader in _readers(node))
-    }
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads the node's memory, through views."""
-    for user in node.users:
-        if is_view(user) and user.args[0] is node:
-            yield from _readers(user)
-        else:
-            yield user
-
-
 def _origin(node: fx.Node) -> fx.Node:
     """The node whose memory `node` is a view of."""
     while is_view(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
-
-
-def _has_tag(node: fx.Node, *tags: torch.Tag) -> bool:
-    return any(t in getattr(node.target, "tags", ()) for t in tags)
 
 
 def _has_tensor(node: fx.Node) -> bool:

@@ -44,6 +44,18 @@ class Storage:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """unstored: nodes whose results stay inside a kernel. delayed: see
+    `graphshard.pricing.fusion.delayed`."""
+
+    unstored: Container[fx.Node]
+    delayed: Mapping[fx.Node, int]
+
+
+UNFUSED = Fusion((), MappingProxyType({}))
+
+
 def saved_memory(forward: fx.Graph) -> dict[str, Storage]:
     """What the outputs of `forward` show, by name: backward's inputs have the same names."""
     outputs: Any = forward.find_nodes(op="output")[0].args[0]
@@ -56,19 +68,18 @@ def live_bytes(
     *,
     frees_inputs: bool,
     inputs: Mapping[str, Storage] = MappingProxyType({}),
-    unstored: Container[fx.Node] = (),
+    fusion: Fusion = UNFUSED,
 ) -> tuple[Live, ...]:
     """Bytes alive during each of `graphshard.graph.program.compute_nodes(graph)`.
 
     frees_inputs: an input's memory ends with its last reader (a boxed backward); else the caller
-    holds it to the end. inputs: what inputs show, where several may show the same memory.
-    unstored: nodes whose results stay inside a fused kernel. Sizes that are symbols count with
-    their hints.
+    holds it to the end. inputs: what inputs show, where several may show the same memory. Sizes
+    that are symbols count with their hints.
     """
     count = len(compute_nodes(graph))
     # One running sum per kind of memory: what is added at birth is taken away after the last use.
     changes = {kind: [0] * (count + 1) for kind in ("inputs", "made", "grads")}
-    for block in _blocks(graph, count, inputs, unstored):
+    for block in _blocks(graph, count, inputs, fusion):
         if block.kind == "inputs" and not frees_inputs:
             block.last = count - 1
         if block.last >= block.born:
@@ -93,10 +104,10 @@ class _Block:
 
 
 def _blocks(
-    graph: fx.Graph, count: int, inputs: Mapping[str, Storage], unstored: Container[fx.Node]
+    graph: fx.Graph, count: int, inputs: Mapping[str, Storage], fusion: Fusion
 ) -> list[_Block]:
     place = {node: i for i, node in enumerate(compute_nodes(graph))}
-    times, ends = _times(graph, place, unstored)
+    times, ends = _times(graph, place, fusion)
     blocks: dict[fx.Node, _Block] = {}
     shown: dict[str, _Block] = {}
     for node in graph.nodes:
@@ -109,14 +120,18 @@ def _blocks(
                 block.kind = "grads"
         if owner(node) is node and (node.op == "placeholder" or node in place or _is_back(node)):
             kind = "made" if node in place else "inputs"
-            born = now + 1 if _is_back(node) else place.get(producer(node), 0)
-            elsewhere = node in unstored or _is_on_host(node)
+            born = now + 1 if _is_back(node) else _runs(producer(node), place, fusion)
+            elsewhere = node in fusion.unstored or _is_on_host(node)
             size = 0 if elsewhere else sum(_size_bytes(t, kind) for t in _tensors(node))
-            block = _Block(kind, size, born, now)
+            block = _Block(kind, size, born, ends[node])
             if node.op == "placeholder" and (memory := inputs.get(node.name)) is not None:
                 block = shown.setdefault(memory.name, replace(block, size_bytes=memory.size_bytes))
             blocks[node] = block
     return list({id(block): block for block in blocks.values()}.values())
+
+
+def _runs(node: fx.Node, place: Mapping[fx.Node, int], fusion: Fusion) -> int:
+    return max(place.get(node, 0), fusion.delayed.get(node, 0))
 
 
 def _is_back(node: fx.Node) -> bool:
@@ -132,12 +147,12 @@ def _is_on_host(node: fx.Node) -> bool:
 
 
 def _times(
-    graph: fx.Graph, place: Mapping[fx.Node, int], unstored: Container[fx.Node]
+    graph: fx.Graph, place: Mapping[fx.Node, int], fusion: Fusion
 ) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
     """For each node the op at which it runs, and the op at which what it reads was last needed.
 
-    The second is later where a result is not stored: the kernels that it is part of read again
-    what it reads, while they write theirs.
+    The second is later where a kernel runs later than the op stands. Where a result is not stored
+    the kernels that it is part of read again what it reads, while they write theirs.
     """
     times: dict[fx.Node, int] = {}
     clock = 0  # compute ops before the current node
@@ -145,10 +160,10 @@ def _times(
         # A communication step stands between two ops; the first one still has the memory.
         times[node] = len(place) - 1 if node.op == "output" else place.get(node, clock - 1)
         clock += node in place
-    ends = dict(times)
+    ends = {node: max(time, fusion.delayed.get(node, 0)) for node, time in times.items()}
     for node in reversed(graph.nodes):
-        if owner(node) in unstored:
-            ends[node] = max([times[node], *(ends[user] for user in node.users)])
+        if owner(node) in fusion.unstored:
+            ends[node] = max([ends[node], *(ends[user] for user in node.users)])
     return times, ends
 
 

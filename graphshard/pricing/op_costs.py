@@ -7,7 +7,7 @@ used and gradients come; and what backward could compute again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -18,9 +18,10 @@ from graphshard.cost.machine import Machine
 from graphshard.cost.roofline import OpWork, op_us
 from graphshard.graph.owners import maker
 from graphshard.graph.program import Program, aliases, compute_nodes, positions, steps
-from graphshard.pricing.flops import graph_work, never_stored
+from graphshard.pricing.flops import graph_work
+from graphshard.pricing.fusion import delayed, never_stored
 from graphshard.pricing.held import HeldValue, held_values
-from graphshard.pricing.liveness import Live, live_bytes, saved_memory
+from graphshard.pricing.liveness import UNFUSED, Fusion, Live, live_bytes, saved_memory
 from graphshard.pricing.offload import OffloadUse, offload_uses
 from graphshard.pricing.recompute import RecomputeUnit, units
 from graphshard.pricing.region_cuts import aligned, crossing_bytes, late_params
@@ -98,21 +99,26 @@ def _op_costs(
         found = aligned(found, crossing_bytes(graph), us, fused=inner, inside=inside, late=late)
     works = graph_work(graph, fused_regions=found.cuts if fused else None)
     us = _us(machine, works)
-    unstored = never_stored(compute_nodes(graph), found.cuts) if fused else {}
-    return OpCosts(found, us, _live(program, direction, unstored))
+    return OpCosts(found, us, _live(program, direction, found.cuts if fused else None))
 
 
 def _us(machine: Machine, works: Iterable[OpWork]) -> tuple[float, ...]:
     return tuple(float(op_us(machine.processor, work)) for work in works)
 
 
-def _live(program: Program, direction: Direction, unstored: Container[fx.Node]) -> tuple[Live, ...]:
+def _live(
+    program: Program, direction: Direction, fused_regions: Collection[int] | None
+) -> tuple[Live, ...]:
+    """fused_regions: see `graph_work`."""
     assert program.forward is not None
-    if direction is Direction.FORWARD:
-        return live_bytes(program.forward.graph, frees_inputs=False, unstored=unstored)
-    assert program.backward is not None
-    saved = saved_memory(program.forward.graph)
-    return live_bytes(program.backward.graph, frees_inputs=True, inputs=saved, unstored=unstored)
+    graph, is_forward = program.by_direction[direction].graph, direction is Direction.FORWARD
+    saved = {} if is_forward else saved_memory(program.forward.graph)
+    fusion = UNFUSED
+    if fused_regions is not None:
+        nodes = compute_nodes(graph)
+        unstored = never_stored(nodes, fused_regions)
+        fusion = Fusion(unstored, delayed(nodes, fused_regions, unstored))
+    return live_bytes(graph, frees_inputs=not is_forward, inputs=saved, fusion=fusion)
 
 
 def usage_of(program: Program, graph: fx.Graph, direction: Direction) -> Usage:

@@ -1,0 +1,151 @@
+"""What a compiler makes of pointwise ops, as far as memory is concerned.
+
+In: the compute nodes of a graph, and the places at which the regions start that are compiled one by
+one. Out: results that no kernel stores, and the ops that run later than they stand.
+
+Assumed of Inductor, whose code was read: pointwise ops that read the same memory become one kernel,
+unless one of them needs what another makes and what no kernel can have beside it (a product). The
+kernel runs where the last of them stands, since it needs all that they read; whatever reads a
+result of it comes later still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from graphshard.graph.owners import owner
+from graphshard.graph.program import is_view
+
+
+def never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
+    """Results of pointwise ops that only fusible ops of the same region read.
+
+    nodes: `compute_nodes` of a graph. starts: the places in `nodes` at which regions start.
+    """
+    region_of = {
+        node: number for number, region in enumerate(_regions(nodes, starts)) for node in region
+    }
+
+    def fusible(reader: fx.Node, region: int) -> bool:
+        return region_of.get(reader) == region and _is_fusible(reader)
+
+    return {
+        node: None
+        for node in nodes
+        if _is_pointwise(node)
+        and all(fusible(reader, region_of[node]) for reader in _readers(node))
+    }
+
+
+def delayed(
+    nodes: Sequence[fx.Node], starts: Collection[int], unstored: Collection[fx.Node]
+) -> dict[fx.Node, int]:
+    """The places in `nodes` at which ops run that wait for the last op of the kernel that they, or
+    what they read, are a part of. unstored: see `never_stored`."""
+    found: dict[fx.Node, int] = {}
+    first = 0
+    for region in _regions(nodes, starts):
+        place = {node: first + index for index, node in enumerate(region)}
+        latest = _kernel_ends(region, place, unstored)
+        first += len(region)
+        for node in region:
+            # What is not in the kernel comes after it.
+            after = 0 if _is_fused(node) else 1
+            before = [found[source] + after for source in node.all_input_nodes if source in found]
+            runs = min(max([latest.get(node, 0), *before]), first - 1)
+            if runs > place[node]:
+                found[node] = runs
+    return found
+
+
+def _kernel_ends(
+    region: Sequence[fx.Node], place: Mapping[fx.Node, int], unstored: Collection[fx.Node]
+) -> dict[fx.Node, int]:
+    """Where the last op stands that is written by the same kernel, of each that has one."""
+    written = [n for n in region if _is_pointwise(n) and n not in unstored]
+    bits = {node: 1 << index for index, node in enumerate(written)}
+    needed = _needed_first(region, bits)
+    reads = _reads(region, unstored)
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in written:
+        for source in reads[node]:
+            readers.setdefault(source, []).append(node)
+    found: dict[fx.Node, int] = {}
+    for node in written:
+        together = (
+            place[other]
+            for source in reads[node]
+            if _is_as_large(source, node)
+            for other in readers[source]
+            if _is_as_large(other, node) and not needed[other] & bits[node]
+        )
+        found[node] = max(together, default=place[node])
+    return found
+
+
+def _needed_first(region: Sequence[fx.Node], bits: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Which of `bits`, as a set of them, have to be in memory before each op may run: a path from
+    there comes through an op that is not fused."""
+    reached: dict[fx.Node, int] = {}
+    found: dict[fx.Node, int] = {}
+    for node in region:
+        reached[node] = found[node] = 0
+        for source in node.all_input_nodes:
+            if source in reached:
+                reached[node] |= reached[source] | bits.get(source, 0)
+                found[node] |= found[source] if _is_fused(source) else reached[source]
+    return found
+
+
+def _reads(
+    region: Sequence[fx.Node], unstored: Collection[fx.Node]
+) -> dict[fx.Node, dict[fx.Node, None]]:
+    """The memory that each op reads, itself or through what is not stored."""
+    found: dict[fx.Node, dict[fx.Node, None]] = {}
+    for node in region:
+        found[node] = {}
+        for source in node.all_input_nodes:
+            memory = owner(source)
+            is_inside = memory in unstored and memory in found
+            found[node] |= found[memory] if is_inside else {memory: None}
+    return found
+
+
+def _regions(nodes: Sequence[fx.Node], starts: Collection[int]) -> Iterator[Sequence[fx.Node]]:
+    cuts = sorted({0, *starts, len(nodes)})
+    for start, stop in pairwise(cuts):
+        yield nodes[start:stop]
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads the node's memory, through views."""
+    for user in node.users:
+        if is_view(user) and user.args[0] is node:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _is_as_large(one: fx.Node, other: fx.Node) -> bool:
+    """Two tensors of equally many elements: one loop goes over both."""
+    values = one.meta.get("val"), other.meta.get("val")
+    if not all(isinstance(value, Tensor) for value in values):
+        return False
+    return statically_known_true(values[0].numel() == values[1].numel())  # type: ignore[union-attr]
+
+
+def _is_fused(node: fx.Node) -> bool:
+    return is_view(node) or _is_fusible(node)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    return _is_pointwise(node) or torch.Tag.reduction in getattr(node.target, "tags", ())
