@@ -64,6 +64,7 @@ class Network:
     where a library does not use a ring (1 where a kind is missing). in_place: one collective may
     go from and to many tensors where they are, so that nothing has to be packed. concurrent: a
     second process group hides launches of the first, which take nothing from compute.
+    clones: the library has a copy of all that is gathered or reduced, until that is done.
     """
 
     intra_bytes_per_us: Quantity
@@ -72,6 +73,7 @@ class Network:
     traffic: tuple[tuple[CollectiveKind, float], ...] = ()
     in_place: bool = False
     concurrent: bool = False
+    clones: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,4 +152,5 @@ def _network(device: dict[str, Any], network: dict[str, Any], library: dict[str,
         ),
         in_place=library["in_place"]["value"],
         concurrent=library["concurrent"]["value"],
+        clones=library["clones"]["value"],
     )

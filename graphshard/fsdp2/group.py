@@ -33,6 +33,9 @@ def fsdp_groups(state: FSDPState) -> list[FsdpGroup]:
 # by handing them over where they are; gloo's corrupts the heap while several are under way (torch
 # 2.13). Others are asked, and may say that they cannot.
 COPYING_BACKENDS = ("gloo", "mpi", "ucc")
+# They gather to a tensor of their own, and all-reduce a clone of what is to be reduced and
+# scattered (torch 2.13, ProcessGroupGloo.cpp).
+CLONING_BACKENDS = ("gloo",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,11 @@ class FsdpGroup:
         self.has_dtensors = any(p.is_dtensor for p in raw.fsdp_params)
         backend = backend_name(self.gather_process_group, self.device)
         self.sends_in_place = backend is not None and backend not in COPYING_BACKENDS
+
+    @property
+    def clones(self) -> bool:
+        """The backend has a copy of what it gathers or reduces, until that is done."""
+        return backend_name(self.reduce_process_group, self.device) in CLONING_BACKENDS
 
     @property
     def fqn(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +30,8 @@ class GroupSettings:
     it is sharded, at most `ranks_per_node` of them on one node. gather_lane, reduce_lane: names of
     process groups, the same on all ranks. reduce_item_bytes: of one element of a gradient on the
     wire. regroups: its gathers may be merged and split. Prefetch lists: places of groups.
-    in_place: the backend sends many tensors from where they are; None: whatever the machine's does.
+    in_place: the backend sends many tensors from where they are. clones: it has a copy of what it
+    gathers or reduces meanwhile. None: whatever the machine's does.
     casts: what it gathers has another dtype than its shards.
     reduces_plainly: FSDP2's own reduce-scatter takes each gradient as it comes, without a cast.
     exact_sums: its sums have to be those of FSDP2, to the last bit. reduces_alone: nothing but the
@@ -54,6 +55,7 @@ class GroupSettings:
     kept_after_backward: bool = False
     regroups: bool = True
     in_place: bool | None = False
+    clones: bool | None = False
     casts: bool = False
     reduces_plainly: bool = False
     exact_sums: bool = True
@@ -66,6 +68,12 @@ class GroupSettings:
     node_ranks: int = 0
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
+
+    def with_library(self, in_place: bool, *, clones: bool) -> GroupSettings:
+        """With what the machine's library does, where no backend says it."""
+        if self.in_place is not None:
+            return self
+        return replace(self, in_place=in_place, clones=clones)
 
     @property
     def gathers_in_place(self) -> bool:
@@ -133,6 +141,7 @@ def settings_of(
             kept_after_backward=not group.reshard_after_backward,
             regroups=group.gathers_plainly,
             in_place=group.sends_in_place,
+            clones=group.clones,
             casts=any(p.sharded.dtype != p.dtype for p in group.params),
             reduces_plainly=group.reduces_plainly and not any(map(_is_packed, group.params)),
             exact_sums=exact_sums,

@@ -164,7 +164,7 @@ def world_of(fake: Fake, names: Sequence[str], ranks_per_node: int) -> World:
     infos = tuple(describe(place, group) for place, group in enumerate(own))
     settings = settings_of(own, ranks_per_node)
     # The pretended backend sends nothing at all: the machine's counts.
-    return World(infos, tuple(replace(one, in_place=None) for one in settings))
+    return World(infos, tuple(replace(one, in_place=None, clones=None) for one in settings))
 
 
 def varying(every: Sequence[Shapes]) -> tuple[InputDim, ...]:

@@ -233,7 +233,8 @@ def gather_events(
     lane = first.lane_in(direction, on_node=on_node)
     in_place = all(t.in_place for t in transfers)
     held = [_held_by_smaller_mesh(problem, n, on_node=on_node) for n in bucket.groups]
-    flight = tuple(Allocation(Category.ALL_GATHER, c.bytes, c.group) for c in params)
+    copies = _copies(problem)
+    flight = tuple(Allocation(Category.ALL_GATHER, copies * c.bytes, c.group) for c in params)
     issue = Event(
         steps[0],
         us=pack_us,
@@ -247,6 +248,11 @@ def gather_events(
     if in_place:
         return issue, Event(steps[1], us=unpack_us, job=issue.job)
     return issue, Event(steps[1], us=unpack_us, job=issue.job, takes=params, gives=flight)
+
+
+def _copies(problem: Problem) -> int:
+    """How often what travels is there."""
+    return 2 if problem.clones else 1
 
 
 def _held_by_smaller_mesh(
@@ -292,7 +298,8 @@ def reduce_events(problem: Problem, bucket: Bucket, micro: MicroStep) -> tuple[E
         return Event(issue, gives=() if micro.first else fresh), Event(wait)
     if not micro.first and not problem.sync_each:
         fresh += fresh  # what earlier micro-steps left, too
-    packed = tuple(Allocation(Category.REDUCE_SCATTER, g.input_bytes, n) for n, g in grads)
+    copies = _copies(problem)
+    packed = tuple(Allocation(Category.REDUCE_SCATTER, copies * g.input_bytes, n) for n, g in grads)
     reduced = tuple(Allocation(Category.SHARDED_GRAD, g.output_bytes, n) for n, g in grads)
     adds = problem.has_gradients or (problem.sync_each and not micro.first)
     pack_us = sum(g.reduce.before_us for _, g in grads)

@@ -218,6 +218,7 @@ class Problem:
     the costs: something outside of the ranks that agree on the plan follows that order.
     may_reduce_apart: reductions may get lanes of their own (`graphshard.planner.separate_group`);
     reduces_apart: they have.
+    clones: the backend has a copy of what travels, from issue to wait.
     offloads: what the graph copies to the host and back. offload_options: what it could, too.
     host: over which lanes; None: there is neither.
     """
@@ -244,6 +245,7 @@ class Problem:
     keeps_reduce_order: bool = False
     may_reduce_apart: bool = False
     reduces_apart: bool = False
+    clones: bool = False
 
     @property
     def directions(self) -> tuple[Direction, ...]:

@@ -76,10 +76,8 @@ def price(
     costs: GraphCosts, settings: Sequence[GroupSettings], machine: Machine, policy: PlanningPolicy
 ) -> Problem:
     """The problem that `costs` poses on `machine`. Raises PlanError if it contradicts itself."""
-    in_place = machine.network.in_place
-    settings = [
-        replace(own, in_place=in_place) if own.in_place is None else own for own in settings
-    ]
+    library = machine.network
+    settings = [own.with_library(library.in_place, clones=library.clones) for own in settings]
     lanes, links = _lanes(costs.groups, settings, machine), _links(settings)
     first = costs.by_direction[Direction.FORWARD].usage
     parts = _parts_by_group(costs.groups, settings, first) if policy.regroup else {}
@@ -121,6 +119,7 @@ def price(
             sync_each=policy.micro_steps == 1,
             budget_bytes=policy.budget_bytes,
             near=policy.near,
+            clones=any(own.clones for own in settings),
             early_waits=any(own.has_hooks for own in settings),
             keeps_reduce_order=any(own.has_all_reduce_hook for own in settings),
             may_reduce_apart=machine.network.concurrent
