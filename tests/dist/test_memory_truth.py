@@ -27,7 +27,7 @@ pytestmark = pytest.mark.dist
 
 CONFIG = CONFIGS["XS"]
 SHARES = (1.0, 0.83, 0.87, 0.9, 0.95, 1.0, 1.03, 1.06, 1.1, 2.0)  # the first finds FSDP2's peak
-TOLERANCE = 0.05
+TOLERANCE = 0.01
 NO_LIMIT = 2**50
 
 
@@ -199,14 +199,14 @@ def held_after_forward(ctx: Ctx) -> list[dict[str, Any]]:
     for reshard in (True, ctx.world_size // 2, False):
         torch._dynamo.reset()
         model = sharded(ctx, reshard_after_forward=reshard)
-        model.compile(backend="graphshard", options={"fallback": "error"})
+        model.compile(backend="graphshard", options={"fallback": "error", "schedule": "fsdp2"})
         *_, optimizer = steps_of(model, ctx, 2)
         found.append(peaks(model, optimizer, ctx))
     return found
 
 
-def test_a_smaller_mesh_after_forward_is_in_the_peak(pool: Pool) -> None:
+def test_what_is_held_after_forward_is_in_the_peak(pool: Pool) -> None:
     for rows in pool.run(4, held_after_forward, timeout_s=120):
         for row in rows:
-            assert abs(row["measured"] / row["predicted"] - 1) < TOLERANCE, rows
-        assert [row["predicted"] for row in rows] == sorted({row["predicted"] for row in rows})
+            assert row["measured"] == pytest.approx(row["predicted"], rel=1e-3), rows
+        assert rows[0]["predicted"] <= rows[1]["predicted"] < rows[2]["predicted"]
