@@ -143,7 +143,7 @@ def render(spots: Sequence[Spot]) -> str:
         "step ms", "plan ms", "busy ms", "plan ms", "ratio", "plan", "peak MB", "plan MB", "held MB"
     )  # fmt: skip
     lines = [f"{'':<24}" + "".join(f"{title:>9}" for title in titles)]
-    for spot in sorted(spots, key=lambda s: (s.budget_bytes is not None, s.name)):
+    for spot in sorted(spots, key=lambda s: (s.budget_bytes or 0, s.offload, s.name)):
         times = (spot.step_us, spot.predicted_us, spot.busy_us, spot.predicted_busy_us)
         sizes = (spot.peak_bytes, spot.predicted_peak_bytes, spot.held_bytes)
         ratios = (spot.busy_ratio, spot.predicted_busy_ratio)

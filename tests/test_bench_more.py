@@ -14,7 +14,7 @@ if str(ROOT) not in sys.path:
 
 from smoke import smoke  # noqa: E402
 
-from bench import adapt, apart, fronts, memory, netns, single, sockets  # noqa: E402
+from bench import adapt, apart, fronts, gloo_memory, memory, netns, single, sockets  # noqa: E402
 from bench.adapt_rank import Trained  # noqa: E402
 from bench.launch import Rate, Request, StepTimes  # noqa: E402
 from bench.memory import Spot  # noqa: E402
@@ -55,6 +55,32 @@ def test_compute_is_compared_with_a_plan_without_a_budget():
     found = memory.with_numbers(spot, rates)
     assert (found.busy_us, found.busy_ratio, found.predicted_busy_ratio) == (4.5e3, 1.4, 1.5)
     assert "1.400    1.500" in memory.render([found])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_budgets_on_a_real_rank(tmp_path, monkeypatch):
+    out = tmp_path / "gloo.json"
+    command = (
+        "--config",
+        "XXS",
+        "--ranks",
+        "1",
+        "--machine",
+        "cpu",
+        "--budgets",
+        "2",
+        "--steps",
+        "2",
+    )
+    smoke(monkeypatch, gloo_memory, *command, "--json", str(out))
+    low, high = json.loads(out.read_text())["spots"]
+    assert low["budget_bytes"] < high["budget_bytes"]
+    for spot in (low, high):
+        assert spot["predicted_peak_bytes"] <= spot["budget_bytes"]
+        assert spot["peak_bytes"] == pytest.approx(spot["predicted_peak_bytes"], rel=0.1)
+        assert spot["busy_ratio"] > 0
+    assert high["predicted_busy_ratio"] == 1
 
 
 def test_a_front_compares_the_plan_with_the_best_that_fits():
