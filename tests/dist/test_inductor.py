@@ -75,7 +75,7 @@ def budgeted(ctx: Ctx, shares: list[float]) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "shares"), [(2, [1.0, 0.85]), (4, [0.85])])
+@pytest.mark.parametrize(("ranks", "shares"), [(2, [0.85, 0.75]), (4, [0.75])])
 def test_parts_of_the_last_blocks_travel_alone_and_blocks_are_computed_again(
     inductor: Pool, ranks: int, shares: list[float]
 ) -> None:
