@@ -12,7 +12,7 @@ import torch
 from contract_models import mesh_of, plain
 from models import CASES, Case
 from parity import assert_equal, build, count_collectives, train, twin
-from patching import patched
+from patching import patched, without_clones
 from poison import poisoned
 from pool import Ctx, Pool
 from regrouping import merged, split, split_reductions
@@ -310,7 +310,8 @@ def budgeted(ctx: Ctx, case_name: str, shares: list[float]) -> list[dict[str, An
         options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
         model.compile(backend="graphshard", fullgraph=True, options=options)
         # Small groups are split too, and nothing is computed again instead.
-        with patched(op_costs, "units", nothing), patched(problem, "HUGE", lambda _: 0):
+        huge = patched(problem, "HUGE", lambda _: 0)
+        with patched(op_costs, "units", nothing), huge, without_clones():
             assert_equal(expected, train(model, case, ctx, 2))
         with watch_gathered() as seen, count_collectives() as counts:
             case.loss(model, case.batch(2, ctx.rank, ctx.device)).backward()

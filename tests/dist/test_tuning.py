@@ -15,7 +15,7 @@ import pytest
 import torch
 from models import CASES
 from parity import assert_equal, build, train
-from patching import patched
+from patching import patched, without_clones
 from pool import Ctx, Pool
 from torch import nn
 
@@ -201,7 +201,7 @@ def lengths(ctx: Ctx, alike_until: int) -> tuple[list[Phase], bool]:
     Without the first collectives (`unseen`): before they are measured, two graphs have one order
     only where gathers take next to nothing. tests/dist/test_lengths.py has such collectives.
     """
-    with tunings() as made, measuring(lambda k: 1000.0 - k), unseen():
+    with tunings() as made, measuring(lambda k: 1000.0 - k), unseen(), without_clones():
         oracle, model, plans = build(CASE, ctx), build(CASE, ctx), []
         model.compile(backend="graphshard", fullgraph=True, dynamic=False, options=OPTIONS)
         seen = []
