@@ -34,10 +34,10 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from bench import rounds  # noqa: E402
 from bench.memory import Spot, budgets, render  # noqa: E402
 from bench.models import CONFIGS, Config, Llama, WithLoss, make_batch  # noqa: E402
+from bench.modes import NO_LIMIT_BYTES  # noqa: E402
 from bench.peaks import resident_bytes, step_peaks  # noqa: E402
 from bench.rounds import say  # noqa: E402
 
-NO_LIMIT_BYTES = 10**12
 WARM_UP_STEPS = 3
 
 

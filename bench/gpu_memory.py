@@ -30,7 +30,6 @@ from bench.memory import Spot, budgets, render  # noqa: E402
 from bench.rounds import say, turns  # noqa: E402
 
 NONE, FULL = "FSDP2, none checkpointed", "FSDP2, all checkpointed"
-# The preset of each device's network, where the device is known by its name.
 NETWORK = "h100-ib400"
 # By then the plan was made again from measured times.
 WARM_UP_STEPS = 14

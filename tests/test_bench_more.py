@@ -61,19 +61,8 @@ def test_compute_is_compared_with_a_plan_without_a_budget():
 @pytest.mark.timeout(300)
 def test_budgets_on_a_real_rank(tmp_path, monkeypatch):
     out = tmp_path / "gloo.json"
-    command = (
-        "--config",
-        "XXS",
-        "--ranks",
-        "1",
-        "--machine",
-        "cpu",
-        "--budgets",
-        "2",
-        "--steps",
-        "2",
-    )
-    smoke(monkeypatch, gloo_memory, *command, "--json", str(out))
+    command = "--config XXS --ranks 1 --machine cpu --budgets 2 --steps 2 --json"
+    smoke(monkeypatch, gloo_memory, *command.split(), str(out))
     low, high = json.loads(out.read_text())["spots"]
     assert low["budget_bytes"] < high["budget_bytes"]
     for spot in (low, high):

@@ -8,16 +8,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench.peaks import step_peaks
 from graphshard.graph.program import compute_nodes
-from graphshard.pricing.fusion import delayed, never_stored
-from graphshard.pricing.liveness import UNFUSED, Fusion, live_bytes
+from graphshard.pricing.fusion import UNFUSED, Fusion, fusion_of
+from graphshard.pricing.liveness import live_bytes
 
 aten = torch.ops.aten
 
 
 def fused(graph: fx.Graph, starts: tuple[int, ...] = (0,)) -> Fusion:
-    nodes = compute_nodes(graph)
-    unstored = never_stored(nodes, starts)
-    return Fusion(unstored, delayed(nodes, starts, unstored))
+    return fusion_of(compute_nodes(graph), starts)
 
 
 def gated(*, through: bool = False) -> Sketch:

@@ -10,7 +10,8 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard.graph.program import compute_nodes
-from graphshard.pricing.liveness import Fusion, Live, live_bytes
+from graphshard.pricing.fusion import Fusion
+from graphshard.pricing.liveness import Live, live_bytes
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")

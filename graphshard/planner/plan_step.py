@@ -8,6 +8,7 @@ by it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.activations import DEARER
@@ -20,7 +21,7 @@ from graphshard.planner.memo import Memo
 from graphshard.planner.problem import Problem, checked
 from graphshard.planner.reasons import reasons_of
 from graphshard.planner.score import Candidate, SearchContext, candidate
-from graphshard.planner.search import search, search_apart
+from graphshard.planner.search import search, search_from_each
 from graphshard.planner.simulate import Simulation
 from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Schedule
@@ -137,9 +138,9 @@ def _found(context: SearchContext, own: Candidate) -> Candidate | None:
     compute_us = sum(r.us for direction in problem.directions for r in problem.regions(direction))
     if best.us - problem.micro_steps * compute_us < NODES_WORTH * best.us:
         return candidate(context, best.choices)
-    found = search_apart(context, [own.choices, best.choices])
+    found = search_from_each(context, [own.choices, best.choices])
     worth = [one for one in found if _is_worth_nodes(problem, one, best)]
-    return min(worth, key=lambda one: one.rank, default=None) or candidate(context, best.choices)
+    return min(worth, key=attrgetter("rank"), default=None) or candidate(context, best.choices)
 
 
 def _is_worth_nodes(problem: Problem, found: Candidate, best: Candidate) -> bool:

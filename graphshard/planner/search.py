@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from operator import attrgetter
 
 from graphshard.planner.choices import Choices
 from graphshard.planner.moves import (
@@ -46,10 +47,10 @@ REORDER_WORTH = 0.01
 
 def search(context: SearchContext, starts: Sequence[Choices]) -> Best:
     """The best candidate found from `starts`, or None if none of them can be made to fit."""
-    return min(search_apart(context, starts), key=_rank, default=None)
+    return min(search_from_each(context, starts), key=attrgetter("rank"), default=None)
 
 
-def search_apart(context: SearchContext, starts: Sequence[Choices]) -> list[Candidate]:
+def search_from_each(context: SearchContext, starts: Sequence[Choices]) -> list[Candidate]:
     """As `search`; where nodes may hold shards, the best with the room used for these too, which is
     far from what other starts come to."""
     best: Best = None
@@ -65,12 +66,8 @@ def search_apart(context: SearchContext, starts: Sequence[Choices]) -> list[Cand
     if room_used is not None:
         begun.append(candidate(context, room_used) or best)
     if not node_moves(context.memo):
-        begun = [min(begun, key=_rank)]
+        begun = [min(begun, key=attrgetter("rank"))]
     return [_settled(context, one) for one in begun]
-
-
-def _rank(found: Candidate) -> tuple[float, int]:
-    return found.rank
 
 
 def _settled(context: SearchContext, best: Candidate) -> Candidate:

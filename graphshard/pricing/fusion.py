@@ -11,8 +11,10 @@ result of it comes later still.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +22,23 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphshard.graph.owners import owner
 from graphshard.graph.program import is_view
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """unstored: see `never_stored`. delayed: see `delayed`."""
+
+    unstored: Container[fx.Node]
+    delayed: Mapping[fx.Node, int]
+
+
+UNFUSED = Fusion((), MappingProxyType({}))
+
+
+def fusion_of(nodes: Sequence[fx.Node], starts: Collection[int]) -> Fusion:
+    """nodes, starts: see `never_stored`."""
+    unstored = never_stored(nodes, starts)
+    return Fusion(unstored, delayed(nodes, starts, unstored))
 
 
 def never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:

@@ -8,7 +8,7 @@ counted here.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from graphshard.graph.owners import owner, producer
 from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, step_of
+from graphshard.pricing.fusion import UNFUSED, Fusion
 from graphshard.pricing.sizes import Sizes
 from graphshard.schedule.plan import StepKind
 
@@ -42,18 +43,6 @@ class Storage:
 
     name: str
     size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fusion:
-    """unstored: nodes whose results stay inside a kernel. delayed: see
-    `graphshard.pricing.fusion.delayed`."""
-
-    unstored: Container[fx.Node]
-    delayed: Mapping[fx.Node, int]
-
-
-UNFUSED = Fusion((), MappingProxyType({}))
 
 
 def saved_memory(forward: fx.Graph) -> dict[str, Storage]:

@@ -19,9 +19,9 @@ from graphshard.cost.roofline import OpWork, op_us
 from graphshard.graph.owners import maker
 from graphshard.graph.program import Program, aliases, compute_nodes, positions, steps
 from graphshard.pricing.flops import graph_work
-from graphshard.pricing.fusion import delayed, never_stored
+from graphshard.pricing.fusion import UNFUSED, fusion_of, never_stored
 from graphshard.pricing.held import HeldValue, held_values
-from graphshard.pricing.liveness import UNFUSED, Fusion, Live, live_bytes, saved_memory
+from graphshard.pricing.liveness import Live, live_bytes, saved_memory
 from graphshard.pricing.offload import OffloadUse, offload_uses
 from graphshard.pricing.recompute import RecomputeUnit, units
 from graphshard.pricing.region_cuts import aligned, crossing_bytes, late_params
@@ -115,9 +115,7 @@ def _live(
     saved = {} if is_forward else saved_memory(program.forward.graph)
     fusion = UNFUSED
     if fused_regions is not None:
-        nodes = compute_nodes(graph)
-        unstored = never_stored(nodes, fused_regions)
-        fusion = Fusion(unstored, delayed(nodes, fused_regions, unstored))
+        fusion = fusion_of(compute_nodes(graph), fused_regions)
     return live_bytes(graph, frees_inputs=not is_forward, inputs=saved, fusion=fusion)
 
 
