@@ -20,7 +20,6 @@ from itertools import accumulate
 from graphshard.planner.choices import Choices
 from graphshard.planner.events import micro_steps_of
 from graphshard.planner.fsdp2 import has_lists
-from graphshard.planner.memo import Memo
 from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.placement import UNLIMITED, latest_waits
 from graphshard.planner.problem import Problem
@@ -52,7 +51,7 @@ def just_in_time(
             scored = _if_good(
                 context, stages, starts, limit, scored, _later_gathers(problem, stages, scored)
             )
-        waits = _later_waits(context.memo, stages, starts, limit, scored.placement)
+        waits = _later_waits(problem, stages, starts, limit, scored.placement)
         scored = _if_good(context, stages, starts, limit, scored, waits)
         if scored == before:
             break
@@ -148,15 +147,15 @@ def _later_gathers(problem: Problem, stages: Sequence[Stage], scored: Scored) ->
 
 
 def _later_waits(
-    memo: Memo, stages: list[Stage], starts: list[int], limit: int, placement: Placement
+    problem: Problem, stages: list[Stage], starts: list[int], limit: int, placement: Placement
 ) -> Placement:
     """Every wait for a reduction as late as memory allows, everything else as it is."""
     ready: dict[int, list[int]] = defaultdict(list)
     for reduced in placement.reductions:
         ready[reduced.issue].append(reduced.job)
-    profile = profile_of(memo, stages, starts)
+    profile = profile_of(stages, starts, keeps_order=problem.keeps_reduce_order)
     view = view_of(replace(profile, ready=ready), UNLIMITED**2)
-    positions = [row[0] for row in view.rows]
+    positions = view.positions
     steps = [0] * (len(positions) + 1)
     sizes = zip(profile.gathers, profile.gathers[1:], strict=False)
     for issue, job, (low, high) in zip(placement.gathers, stages[0].gathers, sizes, strict=True):

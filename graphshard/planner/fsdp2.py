@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphshard.planner.choices import Choices
-from graphshard.planner.memo import Memo
 from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.placement import UNLIMITED, FillPolicy, fill, wait_before
 from graphshard.planner.problem import Part, Problem, with_transfers
@@ -74,7 +73,7 @@ def fsdp2_placement(problem: Problem, stage: Stage) -> Placement:
     """FSDP2's positions for the jobs of `stage`, whatever its choices."""
     gathers = listed_positions(problem, stage)
     if not has_lists(problem, stage.direction):
-        profile = profile_of(Memo(problem), [stage], [0])
+        profile = profile_of([stage], [0], keeps_order=problem.keeps_reduce_order)
         view = view_of(profile, UNLIMITED**2)
         one_ahead = fill(stage, profile, view, UNLIMITED**2, ONE_AHEAD)
         assert one_ahead is not None

@@ -1,133 +1,141 @@
 """The memory that a stage needs with nothing in flight but what has to be.
 
 In come the stages of all micro-steps, which are alike but for their costs; out come a
-`MemoryProfile` (what each event adds) and, for a budget, a `View` (what is needed at each event,
-the worst of all micro-steps). On the way each reduction finds its slot: the first after its
-gradients are ready where packing them fits.
+`MemoryProfile` (what is needed before any reduction is issued) and, for a budget, a `View` (what is
+needed at each event, the worst of all micro-steps). On the way each reduction finds its slot: the
+first after its gradients are ready where packing them fits.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
-from operator import add, itemgetter
+from operator import add
 
-from graphshard.planner.events import Event
-from graphshard.planner.memo import Memo, once
 from graphshard.planner.stage import Job, Stage
+
+# Bytes, one number for each micro-step.
+Bytes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What an event does to memory in each micro-step: `rises` while it runs, `grows` after it.
+class Packing:
+    """What the issue of a reduction does to memory: `rises` while it runs, `grows` after it."""
 
-    waits: it is the wait for a gather.
-    """
-
-    rises: tuple[int, ...]
-    grows: tuple[int, ...]
-    waits: bool = False
+    rises: Bytes
+    grows: Bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
     """What happens in a stage, in order.
 
-    visits: positions with the fixed event there, or None for a point where reductions may be
-    issued; ready: which are ready at such a point. gathers: running sum of what the gathers hold
-    in flight, from 0. collectives: how many of the first of them are not copies from the host.
-    flights: what each reduction holds. keeps_order: no reduction is packed before one that was
-    ready earlier.
+    positions: of the fixed events. needs, held: for each micro-step, with no reduction issued, the
+    bytes while each of them runs, and before each of them and after the last. waited: so many
+    gathers were waited for before each, and after the last.
+
+    points: where reductions may be issued; ready: which are ready at such a point. gathers: running
+    sum of what the gathers hold in flight, from 0. collectives: how many of the first of them are
+    not copies from the host. flights: what each reduction holds. keeps_order: no reduction is
+    packed before one that was ready earlier.
     """
 
-    starts: tuple[int, ...]
-    visits: tuple[tuple[int, Change | None], ...]
+    positions: list[int]
+    needs: list[list[int]]
+    held: list[list[int]]
+    waited: list[int]
+    points: range
     ready: dict[int, list[int]]
-    reductions: tuple[Change, ...]
+    reductions: tuple[Packing, ...]
     gathers: tuple[int, ...]
     collectives: tuple[int, ...]
     flights: tuple[int, ...]
     keeps_order: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class View:
     """One row per fixed event and reduction issue, in order of positions.
 
-    A row: position; bytes needed while the event runs, those that its own job has in flight
-    included; gathers waited for before it, and including it; reductions issued before it. It is a
-    plain tuple because one with names costs 8 % of the planning.
+    Of each row: position; bytes needed while the event runs, those that its own job has in flight
+    included; gathers waited for before it, and including it; reductions issued before it.
     order, issues: reductions as they are issued, and where. reductions: running sum of their
     flights, from 0.
     """
 
-    rows: tuple[tuple[int, int, int, int, int], ...]
-    order: tuple[int, ...]
-    issues: tuple[int, ...]
-    reductions: tuple[int, ...]
+    positions: list[int]
+    needs: list[int]
+    before: list[int]
+    waited: list[int]
+    issued: list[int]
+    order: list[int]
+    issues: list[int]
+    reductions: list[int]
+
+    @property
+    def least_bytes(self) -> int:
+        """No placement in this order needs less."""
+        return max(self.needs, default=0)
 
 
-def profile_of(memo: Memo, stages: Sequence[Stage], starts: Sequence[int]) -> MemoryProfile:
+def profile_of(
+    stages: Sequence[Stage], starts: Sequence[int], *, keeps_order: bool
+) -> MemoryProfile:
     """starts: bytes in memory when each stage starts.
 
     A gather's wait counts what its issue leaves behind too, and a reduction's issue leaves out
     what is in flight until its wait: that is counted apart.
     """
-    gathers = [{id(j.wait): j for j in s.gathers} for s in stages]
-    visits: list[tuple[int, Change | None]] = []
-    for column in zip(*(s.fixed for s in stages), strict=True):
-        events = [event for _, event in column]
-        jobs = [found.get(id(e)) for found, e in zip(gathers, events, strict=True)]
-        change = once(memo, ("change", *events), partial(_change, events, jobs))
-        visits.append((column[0][0], change))
+    first = stages[0]
+    positions = [at for at, _ in first.fixed]
+    waits = [0] * len(positions)
+    for job in first.gathers:  # nothing else is where a gather is waited for
+        waits[bisect_left(positions, job.at)] = 1
+    held = [_held(stage, start, positions) for stage, start in zip(stages, starts, strict=True)]
     ready: dict[int, list[int]] = defaultdict(list)
-    for index, job in enumerate(stages[0].reductions):
+    for index, job in enumerate(first.reductions):
         ready[job.at].append(index)
-    if ready:
-        points = range(min(ready), stages[0].end, stages[0].stride)
-        visits = sorted([*visits, *((at, None) for at in points)], key=itemgetter(0))
     return MemoryProfile(
-        tuple(starts),
-        tuple(visits),
+        positions,
+        [_needs(stage, own, positions) for stage, own in zip(stages, held, strict=True)],
+        held,
+        [*accumulate(waits, initial=0)],
+        range(min(ready, default=first.end), first.end, first.stride),
         ready,
-        tuple(
-            once(memo, ("packing", *(j.issue for j in jobs)), partial(_packing, jobs))
-            for jobs in zip(*(s.reductions for s in stages), strict=True)
-        ),
+        tuple(_packing(jobs) for jobs in zip(*(s.reductions for s in stages), strict=True)),
         tuple(accumulate(_flights(s.gathers for s in stages), initial=0)),
-        tuple(accumulate((bool(job.bucket.groups) for job in stages[0].gathers), initial=0)),
+        tuple(accumulate((bool(job.bucket.groups) for job in first.gathers), initial=0)),
         tuple(_flights(s.reductions for s in stages)),
-        memo.problem.keeps_reduce_order,
+        keeps_order,
     )
+
+
+def _held(stage: Stage, start: int, positions: list[int]) -> list[int]:
+    grows = [event.alloc_bytes - event.free_bytes for _, event in stage.fixed]
+    for job in stage.gathers:
+        grows[bisect_left(positions, job.at)] += job.issue.alloc_bytes - job.issue.free_bytes
+    return [*accumulate(grows, initial=start)]
+
+
+def _needs(stage: Stage, held: list[int], positions: list[int]) -> list[int]:
+    rises = [event.alloc_bytes + event.brief_bytes for _, event in stage.fixed]
+    for job in stage.gathers:
+        rises[bisect_left(positions, job.at)] += job.flight_bytes
+    return [*map(add, held, rises)]
 
 
 def _flights(jobs: Iterable[Sequence[Job]]) -> list[int]:
     return [max(j.flight_bytes for j in column) for column in zip(*jobs, strict=True)]
 
 
-def _change(events: Sequence[Event], jobs: Sequence[Job | None]) -> Change:
-    rises, grows = [], []
-    for event, job in zip(events, jobs, strict=True):
-        rise, grow = event.alloc_bytes + event.brief_bytes, event.alloc_bytes - event.free_bytes
-        if job is not None:
-            rise += job.flight_bytes
-            grow += job.issue.alloc_bytes - job.issue.free_bytes
-        rises.append(rise)
-        grows.append(grow)
-    return Change(tuple(rises), tuple(grows), jobs[0] is not None)
-
-
-def _packing(jobs: Sequence[Job]) -> Change:
-    issues = [j.issue for j in jobs]
-    kept = (j.flight_bytes for j in jobs)
-    rises = tuple(e.alloc_bytes + e.brief_bytes for e in issues)
-    grows = tuple(
-        e.alloc_bytes - e.free_bytes - flight for e, flight in zip(issues, kept, strict=True)
+def _packing(jobs: Sequence[Job]) -> Packing:
+    return Packing(
+        tuple(j.issue.alloc_bytes + j.issue.brief_bytes for j in jobs),
+        tuple(j.issue.alloc_bytes - j.issue.free_bytes - j.flight_bytes for j in jobs),
     )
-    return Change(rises, grows)
 
 
 def view_of(profile: MemoryProfile, budget_bytes: int, room: int = 0) -> View:
@@ -136,44 +144,57 @@ def view_of(profile: MemoryProfile, budget_bytes: int, room: int = 0) -> View:
     room: packing also leaves space for so many gathers in flight. At the last point everything
     that is left is packed, what fits first.
     """
-    held, waited = profile.starts, 0
-    last = max((at for at, change in profile.visits if change is None), default=-1)
-    rows: list[tuple[int, int, int, int, int]] = []
-    order: list[int] = []
-    issues: list[int] = []
+    view = View([], [], [], [], [], [], [], [])
+    added: Bytes = (0,) * len(profile.held)  # by the reductions issued so far
     pending: list[int] = []
-    for position, change in profile.visits:
-        if change is not None:
-            needs, before = _most(held, change.rises), waited
-            waited += change.waits
-            rows.append((position, needs, before, waited, len(order)))
-            held = _after(held, change.grows)
-            continue
+    for position in profile.points:
         pending += profile.ready.get(position, ())
+        if not pending:
+            continue
+        place = bisect_left(profile.positions, position)
+        waited = profile.waited[place]
         ahead = min(waited + room, len(profile.gathers) - 1)
         limit = budget_bytes - profile.gathers[ahead] + profile.gathers[waited]
         while pending:
             open_jobs = pending[:1] if profile.keeps_order else pending
+            held = tuple(own[place] + more for own, more in zip(profile.held, added, strict=True))
             sizes = [_most(held, profile.reductions[job].rises) for job in open_jobs]
-            place = next((i for i, size in enumerate(sizes) if size <= limit), None)
-            if place is None and position < last:
+            found = next((i for i, size in enumerate(sizes) if size <= limit), None)
+            if found is None and position != profile.points[-1]:
                 break
-            place = sizes.index(min(sizes)) if place is None else place
-            rows.append((position, sizes[place], waited, waited, len(order)))
-            order.append(pending.pop(place))
-            issues.append(position)
-            held = _after(held, profile.reductions[order[-1]].grows)
-    sums = accumulate((profile.flights[job] for job in order), initial=0)
-    return View(tuple(rows), tuple(order), tuple(issues), tuple(sums))
+            found = sizes.index(min(sizes)) if found is None else found
+            _extend(view, profile, place, added)
+            _issue(view, position, sizes[found], waited, pending.pop(found))
+            added = tuple(map(add, added, profile.reductions[view.order[-1]].grows))
+    _extend(view, profile, len(profile.positions), added)
+    view.reductions.extend(accumulate((profile.flights[job] for job in view.order), initial=0))
+    return view
 
 
-def _most(held: tuple[int, ...], rises: tuple[int, ...]) -> int:
-    if len(held) == 1:  # one micro-step: by far the most frequent case
-        return held[0] + rises[0]
-    return max([h + r for h, r in zip(held, rises, strict=True)])
+def _extend(view: View, profile: MemoryProfile, stop: int, added: Bytes) -> None:
+    """The fixed events that come next, up to the one at `stop`."""
+    start = len(view.positions) - len(view.order)
+    columns = [
+        [needs + more for needs in own[start:stop]]
+        for own, more in zip(profile.needs, added, strict=True)
+    ]
+    view.positions += profile.positions[start:stop]
+    # One micro-step is by far the most frequent case.
+    view.needs += columns[0] if len(columns) == 1 else map(max, *columns)
+    view.before += profile.waited[start:stop]
+    view.waited += profile.waited[start + 1 : stop + 1]
+    view.issued += [len(view.order)] * (stop - start)
 
 
-def _after(held: tuple[int, ...], grows: tuple[int, ...]) -> tuple[int, ...]:
-    if len(held) == 1:
-        return (held[0] + grows[0],)
-    return tuple(map(add, held, grows))
+def _issue(view: View, position: int, needs: int, waited: int, job: int) -> None:
+    view.positions.append(position)
+    view.needs.append(needs)
+    view.before.append(waited)
+    view.waited.append(waited)
+    view.issued.append(len(view.order))
+    view.order.append(job)
+    view.issues.append(position)
+
+
+def _most(held: Bytes, rises: Bytes) -> int:
+    return max(map(add, held, rises))

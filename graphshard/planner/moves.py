@@ -7,7 +7,7 @@ prefetch list in the direction, regrouping allowed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -60,47 +60,68 @@ class Move:
     instead: tuple[int, ...] = ()
 
 
-def apply(choices: Choices, move: Move) -> Choices:
-    """`choices` with `move` flipped. What is kept between micro-steps is kept from forward too, and
-    of what is kept a node needs no shard."""
-    if move.what is What.RECOMPUTE:
-        choices = _without(choices, move.instead, What.OFFLOAD)
-        return replace(choices, recompute=_toggled(choices.recompute, move.item))
-    if move.what is What.OFFLOAD:
-        choices = _without(choices, move.instead, What.RECOMPUTE)
-        return replace(choices, offload=_toggled(choices.offload, move.item))
+# Of these a group is in one at most, but that what is kept between micro-steps is kept before it.
+_STAYS = {
+    What.KEPT: (What.ACROSS, What.ON_NODE),
+    What.ON_NODE: (What.ACROSS, What.KEPT),
+    What.ACROSS: (What.ON_NODE,),
+}
+_FREES = {What.RECOMPUTE: What.OFFLOAD, What.OFFLOAD: What.RECOMPUTE}
+
+
+@dataclass(slots=True)
+class _Opened:
+    """`choices` while moves change them: many moves cost no more than one."""
+
+    choices: Choices
+    delays: dict[int, int]
+    items: dict[What, set[int]] = field(default_factory=dict)
+    cuts: dict[tuple[What, str], set[int]] = field(default_factory=dict)
+
+    def of(self, what: What) -> set[int]:
+        if what not in self.items:
+            self.items[what] = set(getattr(self.choices, what))
+        return self.items[what]
+
+    def cut(self, what: What, name: str) -> set[int]:
+        if (what, name) not in self.cuts:
+            self.cuts[what, name] = set(getattr(getattr(self.choices, what), name))
+        return self.cuts[what, name]
+
+    def closed(self) -> Choices:
+        changed: dict[str, Any] = {str(w): tuple(sorted(found)) for w, found in self.items.items()}
+        for (what, name), found in self.cuts.items():
+            cuts: Cuts = changed.get(str(what), getattr(self.choices, what))
+            named: Any = {name: tuple(sorted(found))}
+            changed[str(what)] = replace(cuts, **named)
+        return replace(self.choices, delays=tuple(sorted(self.delays.items())), **changed)
+
+
+def taken(choices: Choices, moves: Iterable[Move]) -> Choices:
+    """`choices` with `moves` flipped, one after the other."""
+    opened = _Opened(choices, dict(choices.delays))
+    for move in moves:
+        _flip(opened, move)
+    return opened.closed()
+
+
+def _flip(opened: _Opened, move: Move) -> None:
+    """What is kept between micro-steps is kept from forward too, and of what is kept a node needs
+    no shard."""
     if move.what is What.DELAY:
-        delays = dict(choices.delays)
-        if delays.pop(move.item, 0) != move.slots:
-            delays[move.item] = move.slots
-        return replace(choices, delays=tuple(sorted(delays.items())))
-    if move.what is What.KEPT:
-        choices = _without(choices, (move.item,), What.ACROSS, What.ON_NODE)
-        return replace(choices, kept=_toggled(choices.kept, move.item))
-    if move.what is What.ON_NODE:
-        choices = _without(choices, (move.item,), What.ACROSS, What.KEPT)
-        return replace(choices, on_node=_toggled(choices.on_node, move.item))
+        if opened.delays.pop(move.item, 0) != move.slots:
+            opened.delays[move.item] = move.slots
+        return
+    if move.what in _FREES:
+        opened.of(_FREES[move.what]).difference_update(move.instead)
+    for other in _STAYS.get(move.what, ()):
+        opened.of(other).discard(move.item)
     if move.what is What.ACROSS:
-        choices = _without(choices, (move.item,), What.ON_NODE)
-        kept = tuple(sorted({*choices.kept, move.item}))
-        return replace(choices, kept=kept, across=_toggled(choices.across, move.item))
-    cuts: Cuts = getattr(choices, move.what)
-    field = "split" if move.split else "joined"
-    changed: Any = replace(cuts, **{field: _toggled(getattr(cuts, field), move.item)})
-    return replace(choices, **{str(move.what): changed})
-
-
-def _without(choices: Choices, items: tuple[int, ...], *fields: What) -> Choices:
-    for what in fields if items else ():
-        left: Any = tuple(i for i in getattr(choices, what) if i not in items)
-        choices = replace(choices, **{str(what): left})
-    return choices
-
-
-def _toggled(items: tuple[int, ...], item: int) -> tuple[int, ...]:
-    if item in items:
-        return tuple(i for i in items if i != item)
-    return tuple(sorted((*items, item)))
+        opened.of(What.KEPT).add(move.item)
+    is_cut = move.what in (What.FORWARD, What.BACKWARD, What.REDUCE)
+    name = "split" if move.split else "joined"
+    items = opened.cut(move.what, name) if is_cut else opened.of(move.what)
+    items ^= {move.item}
 
 
 def unmoved(choices: Choices, family: Iterable[Move]) -> Choices:

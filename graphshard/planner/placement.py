@@ -48,18 +48,18 @@ def fill(
 
     view: of `profile` under the same budget, with the policy's `room`.
     """
-    if max((needs for _, needs, *_ in view.rows), default=0) > budget_bytes:
+    if view.least_bytes > budget_bytes:
         return None
     most = _most_gathers(profile, view, budget_bytes, policy)
     gathers: list[int] = []
     previous = -1
-    for (position, *_), count in zip(view.rows, most, strict=True):  # rows: see `View`
+    for position, count in zip(view.positions, most, strict=True):
         if count > len(gathers):
             at = next_gather_position(stage, previous)
             gathers.extend([at] * (count - len(gathers)))
         previous = position
     sums = profile.gathers
-    flying = [sums[count] - sums[row[3]] for count, row in zip(most, view.rows, strict=True)]
+    flying = [sums[count] - sums[done] for count, done in zip(most, view.waited, strict=True)]
     return Placement(tuple(gathers), latest_waits(stage, view, flying, budget_bytes))
 
 
@@ -75,7 +75,8 @@ def _most_gathers(
     # not waited for, of sums[limit] - sums[waited] bytes: no more than the budget leaves beside
     # `needs` and the reductions. Its own gather, which counts as waited for in bytes, is one of
     # those ahead (`before`). What was waited for cannot be given back: `fill` refuses the rest.
-    for _, needs, before, waited, issued in reversed(view.rows):
+    rows = zip(view.needs, view.before, view.waited, view.issued, strict=True)
+    for needs, before, waited, issued in reversed([*rows]):
         left_free = view.reductions[issued] - view.reductions[max(0, issued - buffers)]
         room = budget_bytes - needs - left_free + sums[waited]
         while limit > waited and (sums[limit] > room or counts[limit] - counts[before] > ahead):
@@ -92,7 +93,8 @@ def latest_waits(
     flying: bytes of other gathers in flight at each event of `view`.
     """
     waits: list[int] = []
-    for (position, needs, _, _, issued), others in zip(view.rows, flying, strict=True):
+    rows = zip(view.positions, view.needs, view.issued, flying, strict=True)
+    for position, needs, issued, others in rows:
         room = budget_bytes - needs - others
         while len(waits) < issued and view.reductions[issued] - view.reductions[len(waits)] > room:
             waits.append(wait_before(stage, view.issues[len(waits)], position))

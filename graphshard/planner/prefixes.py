@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from graphshard.planner.choices import Choices
-from graphshard.planner.moves import Move, apply
-from graphshard.planner.score import Candidate, SearchContext, candidate
+from graphshard.planner.moves import Move, taken
+from graphshard.planner.score import Candidate, SearchContext, candidate, fits
 
 Best: TypeAlias = Candidate | None
 
@@ -19,23 +19,15 @@ def better(one: Best, other: Best) -> Best:
     return other if other.rank < one.rank else one
 
 
-def taken(choices: Choices, moves: Sequence[Move]) -> Choices:
-    for move in moves:
-        choices = apply(choices, move)
-    return choices
-
-
 def filled(context: SearchContext, choices: Choices, moves: Sequence[Move]) -> Best:
-    """The best of `choices` with as many of `moves` as fit, found by halves."""
-    best: Best = None
-    fits, fails = 0, len(moves) + 1
+    """`choices` with as many of `moves` as fit, found by halves."""
+    most, fails = 0, len(moves) + 1
     count = len(moves)
-    while fits < count < fails:
-        found = candidate(context, taken(choices, moves[:count]))
-        best = better(best, found)
-        fits, fails = (fits, count) if found is None else (count, fails)
-        count = (fits + fails) // 2
-    return best
+    while most < count < fails:
+        found = fits(context, taken(choices, moves[:count]))
+        most, fails = (count, fails) if found else (most, count)
+        count = (most + fails) // 2
+    return candidate(context, taken(choices, moves[:most])) if most else None
 
 
 def best_prefix(best: Candidate, longest: int, attempt: Callable[[int], Best]) -> Candidate:

@@ -16,15 +16,15 @@ from graphshard.planner.choices import Choices
 from graphshard.planner.moves import (
     Move,
     What,
-    apply,
     families,
     lean_choices,
     moves,
     node_moves,
     still_open,
+    taken,
     unmoved,
 )
-from graphshard.planner.prefixes import Best, best_prefix, better, filled, taken
+from graphshard.planner.prefixes import Best, best_prefix, better, filled
 from graphshard.planner.score import (
     Candidate,
     SearchContext,
@@ -37,7 +37,7 @@ from graphshard.planner.starts import with_room_used
 
 # How many events the search may play; about a second of Python for each million.
 LEAST_EFFORT = 150_000
-EFFORT_PER_EVENT = 180
+EFFORT_PER_EVENT = 70
 POLICIES = 2
 PAIRS = 16  # so many moves at most are flipped in pairs
 # Of the step: what a reduction that lets others go first has to gain. Ranks with other batches run
@@ -152,7 +152,7 @@ def _flips(context: SearchContext, best: Candidate, limit: int) -> Candidate:
         for move in order:
             if quiet >= len(order) or not _goes_on(context, best, limit):
                 return best
-            found = candidate(context, apply(best.choices, move))
+            found = candidate(context, taken(best.choices, [move]))
             if found is not None and _gains(found, best):
                 best, quiet = found, 0
             else:

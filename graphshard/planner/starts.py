@@ -17,9 +17,10 @@ from graphshard.planner.moves import (
     node_moves,
     recompute_moves,
     still_open,
+    taken,
     unmoved,
 )
-from graphshard.planner.prefixes import Best, best_prefix, better, filled, taken
+from graphshard.planner.prefixes import Best, best_prefix, better, filled
 from graphshard.planner.score import Candidate, SearchContext, candidate
 
 
