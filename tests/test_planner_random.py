@@ -10,10 +10,10 @@ from planning import random_problem, with_absent
 
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.choices import Choices, reduce_buckets
-from graphshard.planner.events import region_events
 from graphshard.planner.fsdp2 import fsdp2_choices
 from graphshard.planner.memo import Memo
 from graphshard.planner.plan_step import fsdp2, plan_step
+from graphshard.planner.regions import region_events
 from graphshard.planner.score import SearchContext, candidate
 from graphshard.schedule.plan import Direction, StepKind
 from graphshard.schedule.reasons import Gain

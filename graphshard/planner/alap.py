@@ -155,6 +155,7 @@ def _later_waits(
         ready[reduced.issue].append(reduced.job)
     profile = profile_of(stages, starts, keeps_order=problem.keeps_reduce_order)
     view = view_of(replace(profile, ready=ready), UNLIMITED**2)
+    assert view is not None
     positions = view.positions
     steps = [0] * (len(positions) + 1)
     sizes = zip(profile.gathers, profile.gathers[1:], strict=False)

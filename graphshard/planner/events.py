@@ -10,16 +10,13 @@ collective.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import chain
 
 from graphshard.planner.activations import Offload
 from graphshard.planner.choices import (
     Bucket,
     Choices,
-    offloads_taken,
     parts_of,
     transfer_us,
 )
@@ -113,96 +110,6 @@ def given_gradients(problem: Problem) -> tuple[Allocation, ...]:
         for part in group.parts
         if part.gradient is not None and part.gradient.first < 0
     )
-
-
-# -- compute -------------------------------------------------------------------------------------
-
-
-def region_events(problem: Problem, choices: Choices, direction: Direction) -> list[Event]:
-    """One event per region, with the activations that are alive and the gradients it creates."""
-    inside, between = _activations(problem, choices, direction)
-    extra_us: dict[int, float] = defaultdict(float)
-    born: dict[int, list[Allocation]] = defaultdict(list)
-    if direction is Direction.BACKWARD:
-        for option in (problem.recompute[index] for index in choices.recompute):
-            extra_us[option.before] += option.extra_us
-        for group in problem.groups:
-            for grad in (p.gradient for p in group.parts if p.gradient is not None):
-                born[grad.first].append(Allocation(Category.UNSHARDED_GRAD, grad.bytes, group.id))
-    events, op = [], 0
-    for index, region in enumerate(problem.regions(direction)):
-        step = Step(StepKind.COMPUTE, start=op, stop=op + region.num_ops)
-        op = step.stop
-        takes = (_activation(inside[index] - between[index]), *born[index])
-        more = Allocation(Category.TEMP, region.temporary_bytes)
-        gives = _activation(inside[index] - between[index + 1])
-        absent = (_activation(min(region.idle_bytes, inside[index])), *region.absent)
-        # What is there before or after a region is there in it, too.
-        most_absent = min(total_bytes((*takes, more)), gives.bytes)
-        events.append(
-            Event(
-                step,
-                us=region.us + extra_us[index],
-                takes=takes,
-                briefly=(more, *_taken_off(absent, most_absent)),
-                gives=(gives,),
-            )
-        )
-    return events
-
-
-def _taken_off(absent: Iterable[Allocation], limit_bytes: int) -> Iterator[Allocation]:
-    """`absent` as negative claims, `limit_bytes` at most."""
-    for allocation in absent:
-        size = min(allocation.bytes, limit_bytes)
-        limit_bytes -= size
-        yield replace(allocation, bytes=-size)
-
-
-def _activation(amount: int) -> Allocation:
-    return Allocation(Category.ACTIVATION, amount)
-
-
-def _activations(
-    problem: Problem, choices: Choices, direction: Direction
-) -> tuple[list[int], list[int]]:
-    """Bytes alive in each region, and before, between and after the regions.
-
-    Between two regions at most what both hold is alive, from forward to backward too. What is
-    recomputed is not alive after region `after` of forward and until region `before` of backward,
-    nor is what is offloaded: the copies hold it for as long as they take.
-    """
-    inside = [r.activation_bytes for r in problem.regions(direction)]
-    handed_over = 0
-    if problem.backward:
-        handed_over = min(
-            problem.forward[-1].activation_bytes, problem.backward[0].activation_bytes
-        )
-    forward = direction is Direction.FORWARD
-    ends = (0, handed_over) if forward else (handed_over, 0)
-    between = [ends[0], *map(min, inside, inside[1:]), ends[1]]
-    spared = _spared(problem, choices, direction)
-    return (
-        _less(inside, spared[:-1] if forward else spared[1:]),
-        _less(between, spared),
-    )
-
-
-def _spared(problem: Problem, choices: Choices, direction: Direction) -> list[int]:
-    """Bytes that wait to be recomputed, or on the host, before, between and after the regions."""
-    changes = [0] * (len(problem.regions(direction)) + 1)
-    forward = direction is Direction.FORWARD
-    for option in (problem.recompute[index] for index in choices.recompute):
-        changes[option.after + 1 if forward else option.before] += option.saved_bytes
-    for offload in offloads_taken(problem, choices):
-        changes[offload.after + 1 if forward else offload.before] += offload.bytes
-    if forward:
-        return list(accumulate(changes))
-    return [*accumulate(reversed(changes))][::-1]
-
-
-def _less(alive: Iterable[int], spared: Iterable[int]) -> list[int]:
-    return [max(0, amount - less) for amount, less in zip(alive, spared, strict=True)]
 
 
 # -- gathers -------------------------------------------------------------------------------------

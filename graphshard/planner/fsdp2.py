@@ -75,8 +75,8 @@ def fsdp2_placement(problem: Problem, stage: Stage) -> Placement:
     if not has_lists(problem, stage.direction):
         profile = profile_of([stage], [0], keeps_order=problem.keeps_reduce_order)
         view = view_of(profile, UNLIMITED**2)
+        assert view is not None
         one_ahead = fill(stage, profile, view, UNLIMITED**2, ONE_AHEAD)
-        assert one_ahead is not None
         gathers = tuple(map(max, one_ahead.gathers, _hooks_before(problem, stage)))
     return Placement(gathers, with_buffers(stage, 1))
 

@@ -75,11 +75,6 @@ class View:
     issues: list[int]
     reductions: list[int]
 
-    @property
-    def least_bytes(self) -> int:
-        """No placement in this order needs less."""
-        return max(self.needs, default=0)
-
 
 def profile_of(
     stages: Sequence[Stage], starts: Sequence[int], *, keeps_order: bool
@@ -138,8 +133,9 @@ def _packing(jobs: Sequence[Job]) -> Packing:
     )
 
 
-def view_of(profile: MemoryProfile, budget_bytes: int, room: int = 0) -> View:
-    """Memory at each event, with each reduction at the first point where packing it fits.
+def view_of(profile: MemoryProfile, budget_bytes: int, room: int = 0) -> View | None:
+    """Memory at each event, with each reduction at the first point where packing it fits; None if
+    the budget does not allow that.
 
     room: packing also leaves space for so many gathers in flight. At the last point everything
     that is left is packed, what fits first.
@@ -152,38 +148,57 @@ def view_of(profile: MemoryProfile, budget_bytes: int, room: int = 0) -> View:
         if not pending:
             continue
         place = bisect_left(profile.positions, position)
+        if _extend(view, profile, place, added) > budget_bytes:
+            return None
         waited = profile.waited[place]
         ahead = min(waited + room, len(profile.gathers) - 1)
         limit = budget_bytes - profile.gathers[ahead] + profile.gathers[waited]
         while pending:
-            open_jobs = pending[:1] if profile.keeps_order else pending
             held = tuple(own[place] + more for own, more in zip(profile.held, added, strict=True))
-            sizes = [_most(held, profile.reductions[job].rises) for job in open_jobs]
-            found = next((i for i, size in enumerate(sizes) if size <= limit), None)
+            found = _first_that_fits(profile, pending, held, limit)
             if found is None and position != profile.points[-1]:
                 break
-            found = sizes.index(min(sizes)) if found is None else found
-            _extend(view, profile, place, added)
-            _issue(view, position, sizes[found], waited, pending.pop(found))
-            added = tuple(map(add, added, profile.reductions[view.order[-1]].grows))
-    _extend(view, profile, len(profile.positions), added)
+            found = _smallest(profile, pending, held) if found is None else found
+            packing = profile.reductions[pending[found]]
+            _issue(view, position, _most(held, packing.rises), waited, pending.pop(found))
+            added = tuple(map(add, added, packing.grows))
+    if _extend(view, profile, len(profile.positions), added) > budget_bytes:
+        return None
     view.reductions.extend(accumulate((profile.flights[job] for job in view.order), initial=0))
-    return view
+    return view if max(view.needs, default=0) <= budget_bytes else None
 
 
-def _extend(view: View, profile: MemoryProfile, stop: int, added: Bytes) -> None:
-    """The fixed events that come next, up to the one at `stop`."""
+def _first_that_fits(
+    profile: MemoryProfile, pending: Sequence[int], held: Bytes, limit: int
+) -> int | None:
+    open_jobs = pending[:1] if profile.keeps_order else pending
+    rises = (profile.reductions[job].rises for job in open_jobs)
+    if len(held) == 1:  # one micro-step is by far the most frequent case
+        most = limit - held[0]
+        return next((i for i, (own,) in enumerate(rises) if own <= most), None)
+    return next((i for i, own in enumerate(rises) if _most(held, own) <= limit), None)
+
+
+def _smallest(profile: MemoryProfile, pending: Sequence[int], held: Bytes) -> int:
+    open_jobs = pending[:1] if profile.keeps_order else pending
+    sizes = [_most(held, profile.reductions[job].rises) for job in open_jobs]
+    return sizes.index(min(sizes))
+
+
+def _extend(view: View, profile: MemoryProfile, stop: int, added: Bytes) -> int:
+    """The fixed events that come next, up to the one at `stop`. Returns what they need."""
     start = len(view.positions) - len(view.order)
     columns = [
         [needs + more for needs in own[start:stop]]
         for own, more in zip(profile.needs, added, strict=True)
     ]
+    needs = columns[0] if len(columns) == 1 else [*map(max, *columns)]
     view.positions += profile.positions[start:stop]
-    # One micro-step is by far the most frequent case.
-    view.needs += columns[0] if len(columns) == 1 else map(max, *columns)
+    view.needs += needs
     view.before += profile.waited[start:stop]
     view.waited += profile.waited[start + 1 : stop + 1]
     view.issued += [len(view.order)] * (stop - start)
+    return max(needs, default=0)
 
 
 def _issue(view: View, position: int, needs: int, waited: int, job: int) -> None:
@@ -197,4 +212,4 @@ def _issue(view: View, position: int, needs: int, waited: int, job: int) -> None
 
 
 def _most(held: Bytes, rises: Bytes) -> int:
-    return max(map(add, held, rises))
+    return max(h + r for h, r in zip(held, rises, strict=True))

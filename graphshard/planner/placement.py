@@ -43,13 +43,11 @@ class FillPolicy:
 
 def fill(
     stage: Stage, profile: MemoryProfile, view: View, budget_bytes: int, policy: FillPolicy
-) -> Placement | None:
-    """The placement that `policy` gives; None if that does not fit the budget.
+) -> Placement:
+    """The placement that `policy` gives.
 
     view: of `profile` under the same budget, with the policy's `room`.
     """
-    if view.least_bytes > budget_bytes:
-        return None
     most = _most_gathers(profile, view, budget_bytes, policy)
     gathers: list[int] = []
     previous = -1

@@ -10,6 +10,7 @@ from graphshard.planner.moves import Move, taken
 from graphshard.planner.score import Candidate, SearchContext, candidate, fits
 
 Best: TypeAlias = Candidate | None
+TRIED = 2
 
 
 def better(one: Best, other: Best) -> Best:
@@ -20,14 +21,21 @@ def better(one: Best, other: Best) -> Best:
 
 
 def filled(context: SearchContext, choices: Choices, moves: Sequence[Move]) -> Best:
-    """`choices` with as many of `moves` as fit, found by halves."""
+    """The best of `choices` with as many of `moves` as fit, found by halves: the TRIED largest."""
     most, fails = 0, len(moves) + 1
     count = len(moves)
+    fitting = []
     while most < count < fails:
-        found = fits(context, taken(choices, moves[:count]))
-        most, fails = (count, fails) if found else (most, count)
+        if fits(context, taken(choices, moves[:count])):
+            most = count
+            fitting.append(count)
+        else:
+            fails = count
         count = (most + fails) // 2
-    return candidate(context, taken(choices, moves[:most])) if most else None
+    best: Best = None
+    for count in fitting[-TRIED:]:
+        best = better(best, candidate(context, taken(choices, moves[:count])))
+    return best
 
 
 def best_prefix(best: Candidate, longest: int, attempt: Callable[[int], Best]) -> Candidate:

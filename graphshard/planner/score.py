@@ -110,8 +110,7 @@ def _fits(context: SearchContext, choices: Choices, direction: Direction) -> boo
     stages = _stages(context, choices, direction)
     profile = _profile(context, stages, start_bytes(context, choices, direction))
     rooms = dict.fromkeys(policy.room for policy in _policies(context, direction))
-    views = (view_of(profile, context.budget_bytes, room) for room in rooms)
-    return any(view.least_bytes <= context.budget_bytes for view in views)
+    return any(view_of(profile, context.budget_bytes, room) is not None for room in rooms)
 
 
 def means_something(problem: Problem, choices: Choices) -> bool:
@@ -177,7 +176,7 @@ def _placements(
 ) -> Iterator[Placement]:
     """What each policy gives, without repetition."""
     seen: set[Placement] = set()
-    views: dict[int, View] = {}
+    views: dict[int, View | None] = {}
     for policy in policies:
         if has_lists(context.problem, stage.direction):
             gathers = listed_positions(context.problem, stage)
@@ -186,7 +185,9 @@ def _placements(
             if policy.room not in views:
                 views[policy.room] = view_of(profile, context.budget_bytes, policy.room)
             view = views[policy.room]
-            placement = fill(stage, profile, view, context.budget_bytes, policy)
+            placement = None
+            if view is not None:
+                placement = fill(stage, profile, view, context.budget_bytes, policy)
         if placement is not None and placement not in seen:
             seen.add(placement)
             yield placement

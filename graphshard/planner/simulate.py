@@ -24,7 +24,6 @@ from graphshard.planner.events import (
     micro_steps_of,
     offload_events,
     reduce_events,
-    region_events,
     release_event,
     reload_events,
     start_allocations,
@@ -32,6 +31,7 @@ from graphshard.planner.events import (
 )
 from graphshard.planner.links import LaneQueues
 from graphshard.planner.problem import Category, CollectiveLane, Problem
+from graphshard.planner.regions import region_events
 from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Direction, Lane, Plan, Schedule, Step, StepKind
 from graphshard.schedule.steps import ISSUES

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 
 from graphshard.planner.choices import (
@@ -33,11 +34,11 @@ from graphshard.planner.events import (
     gather_events,
     offload_events,
     reduce_events,
-    region_events,
     release_event,
     reload_events,
 )
 from graphshard.planner.memo import Memo, once, recently
+from graphshard.planner.regions import RegionState, born_gradients, region_event, region_states
 from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
 
 NEVER = -1
@@ -179,14 +180,18 @@ def _gathers(
 def _reloads(memo: Memo, choices: Choices) -> list[tuple[int, tuple[Event, Event]]]:
     """Copies back from the host, each with the region before which it has to be there."""
     found = offloads_of(memo.problem, choices)
-    return [(o.before, reload_events(memo.problem, o)) for o in found]
+    return [
+        (o.before, once(memo, ("reload", o), partial(reload_events, memo.problem, o)))
+        for o in found
+    ]
 
 
 def _offloads(memo: Memo, choices: Choices, stride: int) -> tuple[Job, ...]:
     """Copies to the host: what a reduction is in backward."""
     jobs = []
     for offload in offloads_of(memo.problem, choices):
-        issue, wait = offload_events(memo.problem, offload)
+        make = partial(offload_events, memo.problem, offload)
+        issue, wait = once(memo, ("offload", offload), make)
         at = (offload.after + 1) * stride + REDUCE_ISSUE
         jobs.append(Job(Bucket(()), issue, wait, at, wait.free_bytes))
     return tuple(sorted(jobs, key=lambda job: job.at))
@@ -217,8 +222,14 @@ def _gather(
 def _regions(
     memo: Memo, choices: Choices, direction: Direction, stride: int
 ) -> list[tuple[int, Event]]:
-    events = region_events(memo.problem, choices, direction)
-    return [(index * stride + stride - 1, event) for index, event in enumerate(events)]
+    born = once(memo, ("born", direction), lambda: born_gradients(memo.problem, direction))
+
+    def event(state: RegionState) -> Event:
+        key = direction, state  # choices change few regions
+        return once(memo, key, lambda: region_event(memo.problem, direction, state, born))
+
+    states = region_states(memo.problem, choices, direction)
+    return [(state.index * stride + stride - 1, event(state)) for state in states]
 
 
 def _releases(
