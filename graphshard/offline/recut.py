@@ -95,7 +95,7 @@ def _built(build: Callable[[], Made], repeats: Sequence[Repeat], runs: Sequence[
     made = build()
     for repeat in repeats:
         own = (run for run in runs if run.container == repeat.container)
-        shorten(made.model, [repeat], sum(len(run.captured) for run in own))
+        shorten(made.model, repeat, sum(len(run.captured) for run in own))
     return made
 
 

@@ -8,7 +8,8 @@ is captured whole.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -53,12 +54,24 @@ def repeats_in(model: nn.Module) -> list[Repeat]:
     return found
 
 
-def shorten(model: nn.Module, repeats: Iterable[Repeat], count: int = CAPTURED) -> None:
-    """Leave the first `count` blocks of each list."""
-    for repeat in repeats:
-        container = model.get_submodule(repeat.container)
-        for name in repeat.names[count:]:
-            delattr(container, name.rpartition(".")[2])
+def shorten(model: nn.Module, repeat: Repeat, count: int = CAPTURED) -> None:
+    """Leave the first `count` blocks."""
+    container = model.get_submodule(repeat.container)
+    for name in repeat.names[count:]:
+        delattr(container, name.rpartition(".")[2])
+
+
+@contextmanager
+def shortened(model: nn.Module, repeats: Iterable[Repeat]) -> Iterator[None]:
+    """Inside, each list has CAPTURED blocks."""
+    whole = {repeat: dict(model.get_submodule(repeat.container)._modules) for repeat in repeats}
+    try:
+        for repeat in whole:
+            shorten(model, repeat)
+        yield
+    finally:
+        for repeat, blocks in whole.items():
+            model.get_submodule(repeat.container)._modules.update(blocks)
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:

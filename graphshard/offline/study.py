@@ -41,7 +41,7 @@ from graphshard.graph.program import copy_of
 from graphshard.offline.capture import Captured, capture
 from graphshard.offline.concrete import concrete
 from graphshard.offline.recut import recut
-from graphshard.offline.repeats import CAPTURED, Repeat, repeats_in, shorten
+from graphshard.offline.repeats import CAPTURED, Repeat, repeats_in, shorten, shortened
 from graphshard.offline.target import Sizes
 from graphshard.offline.unroll import unrolled
 from graphshard.offline.world import (
@@ -259,7 +259,7 @@ class Study:
                 self.say(f"capturing {CAPTURED} blocks of each list of alike blocks")
                 if names := self._captured_short(every, sizes, fake):
                     return names
-                self._repeats = []
+                self._repeats, fake = [], self._fake(sizes)
             self.say("capturing the whole model")
             self._capture(every, sizes, fake)
         return [info.fqn for info in next(iter(self._captures.values())).joint_graph.program.groups]
@@ -268,7 +268,8 @@ class Study:
         """Empty if the short model cannot be captured, or its blocks do not repeat exactly."""
         infos = [describe(0, g) for state in fake.states for g in fsdp_groups(state)]
         try:
-            self._capture(every, sizes, self._fake(sizes))
+            with shortened(fake.model, self._repeats):
+                self._capture(every, sizes, fake)
         except CaptureError as error:
             self.say(f"a model with fewer blocks cannot be captured: {error}")
             return []
@@ -292,7 +293,8 @@ class Study:
 
         def build() -> Made:
             made = self.build(sizes)
-            shorten(made.model, self._repeats)
+            for repeat in self._repeats:
+                shorten(made.model, repeat)
             return made
 
         return faked(build)

@@ -25,12 +25,16 @@ class Unfilled(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made_bytes = 0
+        self._known: dict[Any, int] = {}  # blocks that are alike do the same
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = _device_of(args, kwargs)
         if device is not None and device.type != "meta":
-            self._made_bytes += _new_bytes(func, args, kwargs)
+            key = func, _described((args, kwargs))
+            if key not in self._known:
+                self._known[key] = _new_bytes(func, args, kwargs)
+            self._made_bytes += self._known[key]
             if self._made_bytes > MOST_BYTES:
                 raise OfflineError(
                     "GS902",
@@ -48,6 +52,17 @@ def _device_of(args: Any, kwargs: Any) -> torch.device | None:
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return None
     return next((x.device for x in tensors if x.device.type != "meta"), None)
+
+
+def _described(value: Any) -> Any:
+    """All of an argument that the size of a result may depend on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, dict):
+        return tuple((key, _described(own)) for key, own in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return type(value), str(value)
 
 
 def _new_bytes(func: Any, args: Any, kwargs: Any) -> int:
