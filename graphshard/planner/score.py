@@ -141,18 +141,23 @@ def _scored(context: SearchContext, choices: Choices, direction: Direction) -> S
 
 def place(context: SearchContext, choices: Choices, direction: Direction) -> Scored | None:
     """The best of what the policies give."""
+    found = (scored for _, scored in placed_by_each(context, choices, direction))
+    return min(found, key=lambda scored: (scored.us, scored.peak_bytes), default=None)
+
+
+def placed_by_each(
+    context: SearchContext, choices: Choices, direction: Direction
+) -> Iterator[tuple[FillPolicy, Scored]]:
+    """What fits the budget, without repetition, with the first policy that gives it."""
     stages = _stages(context, choices, direction)
     starts = start_bytes(context, choices, direction)
     profile = _profile(context, stages, starts)
-    policies = _policies(context, direction)
-    best: Scored | None = None
-    for placement in _placements(context, stages[0], profile, policies):
+    for policy, placement in _placements(
+        context, stages[0], profile, _policies(context, direction)
+    ):
         scored = score(context, stages, starts, placement)
-        if scored.peak_bytes > context.budget_bytes:
-            continue
-        if best is None or (scored.us, scored.peak_bytes) < (best.us, best.peak_bytes):
-            best = scored
-    return best
+        if scored.peak_bytes <= context.budget_bytes:
+            yield policy, scored
 
 
 def _stages(context: SearchContext, choices: Choices, direction: Direction) -> list[Stage]:
@@ -173,8 +178,7 @@ def _policies(context: SearchContext, direction: Direction) -> tuple[FillPolicy,
 
 def _placements(
     context: SearchContext, stage: Stage, profile: MemoryProfile, policies: tuple[FillPolicy, ...]
-) -> Iterator[Placement]:
-    """What each policy gives, without repetition."""
+) -> Iterator[tuple[FillPolicy, Placement]]:
     seen: set[Placement] = set()
     views: dict[int, View | None] = {}
     for policy in policies:
@@ -190,7 +194,7 @@ def _placements(
                 placement = fill(stage, profile, view, context.budget_bytes, policy)
         if placement is not None and placement not in seen:
             seen.add(placement)
-            yield placement
+            yield policy, placement
 
 
 def score(

@@ -28,16 +28,15 @@ from graphshard.planner.prefixes import Best, best_prefix, better, filled
 from graphshard.planner.score import (
     Candidate,
     SearchContext,
-    all_policies,
     candidate,
     most_frugal,
-    place,
+    placed_by_each,
 )
 from graphshard.planner.starts import with_room_used
 
 # How many events the search may play; about a second of Python for each million.
 LEAST_EFFORT = 150_000
-EFFORT_PER_EVENT = 70
+EFFORT_PER_EVENT = 120
 POLICIES = 2
 PAIRS = 16  # so many moves at most are flipped in pairs
 # Of the step: what a reduction that lets others go first has to gain. Ranks with other batches run
@@ -105,15 +104,11 @@ def effort_limit(context: SearchContext) -> int:
 def _tune(context: SearchContext, choices: Choices) -> None:
     """Search with the few policies that serve `choices` best, and with the most frugal one: other
     choices, which compute less again, may fit with no other."""
+    context.policies.clear()
     for direction in context.problem.directions:
-        ranked = []
-        for index, policy in enumerate(all_policies(context.problem, direction)):
-            context.policies[direction] = (policy,)
-            found = place(context, choices, direction)
-            if found is not None:
-                ranked.append((found.us, found.peak_bytes, index, policy))
-        ranked.sort(key=lambda row: row[:3])
-        chosen = [policy for *_, policy in ranked[:POLICIES]]
+        found = list(placed_by_each(context, choices, direction))
+        found.sort(key=lambda row: (row[1].us, row[1].peak_bytes))
+        chosen = [policy for policy, _ in found[:POLICIES]]
         chosen.append(most_frugal(context.problem, direction))
         context.policies[direction] = tuple(dict.fromkeys(chosen))
     context.scores.clear()
