@@ -1,15 +1,15 @@
 """Costs of a model whose backward computes some activations again, from a few of its blocks.
 
 In: a function that builds the model, its lists of alike blocks, and what is computed again. Blocks
-in a row that compute the same again are a run; of each run CAPTURED blocks are captured and cut,
-and the rest is counted (`graphshard.offline.unroll`).
+in a row that compute the same again are a run; of each run a few blocks are captured and cut, and
+the rest is counted (`graphshard.offline.unroll`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -18,25 +18,13 @@ from graphshard.compiler.partition import cut_in_two, released
 from graphshard.compiler.planning import PlanningInputs
 from graphshard.errors import CaptureError
 from graphshard.offline.capture import capture
-from graphshard.offline.repeats import CAPTURED, Repeat, shorten
+from graphshard.offline.repeats import Repeat, shorten
 from graphshard.offline.unroll import unrolled
 from graphshard.offline.world import Made, faked, pretended
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.recompute import chosen_units
+from graphshard.pricing.region_cuts import AT_TURN
 from graphshard.schedule.plan import GroupInfo, Recomputed
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Blocks in a row of one list whose activations have the same fate, by their FQNs."""
-
-    container: str
-    names: tuple[str, ...]
-
-    @property
-    def captured(self) -> tuple[str, ...]:
-        """Those that stand for all, under the names that `unrolled` wants."""
-        return self.names[:CAPTURED]
 
 
 def recut(
@@ -52,7 +40,7 @@ def recut(
     infos: the groups of the whole model. chosen: of the whole model.
     """
     runs = [run for repeat in repeats for run in _runs(repeat, chosen)]
-    if sum(len(run.captured) for run in runs) == sum(repeat.count for repeat in repeats):
+    if sum(map(_num_captured, runs)) == sum(repeat.count for repeat in repeats):
         return None
     names = _names(repeats, runs)
     try:
@@ -61,41 +49,50 @@ def recut(
         return None
     whole: GraphCosts | None = costs
     for run in runs:
-        if len(run.names) > CAPTURED:
-            whole = whole and unrolled(whole, Repeat(run.container, run.names), infos)
+        if run.count > run.captured:
+            whole = whole and unrolled(whole, run, infos)
     return whole if whole and len(whole.groups) == len(infos) else None
 
 
-def _runs(repeat: Repeat, chosen: Recomputed) -> list[_Run]:
+def _runs(repeat: Repeat, chosen: Recomputed) -> Iterator[Repeat]:
+    """Blocks in a row of one list whose activations have the same fate."""
     fates: dict[str, set[tuple[bool, str, int]]] = defaultdict(set)
     for is_again, activations in ((True, chosen.activations), (False, chosen.offloaded)):
         for one in activations:
             block = _block_of(one.group, repeat.names)
             if block is not None:
                 fates[block].add((is_again, one.group.removeprefix(block), one.number))
-    rows = groupby(repeat.names, key=lambda block: frozenset(fates[block]))
-    return [_Run(repeat.container, tuple(names)) for _, names in rows]
+    behind = repeat.count
+    for _, blocks in groupby(repeat.names, key=lambda block: frozenset(fates[block])):
+        names = tuple(blocks)
+        behind -= len(names)
+        # Only the list's own last blocks are cut inside.
+        yield Repeat(repeat.container, names, late=1 + max(1, AT_TURN - behind))
+
+
+def _num_captured(run: Repeat) -> int:
+    return min(run.count, run.captured)
 
 
 def _block_of(fqn: str, blocks: Iterable[str]) -> str | None:
     return next((b for b in blocks if fqn == b or fqn.startswith(f"{b}.")), None)
 
 
-def _names(repeats: Sequence[Repeat], runs: Sequence[_Run]) -> Mapping[str, str]:
+def _names(repeats: Sequence[Repeat], runs: Sequence[Repeat]) -> Mapping[str, str]:
     """Of each captured block: its name in the short model -> its name in the whole one."""
     found: dict[str, str] = {}
     for repeat in repeats:
         own = [run for run in runs if run.container == repeat.container]
-        kept = [block for run in own for block in run.captured]
+        kept = [block for run in own for block in run.names[: run.captured]]
         found |= dict(zip(repeat.names, kept, strict=False))
     return found
 
 
-def _built(build: Callable[[], Made], repeats: Sequence[Repeat], runs: Sequence[_Run]) -> Made:
+def _built(build: Callable[[], Made], repeats: Sequence[Repeat], runs: Sequence[Repeat]) -> Made:
     made = build()
     for repeat in repeats:
         own = (run for run in runs if run.container == repeat.container)
-        shorten(made.model, repeat, sum(len(run.captured) for run in own))
+        shorten(made.model, repeat, sum(map(_num_captured, own)))
     return made
 
 

@@ -22,18 +22,28 @@ from graphshard.pricing.region_cuts import AT_START, AT_TURN
 
 # Two show what repeats. Those before and behind them have neighbours of their own, and forward may
 # be cut inside the first and the last few (`graphshard.pricing.region_cuts`).
-EARLY = AT_START + 1
-CAPTURED = EARLY + 1 + AT_TURN
+EARLY, LATE = 1 + AT_START, 1 + AT_TURN
+CAPTURED = EARLY + LATE
 _OWN = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`count` blocks in a row that are alike. names: their FQNs; `container` holds nothing else."""
+    """`count` blocks in a row that are alike. names: their FQNs; `container` holds nothing else, or
+    blocks that other repeats have.
+
+    late: so many are captured from the second of those two on.
+    """
 
     container: str
     names: tuple[str, ...]
+    late: int = LATE
+
+    @property
+    def captured(self) -> int:
+        """How many stand for all."""
+        return EARLY + self.late
 
     @property
     def count(self) -> int:

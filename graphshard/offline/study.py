@@ -195,7 +195,7 @@ class Study:
     ) -> Posed:
         infos = self._worlds[point.world_size, point.ranks_per_node].infos
         costs = replace(self._costs[self._key(point, freed=baseline is not None)], groups=infos)
-        # Of the few blocks that were captured it is not known how many checkpoints all have.
+        # Of a few captured blocks it is not known how many checkpoints all have.
         return Posed(costs, problem_of(costs, planning), baseline=baseline)
 
     def _decided_short(self, posed: Posed, point: Point, planning: PlanningInputs) -> Decided[None]:
@@ -259,7 +259,7 @@ class Study:
                 self.say(f"capturing {CAPTURED} blocks of each list of alike blocks")
                 if names := self._captured_short(every, sizes, fake):
                     return names
-                self._repeats, fake = [], self._fake(sizes)
+                self._repeats, fake = [], faked(partial(self.build, sizes))
             self.say("capturing the whole model")
             self._capture(every, sizes, fake)
         return [info.fqn for info in next(iter(self._captures.values())).joint_graph.program.groups]
@@ -290,14 +290,10 @@ class Study:
 
     def _fake(self, sizes: Sizes) -> Fake:
         """A fresh model, with as many blocks as are captured."""
-
-        def build() -> Made:
-            made = self.build(sizes)
-            for repeat in self._repeats:
-                shorten(made.model, repeat)
-            return made
-
-        return faked(build)
+        fake = faked(partial(self.build, sizes))
+        for repeat in self._repeats:
+            shorten(fake.model, repeat)
+        return fake
 
     def _capture(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> None:
         """Once with symbols for what varies, or once for each of the sizes."""

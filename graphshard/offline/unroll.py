@@ -1,6 +1,6 @@
 """From the costs of a model with few blocks to that of the model with all of them.
 
-In: costs in which CAPTURED alike blocks stand in a row. Out: what they would be with the
+In: costs in which `Repeat.captured` alike blocks stand in a row. Out: what they would be with the
 whole row, op by op; or None where blocks EARLY - 1 and EARLY do not repeat exactly, so that
 nothing can be said. What is repeated in each direction is the one of these two that comes first.
 """
@@ -13,7 +13,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from graphshard.offline.repeats import CAPTURED, EARLY, Repeat
+from graphshard.offline.repeats import EARLY, Repeat
 from graphshard.pricing.held import HeldValue
 from graphshard.pricing.liveness import Live
 from graphshard.pricing.offload import OffloadUse
@@ -36,6 +36,7 @@ class _Naming:
     moved: short number -> its number in the whole. copy: (block of the whole, suffix) -> number.
     """
 
+    repeat: Repeat
     groups: tuple[GroupInfo, ...]
     owner: Mapping[int, tuple[int, str]]
     moved: Mapping[int, int]
@@ -80,17 +81,17 @@ def unrolled(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> G
         return None
     inserts: dict[Direction, _Insert] = {}
     for direction, op_costs in costs.by_direction.items():
-        insert = _insert(op_costs, naming, repeat.count - CAPTURED)
+        insert = _insert(op_costs, naming)
         if insert is None:
             return None
         inserts[direction] = insert
     by_direction = {
-        direction: _longer(op_costs, naming, inserts[direction], repeat.count)
+        direction: _longer(op_costs, naming, inserts[direction])
         for direction, op_costs in costs.by_direction.items()
     }
-    found = _units(costs.units, naming, inserts, repeat.count, attrgetter("number"))
+    found = _units(costs.units, naming, inserts, attrgetter("number"))
     units = tuple(sorted(found, key=lambda unit: (unit.after, unit.number)))
-    copies = _units(costs.offloads, naming, inserts, repeat.count, lambda offload: 0)
+    copies = _units(costs.offloads, naming, inserts, lambda offload: 0)
     kept = _with_kept(by_direction, naming.groups)
     held = tuple(_held(costs.held, inserts[Direction.FORWARD]))
     return GraphCosts(costs.name, naming.groups, kept, units, held, tuple(copies))
@@ -100,7 +101,7 @@ def _naming(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _N
     """None if the whole model lacks a group."""
     owner = {g.id: found for g in costs.groups if (found := _owner(g.fqn, repeat)) is not None}
     repeated = [g.id for g in costs.groups if owner.get(g.id, (None,))[0] == EARLY - 1]
-    shift = repeat.count - CAPTURED
+    shift = repeat.count - repeat.captured
     names: list[tuple[str, int | None, tuple[int, str] | None]] = []
     for group in costs.groups:
         block, suffix = owner.get(group.id, (None, ""))
@@ -118,6 +119,7 @@ def _naming(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _N
     if not repeated or any(name not in known for name, _, _ in names):
         return None
     return _Naming(
+        repeat,
         tuple(replace(known[name], id=number) for number, (name, _, _) in enumerate(names)),
         owner,
         {short: number for number, (_, short, _) in enumerate(names) if short is not None},
@@ -126,7 +128,7 @@ def _naming(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _N
 
 
 def _owner(fqn: str, repeat: Repeat) -> tuple[int, str] | None:
-    for block, name in enumerate(repeat.names[:CAPTURED]):
+    for block, name in enumerate(repeat.names[: repeat.captured]):
         if fqn == name or fqn.startswith(f"{name}."):
             return block, fqn.removeprefix(name)
     return None
@@ -135,7 +137,7 @@ def _owner(fqn: str, repeat: Repeat) -> tuple[int, str] | None:
 # -- what repeats ----------------------------------------------------------------------------------
 
 
-def _insert(op_costs: OpCosts, naming: _Naming, copies: int) -> _Insert | None:
+def _insert(op_costs: OpCosts, naming: _Naming) -> _Insert | None:
     """None unless the last early block and the one after it are alike, op by op."""
     firsts: dict[int, int] = {}
     for use in op_costs.usage.uses:
@@ -143,11 +145,13 @@ def _insert(op_costs: OpCosts, naming: _Naming, copies: int) -> _Insert | None:
             block = naming.owner[use.group][0]
             firsts[block] = min(use.first, firsts.get(block, use.first))
     blocks = sorted(firsts, key=lambda block: firsts[block])
-    forward = list(range(CAPTURED))
+    repeat = naming.repeat
+    forward = list(range(repeat.captured))
     if blocks not in (forward, forward[::-1]):
         return None
-    early = EARLY if blocks == forward else CAPTURED - EARLY
+    early = EARLY if blocks == forward else repeat.late
     start, middle, stop = (firsts[block] for block in blocks[early - 1 : early + 2])
+    copies = repeat.count - repeat.captured
     insert = _Insert(start, middle, copies, tuple(blocks), early)
     first, second = (
         _items(op_costs, naming, blocks[early - 1], start),
@@ -210,7 +214,7 @@ def _strangers(op_costs: OpCosts, naming: _Naming, inside: range) -> bool:
 # -- the whole row ---------------------------------------------------------------------------------
 
 
-def _longer(op_costs: OpCosts, naming: _Naming, insert: _Insert, count: int) -> OpCosts:
+def _longer(op_costs: OpCosts, naming: _Naming, insert: _Insert) -> OpCosts:
     start, stop, copies = insert.start, insert.stop, insert.copies
     us = op_costs.us[:stop] + op_costs.us[start:stop] * copies + op_costs.us[stop:]
     old, growth = op_costs.usage, _growth(op_costs, insert)
@@ -228,7 +232,7 @@ def _longer(op_costs: OpCosts, naming: _Naming, insert: _Insert, count: int) -> 
 
     def place(copy: int) -> int:
         """The block of the whole that copy `copy` of the repeated block is."""
-        return count - (CAPTURED - EARLY) - copy if backward else EARLY - 1 + copy
+        return naming.repeat.count - naming.repeat.late - copy if backward else EARLY - 1 + copy
 
     def all_of(items: Sequence[_Item]) -> tuple[_Item, ...]:
         return tuple(_all_items(items, naming, insert, place))
@@ -296,7 +300,6 @@ def _units(
     units: Sequence[_Unit],
     naming: _Naming,
     inserts: Mapping[Direction, _Insert],
-    count: int,
     number: Callable[[_Unit], int],
 ) -> Iterator[_Unit]:
     """What may be computed again in the whole, or what it offloads. Nodes of copies are nowhere, so
@@ -322,7 +325,7 @@ def _units(
             continue
         for copy in range(1, forward.copies + 1):
             place = block + copy
-            late = count - (CAPTURED - EARLY) - place
+            late = naming.repeat.count - naming.repeat.late - place
             yield replace(
                 unit,
                 group=naming.copy[place, suffix],
