@@ -1,21 +1,26 @@
 """What a graph costs that computes again is counted from a few blocks of each kind."""
 
-import functools
+import random
+from functools import partial
 
 import pytest
 from test_offline import llama, net
 
+from graphshard.compiler.planning import PlanningInputs
 from graphshard.cost.presets import preset
+from graphshard.offline import recut
 from graphshard.offline.repeats import CAPTURED
 from graphshard.offline.study import Point, Study
 from graphshard.offline.target import made_of
 from graphshard.planner.infeasible import LEAST_PLAUSIBLE_BYTES
 from graphshard.pricing.problem import PlanningPolicy
-from graphshard.schedule.plan import Reshard
+from graphshard.schedule.plan import Activation, Recomputed, Reshard
 
 DEPTH = 2 * CAPTURED + 2
-NET = functools.partial(net, DEPTH, batch=64, seq=64)
-FULL = functools.partial(llama, "full", DEPTH)
+NET = partial(net, DEPTH, batch=64, seq=64)
+BARE = partial(llama, "none", DEPTH)
+NUMBERS = 3  # of activations of a block that are drawn
+FULL = partial(llama, "full", DEPTH)
 
 
 def answered(build, budget, *, fused, whole=False, offload=False):
@@ -70,3 +75,36 @@ def test_the_least_budget_that_an_error_names_fits(build, fused):
     assert plan.estimate.peak_bytes <= least_bytes
     less, _ = planned(build, least_bytes * 9 // 10, fused=fused)
     assert less is None
+
+
+def drawn(source, names):
+    """What each block computes again: runs of blocks do the same, a long one last."""
+    runs, left = [names[-CAPTURED - 1 :]], names[: -CAPTURED - 1]
+    while left:
+        length = source.choice((1, 2, 5))
+        runs, left = [*runs, left[:length]], left[length:]
+    chosen = [(run, [n for n in range(NUMBERS) if source.random() < 0.5]) for run in runs]
+    return Recomputed(
+        tuple(Activation(b, n) for run, numbers in chosen for b in run for n in numbers)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "fused", "seed"), [(NET, False, 0), (NET, False, 1), (BARE, True, 0)]
+)
+def test_runs_of_any_length_cost_what_they_cost_in_the_whole(make, fused, seed):
+    """Of runs in the middle fewer blocks are captured than of those at the end."""
+    policy = PlanningPolicy(None, recompute=True, regroup=True)
+    point = Point(8, 8, preset("h100"), policy, fused=fused)
+    study = Study("net", lambda sizes: made_of("net", make()), (point,))
+    study._prepare()
+    world = study._worlds[8, 8]
+    planning = PlanningInputs(world.settings, point.machine, policy, fused)
+    (repeat,) = study._repeats
+    chosen = drawn(random.Random(seed), repeat.names)
+    build = lambda: made_of("net", make())  # noqa: E731 (a fresh one for each capture)
+    found = recut.recut(build, "net", [repeat], world.infos, planning, chosen)
+    whole = recut._short_costs(build, "net", {}, planning, chosen)
+    assert found is not None
+    assert found.by_direction == whole.by_direction
+    assert [g.fqn for g in found.groups] == [g.fqn for g in whole.groups]
