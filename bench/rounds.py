@@ -27,7 +27,10 @@ class TookTooLong(Exception):
 
 
 def python(
-    *args: str, environment: Mapping[str, str] | None = None, limit_s: float | None = None
+    *args: str,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float | None = None,
+    cwd: Path = ROOT,
 ) -> str:
     """Run Python in its own process: its stdout.
 
@@ -35,7 +38,7 @@ def python(
     """
     process = subprocess.Popen(
         [sys.executable, *args],
-        cwd=ROOT, env=_environment(environment or {}), text=True,
+        cwd=cwd, env=_environment(environment or {}), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,  # with the compilers that it starts, it is one group to end
     )  # fmt: skip
