@@ -208,7 +208,7 @@ def _again_within(
     choice is made again for as much less, and at last everything is computed again.
     """
     chosen, limit_bytes, everything = first.recompute, first.budget_bytes, _everything(posed)
-    found = _repeating(again, posed, planning, first.budget_bytes, chosen)
+    found = _repeating(again, posed, planning, first, chosen)
     for tries_left in reversed(range(TRIES)):
         if isinstance(found, Decided) or chosen in (planning.recompute_as, everything):
             break
@@ -218,7 +218,7 @@ def _again_within(
             other = _within(posed, planning, limit_bytes)
         if other != chosen:
             chosen = other
-            found = _repeating(again, posed, planning, first.budget_bytes, chosen)
+            found = _repeating(again, posed, planning, first, chosen)
     return found
 
 
@@ -254,16 +254,16 @@ def _repeating(
     again: Again[Parts],
     posed: Posed,
     planning: PlanningInputs,
-    budget_bytes: int,
+    first: FirstPlans,
     chosen: Recomputed,
 ) -> Decided[Parts] | InfeasibleBudget:
     """The plan of what backward is when it computes `chosen` again, or why there is none."""
     parts, costs = again(chosen)
     # Where none is given it is FSDP2's own peak, of the graph that FSDP2 runs.
-    problem = replace(problem_of(costs, planning), budget_bytes=budget_bytes)
+    problem = replace(problem_of(costs, planning), budget_bytes=first.budget_bytes)
     baseline = posed.problem if posed.baseline is None else posed.baseline
     try:
-        plan = plan_with_costs(costs, problem, planning.policy.reshard, baseline)
+        plan = plan_with_costs(costs, problem, planning.policy.reshard, baseline, first.promised)
     except InfeasibleBudget as error:
         return error
     return Decided(parts, problem, replace(plan, recompute=chosen))

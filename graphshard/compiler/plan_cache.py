@@ -16,6 +16,7 @@ from pathlib import Path
 
 from graphshard.errors import PlanError
 from graphshard.files import cache
+from graphshard.planner.choices import Choices
 from graphshard.planner.problem import Problem, checked
 from graphshard.planner.separate_group import reductions_apart
 from graphshard.planner.simulate import simulated_as
@@ -24,11 +25,15 @@ from graphshard.schedule.steps import to_json
 
 
 def key_of(
-    problem: Problem, baseline: Problem | None, groups: tuple[GroupInfo, ...], torch_version: str
+    problem: Problem,
+    baseline: Problem | None,
+    groups: tuple[GroupInfo, ...],
+    torch_version: str,
+    start: Choices | None = None,
 ) -> str:
     """SHA-256 over all that a plan depends on. The budget, the costs and the user's settings are
     in the problem."""
-    text = to_json([_planner(), torch_version, groups, problem, baseline])
+    text = to_json([_planner(), torch_version, groups, problem, baseline, start])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

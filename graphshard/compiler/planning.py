@@ -22,7 +22,7 @@ from graphshard.passes.apply_plan import apply_plan
 from graphshard.passes.insert_offloads import insert_offloads
 from graphshard.passes.regroup import regroup
 from graphshard.planner.activations import DEARER
-from graphshard.planner.choices import Choices, offloads_of
+from graphshard.planner.choices import Choices, choices_of, offloads_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import plan_best
 from graphshard.pricing.held import folded
@@ -123,11 +123,12 @@ class Posed:
 @dataclass(frozen=True, slots=True)
 class FirstPlans:
     """What to compute again or to offload, within what budget, and the best plan that does neither;
-    None if none of these fits."""
+    None if none of these fits. promised: the plan that does, of what it frees by promise."""
 
     recompute: Recomputed
     budget_bytes: int
     without: Plan | None
+    promised: Plan | None = None
 
 
 @contextmanager
@@ -151,7 +152,7 @@ def first_plans(posed: Posed, planning: PlanningInputs) -> FirstPlans:
         chosen, without = best_plans(posed, planning)
         if not chosen.recompute.changes_graph:
             without = chosen
-        return FirstPlans(chosen.recompute, _budget_of(chosen), without)
+        return FirstPlans(chosen.recompute, _budget_of(chosen), without, chosen)
     try:
         without = _plan_of_posed(posed, posed.problem, planning)
     except InfeasibleBudget as error:
@@ -224,11 +225,13 @@ def plan_with_costs(
     problem: Problem,
     reshard: Reshard,
     baseline: Problem | None = None,
+    start: Plan | None = None,
 ) -> Plan:
     """The best plan that the planner finds. Raises InfeasibleBudget if none fits the budget.
 
     problem: what the program poses, or that with other times. baseline: what FSDP2 would run, if
-    that is another problem: one that computes something else again.
+    that is another problem: one that computes something else again. start: of a problem much like
+    it.
     """
     groups = tuple(
         replace(
@@ -239,22 +242,27 @@ def plan_with_costs(
         for info, group in zip(program.groups, problem.groups, strict=True)
     )
     if problem.near:  # quicker made than stored
-        return _planned(program.name, groups, problem, baseline)
+        return _planned(program.name, groups, problem, baseline, None)
     version = torch_version()
-    key = plan_cache.key_of(problem, baseline, groups, version)
+    begun = None if start is None else choices_of(start)
+    key = plan_cache.key_of(problem, baseline, groups, version, begun)
     plan = plan_cache.load(
         key, program.name, lambda found: plan_cache.check(found, problem, groups, version)
     )
     if plan is None:
-        plan = _planned(program.name, groups, problem, baseline)
+        plan = _planned(program.name, groups, problem, baseline, begun)
         plan_cache.save(key, plan)
     return plan
 
 
 def _planned(
-    name: str, groups: tuple[GroupInfo, ...], problem: Problem, baseline: Problem | None
+    name: str,
+    groups: tuple[GroupInfo, ...],
+    problem: Problem,
+    baseline: Problem | None,
+    start: Choices | None,
 ) -> Plan:
-    planned = plan_best(problem, baseline)
+    planned = plan_best(problem, baseline, start)
     held = {o.group: o.bytes for o in offloads_of(problem, Choices(offload=planned.offload))}
     groups = tuple(
         replace(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from graphshard.planner.activations import Offload, in_one_copy
 from graphshard.planner.memo import Memo, once
 from graphshard.planner.problem import Group, Part, Problem, use_of
-from graphshard.schedule.plan import Direction
+from graphshard.schedule.plan import Direction, Plan, Schedule, StepKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,26 @@ class Choices:
 
     def cuts_in(self, direction: Direction) -> Cuts:
         return self.forward if direction is Direction.FORWARD else self.backward
+
+
+def choices_of(plan: Plan) -> Choices:
+    """What the schedules of a plan say: all but delays, and what is computed again or offloaded."""
+    releases = [s for s in plan.forward.of_kind(StepKind.RELEASE) if s.group is not None]
+    return Choices(
+        kept=tuple(sorted(s.groups[0] for s in releases if s.kept)),
+        across=tuple(sorted(group.id for group in plan.groups if group.between_micro_steps)),
+        on_node=tuple(sorted(s.groups[0] for s in releases if s.on_node)),
+        forward=_cuts_in(plan.forward, StepKind.GATHER_ISSUE),
+        backward=_cuts_in(plan.backward, StepKind.GATHER_ISSUE),
+        reduce=_cuts_in(plan.backward, StepKind.REDUCE_ISSUE),
+    )
+
+
+def _cuts_in(schedule: Schedule | None, issue: StepKind) -> Cuts:
+    issues = [s for s in schedule.of_kind(issue) if not s.kept] if schedule else []
+    joined = {group for step in issues for group in step.groups[1:]}
+    split = {step.groups[0] for step in issues if step.params}
+    return Cuts(tuple(sorted(joined)), tuple(sorted(split)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from graphshard.errors import InfeasibleBudget
 from graphshard.planner.activations import DEARER
 from graphshard.planner.alap import just_in_time, lean
 from graphshard.planner.bounds import lower_bound_us
+from graphshard.planner.choices import Choices
 from graphshard.planner.compare import Place, forecasts, placed_as, schedules, simulated
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement, together, with_copies
 from graphshard.planner.infeasible import shortage_of
@@ -50,8 +51,12 @@ class Planned:
     offload: tuple[int, ...] = ()
 
 
-def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
+def plan_step(
+    problem: Problem, baseline: Problem | None = None, start: Choices | None = None
+) -> Planned:
     """The best schedules found. Raises InfeasibleBudget (GS601) if none fits the budget.
+
+    start: what is good for a problem much like this one.
 
     baseline: what FSDP2 would run, where that is not `problem` (other activations are computed
     again); then also the one whose peak is the budget.
@@ -72,7 +77,7 @@ def plan_step(problem: Problem, baseline: Problem | None = None) -> Planned:
     context = SearchContext(
         memo, budget, enough_us=bound * (1 + problem.near) if problem.near else 0.0
     )
-    best = _chosen(context, own)
+    best = _chosen(context, own, start)
     if best is None:
         raise InfeasibleBudget(shortage_of(memo.problem, budget, theirs.peak_bytes))
     eager = copied
@@ -109,9 +114,9 @@ def fsdp2(problem: Problem, place: Place = fsdp2_placement) -> Candidate:
     return placed_as(memo, fsdp2_choices(memo.problem), place)
 
 
-def _chosen(context: SearchContext, own: Candidate) -> Candidate | None:
+def _chosen(context: SearchContext, own: Candidate, start: Choices | None) -> Candidate | None:
     """What the search found, just in time; FSDP2's own schedule where that is as good."""
-    best = _found(context, own)
+    best = _found(context, [own.choices] if start is None else [own.choices, start])
     if own.peak_bytes <= context.budget_bytes and (best is None or own.us <= best.us):
         return own
     if best is None:
@@ -124,21 +129,24 @@ def _chosen(context: SearchContext, own: Candidate) -> Candidate | None:
     return leaner if own.peak_bytes > context.budget_bytes or leaner.us <= own.us else chosen
 
 
-def _found(context: SearchContext, own: Candidate) -> Candidate | None:
+def _found(context: SearchContext, starts: list[Choices]) -> Candidate | None:
     """What the search finds; with shards that nodes hold, where that may be worth it: they cost a
     communicator, and add to what has to be searched."""
     problem = context.problem
     if not any(group.node for group in problem.groups):
-        return search(context, [own.choices])
+        return search(context, starts)
     groups = tuple(replace(group, node=None) for group in problem.groups)
     without = Memo(replace(problem, groups=groups))
-    best = search(SearchContext(without, context.budget_bytes, context.enough_us), [own.choices])
+    best = search(
+        SearchContext(without, context.budget_bytes, context.enough_us),
+        [replace(start, on_node=()) for start in starts],
+    )
     if best is None:
-        return search(context, [own.choices])
+        return search(context, starts)
     compute_us = sum(r.us for direction in problem.directions for r in problem.regions(direction))
     if best.us - problem.micro_steps * compute_us < NODES_WORTH * best.us:
         return candidate(context, best.choices)
-    found = search_from_each(context, [own.choices, best.choices])
+    found = search_from_each(context, [*starts, best.choices])
     worth = [one for one in found if _is_worth_nodes(problem, one, best)]
     return min(worth, key=attrgetter("rank"), default=None) or candidate(context, best.choices)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphshard.errors import InfeasibleBudget
+from graphshard.planner.choices import Choices
 from graphshard.planner.plan_step import Planned, plan_step
 from graphshard.planner.problem import CollectiveLane, Problem
 from graphshard.schedule.plan import Estimate
@@ -16,13 +17,15 @@ from graphshard.schedule.plan import Estimate
 WORTH = 0.02
 
 
-def plan_best(problem: Problem, baseline: Problem | None = None) -> Planned:
+def plan_best(
+    problem: Problem, baseline: Problem | None = None, start: Choices | None = None
+) -> Planned:
     """`plan_step`, with reductions on lanes of their own where that is open and gains WORTH."""
-    found = plan_step(problem, baseline)
+    found = plan_step(problem, baseline, start)
     if not problem.may_reduce_apart or not _may_gain(problem, found.estimate):
         return found
     try:
-        other = plan_step(reductions_apart(problem), baseline)
+        other = plan_step(reductions_apart(problem), baseline, start)
     except InfeasibleBudget:
         return found
     is_worth = other.estimate.ours.step_time_us <= (1 - WORTH) * found.estimate.ours.step_time_us
