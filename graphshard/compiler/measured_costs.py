@@ -52,7 +52,7 @@ def at_measured_costs(
     if problem is None:
         return planned
     try:
-        plan = plan_with_costs(planned.parts.placed, problem, reshard)
+        plan = plan_with_costs(planned.parts.placed, problem, reshard, start=planned.plan)
     except InfeasibleBudget as error:
         logger.debug("%s: not with measured costs: %s", planned.plan.name, error.message)
         return planned

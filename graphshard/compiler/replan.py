@@ -123,7 +123,7 @@ class Replanner:
         """None if nothing is found that fits the budget; the log says so."""
         running = self.running
         try:
-            plan = plan_with_costs(self.placed, problem, self.reshard)
+            plan = plan_with_costs(self.placed, problem, self.reshard, start=running.plan)
         except InfeasibleBudget as error:
             logger.warning("%s: not planned again: %s", running.plan.name, error.message)
             return None

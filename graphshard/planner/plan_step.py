@@ -130,8 +130,21 @@ def _chosen(context: SearchContext, own: Candidate, start: Choices | None) -> Ca
 
 
 def _found(context: SearchContext, starts: list[Choices]) -> Candidate | None:
-    """What the search finds; with shards that nodes hold, where that may be worth it: they cost a
-    communicator, and add to what has to be searched."""
+    """What the search finds. Copies to the host are added to the best without them, so that they
+    are never a loss."""
+    if not context.problem.offload_options:
+        return _found_here(context, starts)
+    here = replace(context.problem, offload_options=())
+    best = _found_here(
+        SearchContext(Memo(here), context.budget_bytes, context.enough_us),
+        [replace(start, offload=()) for start in starts],
+    )
+    return search(context, starts if best is None else [*starts, best.choices])
+
+
+def _found_here(context: SearchContext, starts: list[Choices]) -> Candidate | None:
+    """With shards that nodes hold, where that may be worth it: they cost a communicator, and add to
+    what has to be searched."""
     problem = context.problem
     if not any(group.node for group in problem.groups):
         return search(context, starts)

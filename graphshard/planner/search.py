@@ -51,7 +51,8 @@ def search(context: SearchContext, starts: Sequence[Choices]) -> Best:
 
 def search_from_each(context: SearchContext, starts: Sequence[Choices]) -> list[Candidate]:
     """As `search`; where nodes may hold shards, the best with the room used for these too, which is
-    far from what other starts come to."""
+    far from what other starts come to. With copies to the host one start is enough: both were
+    searched without them before (`plan_step`)."""
     best: Best = None
     for start in (*starts, lean_choices(context.memo)):
         best = better(best, candidate(context, start))
@@ -64,7 +65,7 @@ def search_from_each(context: SearchContext, starts: Sequence[Choices]) -> list[
     room_used = with_room_used(context)
     if room_used is not None:
         begun.append(candidate(context, room_used) or best)
-    if not node_moves(context.memo):
+    if context.problem.offload_options or not node_moves(context.memo):
         begun = [min(begun, key=attrgetter("rank"))]
     return [_settled(context, one) for one in begun]
 

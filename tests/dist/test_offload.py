@@ -60,7 +60,7 @@ def copies_of(plan: Plan) -> int:
 def within(ctx: Ctx, name: str, compute: str) -> list[int]:
     """Budgets between the least feasible peak and FSDP2's own."""
     least_bytes, most_bytes = bounds(ctx, name, compute)
-    return [least_bytes + (most_bytes - least_bytes) * part // 5 for part in (1, 3)]
+    return [least_bytes + (most_bytes - least_bytes) * part // 10 for part in (1, 3)]
 
 
 def offloading(ctx: Ctx, name: str, compute: str) -> list[tuple[int, int, int]]:
