@@ -138,7 +138,7 @@ def test_a_module_skipped_on_one_rank_is_an_error(pool: Pool, mode: str) -> None
 def reordered(original: Any) -> Any:
     """The planner lets the first reduction wait until the others have gone."""
 
-    def choose(context: Any, own: Any) -> Any:
+    def choose(context: Any, own: Any, start: Any) -> Any:
         first = reduce_buckets(context.memo, own.choices)[0].groups[0]
         return candidate(context, replace(own.choices, delays=((first, 8),)))
 
