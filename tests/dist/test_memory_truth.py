@@ -112,13 +112,16 @@ def recording(ranges: list[tuple[Step, ...]]) -> Callable[[Any], Any]:
 
 
 def peaks(model: Any, optimizer: Any, ctx: Ctx) -> dict[str, Any]:
-    """Of one more step."""
+    """The least of three more steps. One plan was seen at 0.984 to 1.031 of what it says: gloo's
+    threads free what they hold when they come to it, on a busy machine after the wait."""
     (plan,) = graphshard.plans(model)
-    optimizer.zero_grad()
-    step = step_peaks(lambda: model(*make_batch(CONFIG, ctx.rank)).backward())
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        found.append(step_peaks(lambda: model(*make_batch(CONFIG, ctx.rank)).backward()))
     return {
         "predicted": plan.summary()["peak_bytes"],
-        "measured": step.allocated_bytes + resident_bytes(optimizer),
+        "measured": min(one.allocated_bytes for one in found) + resident_bytes(optimizer),
     }
 
 
@@ -190,8 +193,7 @@ def test_what_is_compiled_within_a_budget_takes_what_the_plan_says(pool: Pool) -
     for rows in pool.run(2, compiled_within, timeout_s=280):
         for row in rows:
             print(row["measured"] / row["predicted"])
-            # 1.031 was seen, where 27 activations are computed again: more than the 3 % to be had.
-            assert 0.95 < row["measured"] / row["predicted"] < 1.04, row
+            assert 0.95 < row["measured"] / row["predicted"] < 1.03, row
         assert rows[0]["again"] > rows[-1]["again"]
 
 
