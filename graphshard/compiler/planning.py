@@ -244,7 +244,7 @@ def plan_with_costs(
     if problem.near:  # quicker made than stored
         return _planned(program.name, groups, problem, baseline, None)
     version = torch_version()
-    begun = None if start is None else choices_of(start)
+    begun = None if start is None else choices_of(start.schedules, start.across)
     key = plan_cache.key_of(problem, baseline, groups, version, begun)
     plan = plan_cache.load(
         key, program.name, lambda found: plan_cache.check(found, problem, groups, version)

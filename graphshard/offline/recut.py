@@ -40,7 +40,7 @@ def recut(
     infos: the groups of the whole model. chosen: of the whole model.
     """
     runs = [run for repeat in repeats for run in _runs(repeat, chosen)]
-    if sum(map(_num_captured, runs)) == sum(repeat.count for repeat in repeats):
+    if sum(run.captured for run in runs) == sum(repeat.count for repeat in repeats):
         return None
     names = _names(repeats, runs)
     try:
@@ -70,10 +70,6 @@ def _runs(repeat: Repeat, chosen: Recomputed) -> Iterator[Repeat]:
         yield Repeat(repeat.container, names, late=1 + max(1, AT_TURN - behind))
 
 
-def _num_captured(run: Repeat) -> int:
-    return min(run.count, run.captured)
-
-
 def _block_of(fqn: str, blocks: Iterable[str]) -> str | None:
     return next((b for b in blocks if fqn == b or fqn.startswith(f"{b}.")), None)
 
@@ -92,7 +88,7 @@ def _built(build: Callable[[], Made], repeats: Sequence[Repeat], runs: Sequence[
     made = build()
     for repeat in repeats:
         own = (run for run in runs if run.container == repeat.container)
-        shorten(made.model, repeat, sum(map(_num_captured, own)))
+        shorten(made.model, repeat, sum(run.captured for run in own))
     return made
 
 

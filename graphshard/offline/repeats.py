@@ -33,7 +33,7 @@ class Repeat:
     """`count` blocks in a row that are alike. names: their FQNs; `container` holds nothing else, or
     blocks that other repeats have.
 
-    late: so many are captured from the second of those two on.
+    late: how many are captured from the second on of the two that show what repeats.
     """
 
     container: str
@@ -42,8 +42,8 @@ class Repeat:
 
     @property
     def captured(self) -> int:
-        """How many stand for all."""
-        return EARLY + self.late
+        """How many stand for all: at most all."""
+        return min(self.count, EARLY + self.late)
 
     @property
     def count(self) -> int:

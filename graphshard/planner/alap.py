@@ -18,14 +18,13 @@ from dataclasses import replace
 from itertools import accumulate
 
 from graphshard.planner.choices import Choices
-from graphshard.planner.events import micro_steps_of
 from graphshard.planner.fsdp2 import has_lists
 from graphshard.planner.memory import profile_of, view_of
 from graphshard.planner.placement import UNLIMITED, latest_waits
 from graphshard.planner.problem import Problem
 from graphshard.planner.score import Scored, SearchContext, score, start_bytes
 from graphshard.planner.simulate import play
-from graphshard.planner.stage import Placement, Stage, gather_positions, placed, stage_of
+from graphshard.planner.stage import Placement, Stage, gather_positions, placed, stages_of
 from graphshard.schedule.plan import Direction
 
 ROUNDS = 4
@@ -40,9 +39,7 @@ def just_in_time(
 ) -> Scored:
     """`scored`, just in time: not slower, and not above the budget unless it was before."""
     problem = context.problem
-    stages = [
-        stage_of(context.memo, choices, direction, micro) for micro, _ in micro_steps_of(problem)
-    ]
+    stages = stages_of(context.memo, choices, direction)
     starts = start_bytes(context, choices, direction)
     limit = max(context.budget_bytes, scored.peak_bytes)
     for _ in range(ROUNDS):
@@ -63,10 +60,7 @@ def lean(context: SearchContext, choices: Choices, direction: Direction, scored:
 
     With `Problem.early_waits` it may stay as it is.
     """
-    stages = [
-        stage_of(context.memo, choices, direction, micro)
-        for micro, _ in micro_steps_of(context.problem)
-    ]
+    stages = stages_of(context.memo, choices, direction)
     starts = start_bytes(context, choices, direction)
     found = score(
         context, stages, starts, _earlier_waits(context.problem, stages[-1], scored.placement)
@@ -153,7 +147,7 @@ def _later_waits(
     ready: dict[int, list[int]] = defaultdict(list)
     for reduced in placement.reductions:
         ready[reduced.issue].append(reduced.job)
-    profile = profile_of(stages, starts, keeps_order=problem.keeps_reduce_order)
+    profile = profile_of(problem, stages, starts)
     view = view_of(replace(profile, ready=ready), UNLIMITED**2)
     assert view is not None
     positions = view.positions

@@ -7,13 +7,13 @@ collective is issued and waited for is a `Placement` (graphshard.planner.placeme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphshard.planner.activations import Offload, in_one_copy
 from graphshard.planner.memo import Memo, once
 from graphshard.planner.problem import Group, Part, Problem, use_of
-from graphshard.schedule.plan import Direction, Plan, Schedule, StepKind
+from graphshard.schedule.plan import Direction, Schedule, StepKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +52,23 @@ class Choices:
         return self.forward if direction is Direction.FORWARD else self.backward
 
 
-def choices_of(plan: Plan) -> Choices:
-    """What the schedules of a plan say: all but delays, and what is computed again or offloaded."""
-    releases = [s for s in plan.forward.of_kind(StepKind.RELEASE) if s.group is not None]
+def choices_of(schedules: Sequence[Schedule], across: tuple[int, ...] = ()) -> Choices:
+    """What schedules say: all but delays, and what is computed again or offloaded. across: the
+    groups that stay gathered between micro-steps, which they do not say."""
+    forward, *backward = schedules
+    releases = [s for s in forward.of_kind(StepKind.RELEASE) if s.group is not None]
     return Choices(
         kept=tuple(sorted(s.groups[0] for s in releases if s.kept)),
-        across=tuple(sorted(group.id for group in plan.groups if group.between_micro_steps)),
+        across=across,
         on_node=tuple(sorted(s.groups[0] for s in releases if s.on_node)),
-        forward=_cuts_in(plan.forward, StepKind.GATHER_ISSUE),
-        backward=_cuts_in(plan.backward, StepKind.GATHER_ISSUE),
-        reduce=_cuts_in(plan.backward, StepKind.REDUCE_ISSUE),
+        forward=_cuts_in([forward], StepKind.GATHER_ISSUE),
+        backward=_cuts_in(backward, StepKind.GATHER_ISSUE),
+        reduce=_cuts_in(backward, StepKind.REDUCE_ISSUE),
     )
 
 
-def _cuts_in(schedule: Schedule | None, issue: StepKind) -> Cuts:
-    issues = [s for s in schedule.of_kind(issue) if not s.kept] if schedule else []
+def _cuts_in(schedules: Sequence[Schedule], issue: StepKind) -> Cuts:
+    issues = [s for one in schedules for s in one.of_kind(issue) if not s.kept]
     joined = {group for step in issues for group in step.groups[1:]}
     split = {step.groups[0] for step in issues if step.params}
     return Cuts(tuple(sorted(joined)), tuple(sorted(split)))

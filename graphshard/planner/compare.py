@@ -23,7 +23,7 @@ from graphshard.planner.memo import Memo
 from graphshard.planner.problem import Problem
 from graphshard.planner.score import Candidate, SearchContext, score, start_bytes
 from graphshard.planner.simulate import Played, Simulation, owners_at, play, report
-from graphshard.planner.stage import Placement, Stage, assemble, stage_of
+from graphshard.planner.stage import Placement, Stage, assemble, stage_of, stages_of
 from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.forecast import CollectiveTime, Forecast, StepTime
 from graphshard.schedule.plan import Category, Direction, Schedule
@@ -36,9 +36,7 @@ def placed_as(memo: Memo, choices: Choices, place: Place = fsdp2_placement) -> C
     context = SearchContext(memo, 0)
     found = []
     for direction in memo.problem.directions:
-        stages = [
-            stage_of(memo, choices, direction, micro) for micro, _ in micro_steps_of(memo.problem)
-        ]
+        stages = stages_of(memo, choices, direction)
         starts = start_bytes(context, choices, direction)
         found.append(score(context, stages, starts, place(memo.problem, stages[0])))
     return Candidate(choices, tuple(found))

@@ -73,7 +73,7 @@ def fsdp2_placement(problem: Problem, stage: Stage) -> Placement:
     """FSDP2's positions for the jobs of `stage`, whatever its choices."""
     gathers = listed_positions(problem, stage)
     if not has_lists(problem, stage.direction):
-        profile = profile_of([stage], [0], keeps_order=problem.keeps_reduce_order)
+        profile = profile_of(problem, [stage], [0])
         view = view_of(profile, UNLIMITED**2)
         assert view is not None
         one_ahead = fill(stage, profile, view, UNLIMITED**2, ONE_AHEAD)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 
+from graphshard.planner.problem import Problem
 from graphshard.planner.stage import Job, Stage
 
 # Bytes, one number for each micro-step.
@@ -76,9 +77,7 @@ class View:
     reductions: list[int]
 
 
-def profile_of(
-    stages: Sequence[Stage], starts: Sequence[int], *, keeps_order: bool
-) -> MemoryProfile:
+def profile_of(problem: Problem, stages: Sequence[Stage], starts: Sequence[int]) -> MemoryProfile:
     """starts: bytes in memory when each stage starts.
 
     A gather's wait counts what its issue leaves behind too, and a reduction's issue leaves out
@@ -86,39 +85,41 @@ def profile_of(
     """
     first = stages[0]
     positions = [at for at, _ in first.fixed]
-    waits = [0] * len(positions)
-    for job in first.gathers:  # nothing else is where a gather is waited for
-        waits[bisect_left(positions, job.at)] = 1
-    held = [_held(stage, start, positions) for stage, start in zip(stages, starts, strict=True)]
+    # Nothing else is where a gather is waited for, and that is the same in all stages.
+    waits = [bisect_left(positions, job.at) for job in first.gathers]
+    is_wait = [0] * len(positions)
+    for place in waits:
+        is_wait[place] = 1
+    held = [_held(stage, start, waits) for stage, start in zip(stages, starts, strict=True)]
     ready: dict[int, list[int]] = defaultdict(list)
     for index, job in enumerate(first.reductions):
         ready[job.at].append(index)
     return MemoryProfile(
         positions,
-        [_needs(stage, own, positions) for stage, own in zip(stages, held, strict=True)],
+        [_needs(stage, own, waits) for stage, own in zip(stages, held, strict=True)],
         held,
-        [*accumulate(waits, initial=0)],
+        [*accumulate(is_wait, initial=0)],
         range(min(ready, default=first.end), first.end, first.stride),
         ready,
         tuple(_packing(jobs) for jobs in zip(*(s.reductions for s in stages), strict=True)),
         tuple(accumulate(_flights(s.gathers for s in stages), initial=0)),
         tuple(accumulate((bool(job.bucket.groups) for job in first.gathers), initial=0)),
         tuple(_flights(s.reductions for s in stages)),
-        keeps_order,
+        problem.keeps_reduce_order,
     )
 
 
-def _held(stage: Stage, start: int, positions: list[int]) -> list[int]:
+def _held(stage: Stage, start: int, waits: Sequence[int]) -> list[int]:
     grows = [event.alloc_bytes - event.free_bytes for _, event in stage.fixed]
-    for job in stage.gathers:
-        grows[bisect_left(positions, job.at)] += job.issue.alloc_bytes - job.issue.free_bytes
+    for place, job in zip(waits, stage.gathers, strict=True):
+        grows[place] += job.issue.alloc_bytes - job.issue.free_bytes
     return [*accumulate(grows, initial=start)]
 
 
-def _needs(stage: Stage, held: list[int], positions: list[int]) -> list[int]:
+def _needs(stage: Stage, held: list[int], waits: Sequence[int]) -> list[int]:
     rises = [event.alloc_bytes + event.brief_bytes for _, event in stage.fixed]
-    for job in stage.gathers:
-        rises[bisect_left(positions, job.at)] += job.flight_bytes
+    for place, job in zip(waits, stage.gathers, strict=True):
+        rises[place] += job.flight_bytes
     return [*map(add, held, rises)]
 
 
@@ -155,34 +156,23 @@ def view_of(profile: MemoryProfile, budget_bytes: int, room: int = 0) -> View | 
         limit = budget_bytes - profile.gathers[ahead] + profile.gathers[waited]
         while pending:
             held = tuple(own[place] + more for own, more in zip(profile.held, added, strict=True))
-            found = _first_that_fits(profile, pending, held, limit)
-            if found is None and position != profile.points[-1]:
-                break
-            found = _smallest(profile, pending, held) if found is None else found
+            open_jobs = pending[:1] if profile.keeps_order else pending
+            needs = (_most(held, profile.reductions[job].rises) for job in open_jobs)
+            found = next((i for i, size in enumerate(needs) if size <= limit), None)
+            if found is None:
+                if position != profile.points[-1]:
+                    break
+                sizes = [_most(held, profile.reductions[job].rises) for job in open_jobs]
+                found = sizes.index(min(sizes))
             packing = profile.reductions[pending[found]]
             _issue(view, position, _most(held, packing.rises), waited, pending.pop(found))
+            if view.needs[-1] > budget_bytes:
+                return None
             added = tuple(map(add, added, packing.grows))
     if _extend(view, profile, len(profile.positions), added) > budget_bytes:
         return None
     view.reductions.extend(accumulate((profile.flights[job] for job in view.order), initial=0))
-    return view if max(view.needs, default=0) <= budget_bytes else None
-
-
-def _first_that_fits(
-    profile: MemoryProfile, pending: Sequence[int], held: Bytes, limit: int
-) -> int | None:
-    open_jobs = pending[:1] if profile.keeps_order else pending
-    rises = (profile.reductions[job].rises for job in open_jobs)
-    if len(held) == 1:  # one micro-step is by far the most frequent case
-        most = limit - held[0]
-        return next((i for i, (own,) in enumerate(rises) if own <= most), None)
-    return next((i for i, own in enumerate(rises) if _most(held, own) <= limit), None)
-
-
-def _smallest(profile: MemoryProfile, pending: Sequence[int], held: Bytes) -> int:
-    open_jobs = pending[:1] if profile.keeps_order else pending
-    sizes = [_most(held, profile.reductions[job].rises) for job in open_jobs]
-    return sizes.index(min(sizes))
+    return view
 
 
 def _extend(view: View, profile: MemoryProfile, stop: int, added: Bytes) -> int:
@@ -212,4 +202,6 @@ def _issue(view: View, position: int, needs: int, waited: int, job: int) -> None
 
 
 def _most(held: Bytes, rises: Bytes) -> int:
+    if len(held) == 1:  # one micro-step is by far the most frequent case
+        return held[0] + rises[0]
     return max(h + r for h, r in zip(held, rises, strict=True))

@@ -72,7 +72,7 @@ def _most_gathers(
     # that a limit holds for all earlier events. In flight at an event are the gathers issued and
     # not waited for, of sums[limit] - sums[waited] bytes: no more than the budget leaves beside
     # `needs` and the reductions. Its own gather, which counts as waited for in bytes, is one of
-    # those ahead (`before`). What was waited for cannot be given back: `fill` refuses the rest.
+    # those ahead (`before`). What was waited for cannot be given back: `view_of` refuses the rest.
     rows = zip(view.needs, view.before, view.waited, view.issued, strict=True)
     for needs, before, waited, issued in reversed([*rows]):
         left_free = view.reductions[issued] - view.reductions[max(0, issued - buffers)]

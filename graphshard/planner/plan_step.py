@@ -133,16 +133,16 @@ def _found(context: SearchContext, starts: list[Choices]) -> Candidate | None:
     """What the search finds. Copies to the host are added to the best without them, so that they
     are never a loss."""
     if not context.problem.offload_options:
-        return _found_here(context, starts)
-    here = replace(context.problem, offload_options=())
-    best = _found_here(
-        SearchContext(Memo(here), context.budget_bytes, context.enough_us),
+        return _found_without_copies(context, starts)
+    without = Memo(replace(context.problem, offload_options=()))
+    best = _found_without_copies(
+        SearchContext(without, context.budget_bytes, context.enough_us),
         [replace(start, offload=()) for start in starts],
     )
     return search(context, starts if best is None else [*starts, best.choices])
 
 
-def _found_here(context: SearchContext, starts: list[Choices]) -> Candidate | None:
+def _found_without_copies(context: SearchContext, starts: list[Choices]) -> Candidate | None:
     """With shards that nodes hold, where that may be worth it: they cost a communicator, and add to
     what has to be searched."""
     problem = context.problem
@@ -155,7 +155,7 @@ def _found_here(context: SearchContext, starts: list[Choices]) -> Candidate | No
         [replace(start, on_node=()) for start in starts],
     )
     if best is None:
-        return search(context, starts)
+        return min(search_from_each(context, starts), key=attrgetter("rank"), default=None)
     compute_us = sum(r.us for direction in problem.directions for r in problem.regions(direction))
     if best.us - problem.micro_steps * compute_us < NODES_WORTH * best.us:
         return candidate(context, best.choices)

@@ -10,6 +10,7 @@ from graphshard.planner.moves import Move, taken
 from graphshard.planner.score import Candidate, SearchContext, candidate, fits
 
 Best: TypeAlias = Candidate | None
+# More of them is not always faster: what fits with fewer is tried, too.
 TRIED = 2
 
 

@@ -6,7 +6,7 @@ share are the bytes that one hands to the other, which choices alone decide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -24,7 +24,7 @@ from graphshard.planner.memory import MemoryProfile, View, profile_of, view_of
 from graphshard.planner.placement import UNLIMITED, FillPolicy, fill
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import play
-from graphshard.planner.stage import Placement, Stage, assemble, stage_of
+from graphshard.planner.stage import Placement, Stage, assemble, stage_of, stages_of
 from graphshard.schedule.plan import Direction
 
 # Reduction buffers that gathers leave room for, and gathers in flight where both share a lane.
@@ -108,8 +108,8 @@ def fits(context: SearchContext, choices: Choices) -> bool:
 
 
 def _fits(context: SearchContext, choices: Choices, direction: Direction) -> bool:
-    stages = _stages(context, choices, direction)
-    profile = _profile(context, stages, start_bytes(context, choices, direction))
+    stages = stages_of(context.memo, choices, direction)
+    profile = profile_of(context.problem, stages, start_bytes(context, choices, direction))
     rooms = dict.fromkeys(policy.room for policy in _policies(context, direction))
     return any(view_of(profile, context.budget_bytes, room) is not None for room in rooms)
 
@@ -150,27 +150,15 @@ def placed_by_each(
     context: SearchContext, choices: Choices, direction: Direction
 ) -> Iterator[tuple[FillPolicy, Scored]]:
     """What fits the budget, without repetition, with the first policy that gives it."""
-    stages = _stages(context, choices, direction)
+    stages = stages_of(context.memo, choices, direction)
     starts = start_bytes(context, choices, direction)
-    profile = _profile(context, stages, starts)
+    profile = profile_of(context.problem, stages, starts)
     for policy, placement in _placements(
         context, stages[0], profile, _policies(context, direction)
     ):
         scored = score(context, stages, starts, placement)
         if scored.peak_bytes <= context.budget_bytes:
             yield policy, scored
-
-
-def _stages(context: SearchContext, choices: Choices, direction: Direction) -> list[Stage]:
-    """One for each micro-step."""
-    micro_steps = micro_steps_of(context.problem)
-    return [stage_of(context.memo, choices, direction, micro) for micro, _ in micro_steps]
-
-
-def _profile(
-    context: SearchContext, stages: Sequence[Stage], starts: Sequence[int]
-) -> MemoryProfile:
-    return profile_of(stages, starts, keeps_order=context.problem.keeps_reduce_order)
 
 
 def _policies(context: SearchContext, direction: Direction) -> tuple[FillPolicy, ...]:
@@ -185,15 +173,15 @@ def _placements(
     for policy in policies:
         if has_lists(context.problem, stage.direction):
             gathers = listed_positions(context.problem, stage)
-            placement: Placement | None = Placement(gathers, with_buffers(stage, policy.buffers))
+            placement = Placement(gathers, with_buffers(stage, policy.buffers))
         else:
             if policy.room not in views:
                 views[policy.room] = view_of(profile, context.budget_bytes, policy.room)
             view = views[policy.room]
-            placement = None
-            if view is not None:
-                placement = fill(stage, profile, view, context.budget_bytes, policy)
-        if placement is not None and placement not in seen:
+            if view is None:
+                continue
+            placement = fill(stage, profile, view, context.budget_bytes, policy)
+        if placement not in seen:
             seen.add(placement)
             yield policy, placement
 

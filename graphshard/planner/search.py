@@ -19,7 +19,6 @@ from graphshard.planner.moves import (
     families,
     lean_choices,
     moves,
-    node_moves,
     still_open,
     taken,
     unmoved,
@@ -34,7 +33,7 @@ from graphshard.planner.score import (
 )
 from graphshard.planner.starts import with_room_used
 
-# How many events the search may play; about a second of Python for each million.
+# How many events the search may play. What only asks whether choices fit plays none.
 LEAST_EFFORT = 150_000
 EFFORT_PER_EVENT = 120
 POLICIES = 2
@@ -46,13 +45,18 @@ REORDER_WORTH = 0.01
 
 def search(context: SearchContext, starts: Sequence[Choices]) -> Best:
     """The best candidate found from `starts`, or None if none of them can be made to fit."""
-    return min(search_from_each(context, starts), key=attrgetter("rank"), default=None)
+    begun = _begun(context, starts)
+    return _settled(context, min(begun, key=attrgetter("rank"))) if begun else None
 
 
 def search_from_each(context: SearchContext, starts: Sequence[Choices]) -> list[Candidate]:
-    """As `search`; where nodes may hold shards, the best with the room used for these too, which is
-    far from what other starts come to. With copies to the host one start is enough: both were
-    searched without them before (`plan_step`)."""
+    """As `search`, and from where the room is used: with shards that nodes hold this is far from
+    what other starts come to."""
+    return [_settled(context, one) for one in _begun(context, starts)]
+
+
+def _begun(context: SearchContext, starts: Sequence[Choices]) -> list[Candidate]:
+    """The best of `starts`, and what uses the room; the first alone if it is good enough."""
     best: Best = None
     for start in (*starts, lean_choices(context.memo)):
         best = better(best, candidate(context, start))
@@ -65,13 +69,13 @@ def search_from_each(context: SearchContext, starts: Sequence[Choices]) -> list[
     room_used = with_room_used(context)
     if room_used is not None:
         begun.append(candidate(context, room_used) or best)
-    if context.problem.offload_options or not node_moves(context.memo):
-        begun = [min(begun, key=attrgetter("rank"))]
-    return [_settled(context, one) for one in begun]
+    return begun
 
 
 def _settled(context: SearchContext, best: Candidate) -> Candidate:
     """`best`, changed step by step until nothing helps, or the effort for that is spent."""
+    if best.us <= context.enough_us:
+        return best
     limit = context.effort + effort_limit(context)
     _tune(context, best.choices)
     before = None

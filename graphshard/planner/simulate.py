@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from graphshard.errors import PlanError
-from graphshard.planner.choices import Bucket, Choices, offloads_of
+from graphshard.planner.choices import Bucket, Choices, choices_of, offloads_of
 from graphshard.planner.events import (
     Event,
     MicroStep,
@@ -157,8 +157,7 @@ def simulate(
     recompute, offload: indices of the options taken. across: groups kept gathered between
     micro-steps.
     """
-    stays = _stays(schedules[0])
-    choices = replace(stays, recompute=recompute, across=across, offload=offload)
+    choices = replace(choices_of(schedules, across), recompute=recompute, offload=offload)
     programs = {
         micro: [events_of(problem, schedule, choices, micro) for schedule in schedules]
         for micro, _ in micro_steps_of(problem)
@@ -171,17 +170,7 @@ def simulated_as(problem: Problem, plan: Plan) -> Simulation:
     chosen, away = set(plan.recompute.activations), set(plan.recompute.offloaded)
     again = tuple(i for i, o in enumerate(problem.recompute) if o.activation in chosen)
     offload = tuple(i for i, o in enumerate(problem.offload_options) if o.activation in away)
-    across = tuple(g.id for g in plan.groups if g.between_micro_steps)
-    return simulate(problem, plan.schedules, again, across, offload)
-
-
-def _stays(forward: Schedule) -> Choices:
-    """What its releases leave until backward."""
-    releases = [(s, s.group) for s in forward.of_kind(StepKind.RELEASE) if s.group is not None]
-    return Choices(
-        kept=tuple(sorted(group for step, group in releases if step.kept)),
-        on_node=tuple(sorted(group for step, group in releases if step.on_node)),
-    )
+    return simulate(problem, plan.schedules, again, plan.across, offload)
 
 
 def report(

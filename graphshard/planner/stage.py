@@ -32,6 +32,7 @@ from graphshard.planner.events import (
     Event,
     MicroStep,
     gather_events,
+    micro_steps_of,
     offload_events,
     reduce_events,
     release_event,
@@ -97,6 +98,12 @@ class Reduced:
     job: int
     issue: int
     wait: int
+
+
+def stages_of(memo: Memo, choices: Choices, direction: Direction) -> list[Stage]:
+    """Those of all micro-steps."""
+    micro_steps = micro_steps_of(memo.problem)
+    return [stage_of(memo, choices, direction, micro) for micro, _ in micro_steps]
 
 
 def stage_of(memo: Memo, choices: Choices, direction: Direction, micro: MicroStep) -> Stage:
@@ -225,7 +232,7 @@ def _regions(
     born = once(memo, ("born", direction), lambda: born_gradients(memo.problem, direction))
 
     def event(state: RegionState) -> Event:
-        key = direction, state  # choices change few regions
+        key = "region", direction, state  # choices change few regions
         return once(memo, key, lambda: region_event(memo.problem, direction, state, born))
 
     states = region_states(memo.problem, choices, direction)

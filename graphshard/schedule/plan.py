@@ -100,6 +100,11 @@ class Plan:
         return (self.forward,) if self.backward is None else (self.forward, self.backward)
 
     @property
+    def across(self) -> tuple[int, ...]:
+        """The groups that stay gathered between micro-steps."""
+        return tuple(group.id for group in self.groups if group.between_micro_steps)
+
+    @property
     def collective_signature(self) -> CollectiveSignature:
         """The collectives in the order of issue, forward first: what all ranks must share."""
         by_id = {g.id: g for g in self.groups}
