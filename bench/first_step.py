@@ -133,11 +133,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    result: dict[str, object] = dict(rounds.header("first_step.py"))
-    if args.against:
-        from bench import machine
-
-        result["against"] = machine.git(args.against, "rev-parse", "HEAD")
+    result = rounds.header("first_step.py", args.against)
     done: Sequence[Round] = []
     for done in run(args):
         result["launches"] = [

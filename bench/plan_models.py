@@ -1,4 +1,4 @@
-"""Models that `bench/plan_time.py` plans, as functions that `graphshard plan` calls."""
+"""A model that `bench/plan_time.py` plans and the examples lack."""
 
 import sys
 from dataclasses import replace
@@ -9,17 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a graphshard
 
 from examples import llama
 
-LENGTH = 8_192
-
 
 def bare_8b() -> Any:
-    """Without checkpoints."""
-    return llama.sharded(replace(llama.LLAMA3_8B, recompute="none"), 2, LENGTH)
-
-
-def llama_70b() -> Any:
-    return llama.sharded(llama.LLAMA3_70B, 1, LENGTH)
-
-
-def llama_405b() -> Any:
-    return llama.sharded(llama.LLAMA3_405B, 1, LENGTH)
+    """Llama 3 8B without checkpoints."""
+    return llama.sharded(replace(llama.LLAMA3_8B, recompute="none"), batch=2, seq=8_192)

@@ -3,8 +3,7 @@
     python bench/plan_time.py --against CHECKOUT --json OUT.json
 
 Each launch is a fresh process without a cache of plans; cases and checkouts take turns. The time
-counts from the start of Python to its end, imports included. Medians and ratios on stdout, progress
-on stderr.
+counts from the start of Python to its end, imports included. Medians on stdout, progress on stderr.
 """
 
 from __future__ import annotations
@@ -29,24 +28,25 @@ OURS, OTHER = "graphshard", "other checkout"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """function: of `plan_models.py`."""
+    """target: FILE.py:FUNCTION, as `graphshard plan` takes it."""
 
-    function: str
+    target: str
     world_size: int
     machine: str
     budget: str
 
     @property
     def title(self) -> str:
-        return f"{self.function}, {self.world_size:,} x {self.machine}, {self.budget}"
+        function = self.target.partition(":")[2]
+        return f"{function}, {self.world_size:,} x {self.machine}, {self.budget}"
 
 
 CASES = (
-    Case("bare_8b", 64, "h100-ib400", "40GiB"),
-    Case("bare_8b", 64, "h100-ethernet100", "60GiB"),
-    Case("llama_70b", 512, "h100-ib400", "45GiB"),
-    Case("llama_70b", 512, "h100-ethernet100", "70GiB"),
-    Case("llama_405b", 1024, "h100-ib400", "75GiB"),
+    Case("bench/plan_models.py:bare_8b", 64, "h100-ib400", "40GiB"),
+    Case("bench/plan_models.py:bare_8b", 64, "h100-ethernet100", "60GiB"),
+    Case("examples/llama.py:llama3_70b", 512, "h100-ib400", "45GiB"),
+    Case("examples/llama.py:llama3_70b", 512, "h100-ethernet100", "70GiB"),
+    Case("examples/llama.py:llama3_405b", 1024, "h100-ib400", "75GiB"),
 )
 
 
@@ -63,7 +63,7 @@ def launch(case: Case, way: str, root: Path) -> Launch:
         began_s = time.perf_counter()
         rounds.python(
             *("-m", "graphshard.cli", "plan"),
-            f"{ROOT / 'bench' / 'plan_models.py'}:{case.function}",
+            str(ROOT / case.target),
             *("--world", str(case.world_size), "--hw", case.machine, "--budget", case.budget),
             *("--compute", "inductor", "-o", str(Path(folder) / "plan.json")),
             environment={"GRAPHSHARD_CACHE_DIR": folder, "PYTHONPATH": str(root)},
@@ -98,11 +98,7 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=3, help="of each")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args()
-    result = dict(rounds.header("plan_time.py"))
-    if args.against:
-        from bench import machine
-
-        result["against"] = machine.git(args.against, "rev-parse", "HEAD")
+    result = rounds.header("plan_time.py", args.against)
     done: list[Launch] = []
     for found in run(args.launches, args.against):
         done.append(found)

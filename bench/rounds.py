@@ -91,14 +91,15 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def header(script: str) -> dict[str, object]:
-    """What every results file begins with."""
+def header(script: str, against: Path | None = None) -> dict[str, object]:
+    """What every results file begins with. against: another checkout that takes turns with this."""
     from bench import machine  # imports torch, which --help does without
 
     return {
         "command": " ".join((f"python bench/{script}", *map(_shown, sys.argv[1:]))),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine.describe(ROOT),
+        **({"against": machine.git(against, "rev-parse", "HEAD")} if against else {}),
     }
 
 

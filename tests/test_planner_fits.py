@@ -1,4 +1,4 @@
-"""Whether choices fit is found without times, and many moves at once: both as one by one."""
+"""Short ways to choices: do they fit, many moves at once, what schedules say of them."""
 
 import random
 from dataclasses import replace
@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import random_problem, with_absent, with_nodes, with_offloads
 
-from graphshard.planner.choices import Choices
+from graphshard.planner.choices import Choices, choices_of
+from graphshard.planner.compare import schedules
 from graphshard.planner.memo import Memo
-from graphshard.planner.moves import lean_choices, moves, taken
+from graphshard.planner.moves import What, lean_choices, moves, taken
 from graphshard.planner.plan_step import fsdp2
 from graphshard.planner.score import SearchContext, candidate, fits
 from graphshard.planner.search import _tune
@@ -57,3 +58,24 @@ def test_moves_taken_together_are_moves_taken_one_by_one(seed):
     for move in some:
         one_by_one = taken(one_by_one, [move])
     assert taken(Choices(), some) == one_by_one
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(seed=st.integers(0, 10**6))
+def test_schedules_say_what_was_chosen(seed):
+    """All but delays, and what is computed again or offloaded: with these the same is placed."""
+    problem, r = drawn(seed)
+    memo = Memo(problem)
+    context = SearchContext(memo, 2 * fsdp2(problem).peak_bytes)
+    everything = [move for move in moves(memo) if move.what is not What.DELAY]
+    for _ in range(TRIES):
+        chosen = taken(Choices(), r.sample(everything, r.randint(0, len(everything))))
+        found = candidate(context, chosen)
+        if found is None:
+            continue
+        said = choices_of(schedules(memo, found), chosen.across)
+        again = candidate(
+            context, replace(said, recompute=chosen.recompute, offload=chosen.offload)
+        )
+        assert again is not None
+        assert again.rank == found.rank
