@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 
 import torch
 from torch import Tensor, fx
@@ -43,9 +44,12 @@ def producer(node: fx.Node) -> fx.Node:
 
 def _writes(node: fx.Node) -> bool:
     """An in-place op: its result is its first argument."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns = node.target._schema.returns
+    return isinstance(node.target, torch._ops.OpOverload) and _aliases(node.target)
+
+
+@cache
+def _aliases(op: torch._ops.OpOverload) -> bool:
+    returns = op._schema.returns
     return bool(returns) and returns[0].alias_info is not None
 
 

@@ -12,6 +12,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -184,9 +185,12 @@ def anchor_places(module: fx.GraphModule) -> tuple[int, ...]:
 def is_view(node: fx.Node) -> bool:
     """The node's output shares memory with its first argument (an ATen view or alias op)."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        return False
-    returns = target._schema.returns
+    return isinstance(target, torch._ops.OpOverload) and _views(target)
+
+
+@cache
+def _views(op: torch._ops.OpOverload) -> bool:
+    returns = op._schema.returns
     return bool(returns) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in returns
     )

@@ -105,10 +105,11 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The forward of one group: ops that may run twice, in order; those of their results that could
-    be freed; what of all forward runs twice in any case, and is saved; times in microseconds."""
+    """The forward of one group: ops that may run twice, in order, each with its maker; those of
+    their results that could be freed; what of all forward runs twice in any case, and is saved;
+    times in microseconds."""
 
-    inside: Mapping[fx.Node, None]
+    inside: Mapping[fx.Node, fx.Node]
     freed: Sequence[fx.Node]
     again: Collection[fx.Node]
     kept: Collection[fx.Node]
@@ -129,8 +130,8 @@ class _Span:
     def repeated(self, own: Sequence[fx.Node]) -> list[fx.Node]:
         """`own` and what it is made from, where the rest of `freed` is there. Results of one op are
         computed again together."""
-        there = set(map(maker, self.freed)).difference(map(maker, own))
-        return ancestors(own, {n: None for n in self.inside if maker(n) not in there})
+        there = {self.inside[n] for n in self.freed}.difference(self.inside[n] for n in own)
+        return ancestors(own, [n for n, made_by in self.inside.items() if made_by not in there])
 
     def readers(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Views of `nodes`, and what is made from them and runs twice in any case: else they or
@@ -307,13 +308,13 @@ def _inside(
     group: int,
     returned: Collection[fx.Node],
     written: Collection[fx.Node],
-) -> dict[fx.Node, None]:
+) -> dict[fx.Node, fx.Node]:
     """Those of `ops` that only they themselves read, and that may run twice with no parameters but
-    those of `group`. A result of an op with several comes with that op: such an op itself cannot be
-    saved."""
+    those of `group`, each with its maker. A result of an op with several comes with that op: such
+    an op itself cannot be saved."""
     own = set(ops)
     return {
-        node: None
+        node: maker(node)
         for node in ops
         if _repeatable(node)
         and (node.target is not operator.getitem or node.args[0] in own)
