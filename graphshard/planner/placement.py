@@ -66,18 +66,22 @@ def _most_gathers(
 ) -> list[int]:
     """For each event, how many gathers may have been issued before it."""
     sums, ahead, buffers = profile.gathers, policy.gathers, policy.buffers
-    counts = profile.collectives
+    counts, flights = profile.collectives, view.reductions
+    # By the number of reductions issued: what they leave to gathers.
+    spare = [
+        budget_bytes - flights[issued] + flights[max(0, issued - buffers)]
+        for issued in range(len(flights))
+    ]
     most, limit = [], len(sums) - 1
     # From the end, since what is issued before an event is issued before all later ones too, so
     # that a limit holds for all earlier events. In flight at an event are the gathers issued and
     # not waited for, of sums[limit] - sums[waited] bytes: no more than the budget leaves beside
     # `needs` and the reductions. Its own gather, which counts as waited for in bytes, is one of
     # those ahead (`before`). What was waited for cannot be given back: `view_of` refuses the rest.
-    rows = zip(view.needs, view.before, view.waited, view.issued, strict=True)
-    for needs, before, waited, issued in reversed([*rows]):
-        left_free = view.reductions[issued] - view.reductions[max(0, issued - buffers)]
-        room = budget_bytes - needs - left_free + sums[waited]
-        while limit > waited and (sums[limit] > room or counts[limit] - counts[before] > ahead):
+    columns = map(reversed, (view.needs, view.before, view.waited, view.issued))
+    for needs, before, waited, issued in zip(*columns, strict=True):
+        room, reach = spare[issued] - needs + sums[waited], counts[before] + ahead
+        while limit > waited and (sums[limit] > room or counts[limit] > reach):
             limit -= 1
         most.append(limit)
     return most[::-1]
@@ -91,11 +95,12 @@ def latest_waits(
     flying: bytes of other gathers in flight at each event of `view`.
     """
     waits: list[int] = []
+    flights, done = view.reductions, 0
     rows = zip(view.positions, view.needs, view.issued, flying, strict=True)
     for position, needs, issued, others in rows:
-        room = budget_bytes - needs - others
-        while len(waits) < issued and view.reductions[issued] - view.reductions[len(waits)] > room:
-            waits.append(wait_before(stage, view.issues[len(waits)], position))
+        while done < issued and flights[issued] - flights[done] > budget_bytes - needs - others:
+            waits.append(wait_before(stage, view.issues[done], position))
+            done += 1
     waits.extend([stage.end] * (len(view.order) - len(waits)))
     return tuple(map(Reduced, view.order, view.issues, waits))
 

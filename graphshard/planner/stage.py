@@ -39,10 +39,10 @@ from graphshard.planner.events import (
     reload_events,
 )
 from graphshard.planner.memo import Memo, once, recently
+from graphshard.planner.problem import Problem
 from graphshard.planner.regions import RegionState, born_gradients, region_event, region_states
 from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
 
-NEVER = -1
 REDUCE_WAIT, RELEASE, GATHER_EARLY, REDUCE_ISSUE, GATHER_NEXT, REDUCE_WAIT_LATE, GATHER_WAIT = (
     range(7)
 )
@@ -213,7 +213,8 @@ def _quiet(memo: Memo, choices: Choices, direction: Direction) -> list[Bucket]:
     """What backward finds still gathered."""
     if direction is Direction.FORWARD:
         return []
-    return [Bucket((n,)) for n in choices.kept if _last_use(memo, n, direction) != NEVER]
+    groups = memo.problem.groups
+    return [Bucket((n,)) for n in choices.kept if groups[n].use_in(direction) is not None]
 
 
 def _gather(
@@ -251,22 +252,14 @@ def _releases(
             lambda: release_event(memo.problem, number, choices, direction, micro),
         )
 
-    lasts = ((g.id, _last_use(memo, g.id, direction)) for g in memo.problem.groups)
-    return [
-        ((last + 1) * stride + RELEASE, event(number))
-        for number, last in lasts
-        if last is not None and last != NEVER
-    ]
+    lasts = once(memo, ("last uses", direction), lambda: _last_uses(memo.problem, direction))
+    return [((last + 1) * stride + RELEASE, event(number)) for number, last in lasts]
 
 
-def _last_use(memo: Memo, number: int, direction: Direction) -> int | None:
-    """The last region that reads the group; None: it is never released; NEVER: none does."""
-
-    def last() -> int | None:
-        use = memo.problem.groups[number].use_in(direction)
-        return NEVER if use is None else use.last
-
-    return once(memo, ("last use", number, direction), last)
+def _last_uses(problem: Problem, direction: Direction) -> list[tuple[int, int]]:
+    """Each group that is released, and the last region that reads it."""
+    uses = ((group.id, group.use_in(direction)) for group in problem.groups)
+    return [(n, use.last) for n, use in uses if use is not None and use.last is not None]
 
 
 def _reductions(memo: Memo, choices: Choices, micro: MicroStep, stride: int) -> tuple[Job, ...]:
