@@ -13,12 +13,13 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c cons
 # What torchtitan's models import; it asks for more, such as clients of web services.
 FRAMEWORKS := torchtitan spmd_types tyro docstring_parser
 
-.PHONY: help demo test test-torch test-integrations check bench contract clean
+.PHONY: help demo test test-torch test-integrations test-models check bench contract clean
 help:
 	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
 	@echo "make test    run the test suite"
 	@echo "make test-torch TORCH=2.15.0  private names, parity and the contract with another torch"
 	@echo "make test-integrations  accelerate, Trainer, TRL, Lightning, Ray, ...: docs/integrations, with the real packages"
+	@echo "make test-models  architectures of transformers and diffusers: docs/architectures.md"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   time a training step on an emulated network, graphshard against FSDP2"
 	@echo "make contract write docs/fsdp2-contract.md from the results of its tests"
@@ -54,16 +55,22 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 	$(OTHER_PIP) -c $(OTHER)/constraints.txt --no-build-isolation -e '.[cli,dev]'
 	@touch $@
 
-# The frameworks are in an environment of their own, on top of the other one's packages.
+# Frameworks, and libraries of models, are in environments of their own, on top of the other one's
+# packages.
 WITH := .venv-integrations
 test-integrations: $(WITH)/.installed
 	$(WITH)/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
 
-$(WITH)/.installed: $(DONE) constraints-integrations.txt
-	$(PYTHON) -m venv --clear $(WITH)
+ZOO := .venv-models
+test-models: $(ZOO)/.installed
+	GRAPHSHARD_MODELS="$(MODELS)" $(ZOO)/bin/python -m pytest tests/architectures $(PYTEST_ARGS)
+
+$(WITH)/.installed: constraints-integrations.txt
+$(WITH)/.installed $(ZOO)/.installed: .venv-%/.installed: $(DONE) constraints-models.txt
+	$(PYTHON) -m venv --clear .venv-$*
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		>$$($(WITH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
-	$(WITH)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r constraints-integrations.txt
+		>$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r constraints-$*.txt
 	@touch $@
 
 check: $(DONE)
@@ -96,6 +103,6 @@ contract: $(DONE)
 	GRAPHSHARD_WRITE_CONTRACT=1 $(BIN)/python -m pytest tests/dist/test_contract.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* $(WITH) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf $(VENV) .venv-torch-* $(WITH) $(ZOO) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 		.import_linter_cache out schedule.html schedule.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

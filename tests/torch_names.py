@@ -54,7 +54,11 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch._dynamo.convert_frame": {
         "CatchErrorsWrapper": None,
+        "ConvertFrame": None,
         "input_codes": None,
+    },
+    "torch._dynamo.convert_frame.ConvertFrame": {
+        "_inner_convert": None,
     },
     "torch._dynamo.eval_frame": {
         "OptimizedModule": None,
@@ -72,12 +76,16 @@ NAMES: dict[str, dict[str, str | None]] = {
     "torch._dynamo.exc": {
         "RestartAnalysis": None,
         "SkipFrame": None,
+        "Unsupported": None,
     },
     "torch._dynamo.external_utils": {
         "wrap_inline": "fn",
     },
     "torch._dynamo.guards": {
         "install_guard": "guards skip",
+    },
+    "torch._dynamo.output_graph": {
+        "GraphCompileReason": "reason user_stack",
     },
     "torch._dynamo.symbolic_convert": {
         "InstructionTranslator": None,

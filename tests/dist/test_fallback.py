@@ -362,6 +362,50 @@ def test_graph_break_inside_a_block(pool: Pool, how: str) -> None:
     pool.run(2, graph_break, how)
 
 
+class Refusing(nn.Module):
+    """Raises while it is traced. Dynamo cannot go on after that: it gives up the whole call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        if torch.compiler.is_compiling():
+            raise ValueError("not under a compiler")
+        return self.head(x)
+
+
+def refused(ctx: Ctx) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = Refusing().to(ctx.device)
+        for block in model.blocks:
+            fully_shard(block, mesh=ctx.mesh)
+        return fully_shard(model, mesh=ctx.mesh)
+
+    def one(model: nn.Module, seed: int) -> dict[str, Any]:
+        loss = model(inputs(ctx, seed)).square().mean()
+        loss.backward()
+        return {"loss": loss.detach(), **grads(model)}
+
+    oracle, model = make(), make()
+    model.compile(backend="graphshard")
+    for seed in range(3):
+        assert_same(one(oracle, seed), one(model, seed))
+        assert_sharded(model)
+    report = graphshard.explain(model)
+    assert report.captured == 3
+    assert list(report.reasons) == ["(root)"]
+    assert "test_fallback.py" in report.reasons["(root)"]
+
+
+def test_a_forward_that_cannot_be_traced_leaves_its_blocks_compiled(pool: Pool) -> None:
+    pool.run(2, refused)
+
+
 def nested(ctx: Ctx) -> None:
     oracle, model = two_heads(ctx), two_heads(ctx)
     inner = torch.compile(model, backend="graphshard", **STRICT)

@@ -15,7 +15,9 @@ import torch._dynamo
 from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo import eval_frame, external_utils
-from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrame
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.output_graph import GraphCompileReason
 
 from graphshard.capture.dynamo.hooks import is_ours, substitute_hooks, wrappers
 from graphshard.capture.interpreter import no_collections, on_large_stack
@@ -77,6 +79,12 @@ class _Unsplit(CatchErrorsWrapper):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._skipped: dict[CodeType, None] = {}
+        convert = self._torchdynamo_orig_backend
+        # With `fullgraph` it is another one, and a break is an error.
+        if isinstance(convert, ConvertFrame) and not isinstance(
+            convert._inner_convert, _NotesBreaks
+        ):
+            convert._inner_convert = _NotesBreaks(convert._inner_convert)  # type: ignore[assignment]
 
     def __call__(self, frame: Any, *args: Any) -> Any:
         splits = torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
@@ -96,6 +104,24 @@ class _Unsplit(CatchErrorsWrapper):
         for code in self._skipped if failed else ():
             set_code_exec_strategy(code, _LOOK_AGAIN)
         self._skipped.clear()
+
+
+class _NotesBreaks:
+    """`convert`, which makes a graph of a frame. Where it gives the whole frame up for a break that
+    it cannot go on after, Dynamo only logs that; here it counts as the break that it is."""
+
+    def __init__(self, convert: Any) -> None:
+        self._convert = convert
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._convert, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._convert(*args, **kwargs)
+        except Unsupported as error:
+            GraphCompileReason(str(error), list(error.real_stack))  # enters itself in Dynamo's list
+            raise
 
 
 @contextlib.contextmanager
