@@ -84,12 +84,12 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
     compute = compute_nodes(program.forward.graph)
     results, saved = returned(program)
     outside, kept = set(map(owner, results)), set(map(owner, saved))
-    times = dict(zip(compute, us, strict=True))
     readers = _first_reader(program.backward.graph)
     written = _written(program.forward.graph)
     # Both graphs are copies of one joint graph, where a name stands for one op.
     names = {node.name for node in compute_nodes(program.backward.graph)}
     again = {node for node in compute if node.name in names}
+    once = {n: own_us for n, own_us in zip(compute, us, strict=True) if n not in again}
     last_views = _last_views(compute)
     found: list[RecomputeUnit] = []
     for group, first, last in _innermost(forward.uses):
@@ -98,7 +98,7 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
         ops += [view for view in last_views if view not in made and owner(view) in made]
         inside = _inside(ops, group, outside, written)
         freed = [n for n in saved if n in inside and owner(n) in inside and n.name in readers]
-        span = _Span(inside, freed, again, kept, times)
+        span = _Span(inside, freed, {inside[n] for n in freed}, again, kept, once)
         found += sorted(_units_of(group, last, span, readers), key=attrgetter("number"))
     return tuple(found)
 
@@ -106,42 +106,58 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
 @dataclass(frozen=True, slots=True)
 class _Span:
     """The forward of one group: ops that may run twice, in order, each with its maker; those of
-    their results that could be freed; what of all forward runs twice in any case, and is saved;
-    times in microseconds."""
+    their results that could be freed, and the makers of these. Of all forward: what runs twice in
+    any case, what is saved, and the microseconds of what does not run twice in any case.
+
+    What is asked of one activation looks at its neighbours alone: a group may have thousands.
+    """
 
     inside: Mapping[fx.Node, fx.Node]
     freed: Sequence[fx.Node]
+    makers: Collection[fx.Node]
     again: Collection[fx.Node]
     kept: Collection[fx.Node]
-    times: Mapping[fx.Node, float]
+    once: Mapping[fx.Node, float]
 
     def rungs(self, own: Sequence[fx.Node]) -> list[Rung]:
         """Ways to make `own` again. Each reads what is saved anyway, or has to be then."""
         freed = _owners(own)
-        saved = set(self.kept).difference(freed)
 
         def freed_bytes(nodes: Sequence[fx.Node]) -> int:
-            more = set(_inputs(nodes)).difference(saved)
+            more = [n for n in _inputs(nodes) if n in freed or n not in self.kept]
             return sum(map(tensor_bytes, freed)) - sum(map(tensor_bytes, more))
 
-        once = {n: us for n, us in self.times.items() if n not in self.again}
-        return rungs(own, self.repeated(own), freed_bytes, once)
+        return rungs(own, self.repeated(own), freed_bytes, self.once)
 
     def repeated(self, own: Sequence[fx.Node]) -> list[fx.Node]:
         """`own` and what it is made from, where the rest of `freed` is there. Results of one op are
         computed again together."""
-        there = {self.inside[n] for n in self.freed}.difference(self.inside[n] for n in own)
-        return ancestors(own, [n for n, made_by in self.inside.items() if made_by not in there])
+        makers = {self.inside[n] for n in own}
+
+        def is_repeated(node: fx.Node) -> bool:
+            made_by = self.inside.get(node)
+            return made_by in makers or (made_by is not None and made_by not in self.makers)
+
+        return ancestors(own, is_repeated)
 
     def readers(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Views of `nodes`, and what is made from them and runs twice in any case: else they or
         their source would be saved instead."""
-        found = dict.fromkeys(nodes)
-        for node in self.inside:
-            reads = node in self.again and any(s in found for s in node.all_input_nodes)
-            if reads or owner(node) in found:
-                found[node] = None
-        return list(found)[len(nodes) :]
+        found, outside, queue = set(nodes), set[fx.Node](), list(nodes)
+        while queue:
+            node = queue.pop()
+            for user in node.users:
+                shows = owner(user) in found
+                if user in found or user in outside:
+                    continue
+                if user in self.inside and (shows or (node in found and user in self.again)):
+                    found.add(user)
+                elif shows:  # a view of it may be inside
+                    outside.add(user)
+                else:
+                    continue
+                queue.append(user)
+        return sorted(found.difference(nodes))
 
 
 def _units_of(

@@ -50,19 +50,19 @@ def _parts(
         if node in own or node not in times or owner(node) is not node:
             continue
         if isinstance(node.meta.get("val"), Tensor):
-            yield tuple(ancestors(own, [n for n in whole if n is not node])), node
+            rest = set(whole).difference([node])
+            yield tuple(ancestors(own, rest.__contains__)), node
 
 
-def ancestors(nodes: Sequence[fx.Node], inside: Collection[fx.Node]) -> list[fx.Node]:
-    """`nodes` and everything of `inside` that they are made from, in the order of `inside`."""
-    reach = {n: None for n in inside}
+def ancestors(nodes: Sequence[fx.Node], is_inside: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """`nodes` and what they are made from as far as that is inside, in the graph's order."""
     found, queue = set(nodes), list(nodes)
     while queue:
         for source in queue.pop().all_input_nodes:
-            if source in reach and source not in found:
+            if source not in found and is_inside(source):
                 found.add(source)
                 queue.append(source)
-    return [n for n in reach if n in found]
+    return sorted(found)
 
 
 def _hull(found: Sequence[Rung]) -> list[Rung]:
