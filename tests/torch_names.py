@@ -377,6 +377,9 @@ NAMES: dict[str, dict[str, str | None]] = {
     "torch.fx.Node": {
         "_rename": "self candidate",
     },
+    "torch.fx._lazy_graph_module": {
+        "_use_lazy_graph_module": "should_use",
+    },
     "torch.fx.graph": {
         "_BoxedCodeGen": None,
     },

@@ -113,8 +113,11 @@ def _budgets(text: str) -> list[int | str | None]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from graphshard.offline.study import Study
-    from graphshard.offline.target import target_of
+    from graphshard.capture.interpreter import no_collections
+
+    with no_collections():  # of what torch imports nothing is garbage
+        from graphshard.offline.study import Study
+        from graphshard.offline.target import target_of
 
     target = target_of(args.target)
     points = _points(args, target)

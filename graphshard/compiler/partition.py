@@ -19,6 +19,7 @@ from torch._functorch.partitioners import (
     default_partition,
     min_cut_rematerialization_partition,
 )
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from graphshard.capture.dynamo import input_example, tracing_context
 from graphshard.codegen.emit import with_run_input
@@ -104,7 +105,8 @@ def joint_graph_of(
     def split(graph: fx.GraphModule, min_cut: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
         partition = min_cut_rematerialization_partition if min_cut else default_partition
         not_random = without_tags(graph.graph)
-        with context():
+        # Of what torch copies on the way no code is ever wanted: as inside of Dynamo.
+        with context(), _use_lazy_graph_module(True):
             forward, backward = partition(graph, inputs, num_fwd_outputs=outputs, **kwargs)
         for part in (forward, backward):
             with_tags(part.graph, not_random)
