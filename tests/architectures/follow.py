@@ -6,11 +6,10 @@ gets wrong too is no matter of sharding.
 """
 
 import gc
-import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +42,6 @@ class Followed:
     graphs: int = 0
     breaks: tuple[str, ...] = ()
     alone: str = ""
-    took_s: float = 0.0
 
     @property
     def in_one_graph(self) -> bool:
@@ -53,14 +51,13 @@ class Followed:
 def follow(ctx: Ctx, name: str) -> Followed:
     """Raises what eager FSDP2 raises."""
     fallback.warn_once.cache_clear()
-    began_s = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = _compared(ctx, ZOO[name])
         if found.verdict != EQUAL:
-            found = Followed(**{**vars(found), "alone": _alone(ctx, ZOO[name])})
+            found = replace(found, alone=_alone(ctx, ZOO[name]))
     gc.collect()
-    return Followed(**{**vars(found), "took_s": time.perf_counter() - began_s})
+    return found
 
 
 def _compared(ctx: Ctx, architecture: Architecture) -> Followed:

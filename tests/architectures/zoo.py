@@ -47,8 +47,8 @@ def both_sides(seed: int) -> Batch:
     return {"input_ids": ids, "labels": ids[:, : LENGTH // 2].clone()}
 
 
-def noise(name: str, *size: int, seed: int, **others: Tensor) -> Batch:
-    return {name: torch.randn(ROWS, *size, generator=_generator(seed)), **others}
+def noise(name: str, *size: int, seed: int) -> Batch:
+    return {name: torch.randn(ROWS, *size, generator=_generator(seed))}
 
 
 def images(seed: int) -> Batch:

@@ -328,6 +328,12 @@ class Breaking(nn.Module):
         return self.b(x) + self.a(x)
 
 
+def one_step(model: nn.Module, ctx: Ctx, seed: int) -> dict[str, Any]:
+    loss = model(inputs(ctx, seed)).square().mean()
+    loss.backward()
+    return {"loss": loss.detach(), **grads(model)}
+
+
 def graph_break(ctx: Ctx, how: str) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -335,11 +341,6 @@ def graph_break(ctx: Ctx, how: str) -> None:
         for block in model:
             fully_shard(block, mesh=ctx.mesh)
         return fully_shard(model, mesh=ctx.mesh)
-
-    def one(model: nn.Module, seed: int) -> dict[str, Any]:
-        loss = model(inputs(ctx, seed)).square().mean()
-        loss.backward()
-        return {"loss": loss.detach(), **grads(model)}
 
     oracle, model = make(), make()
     run: Any = model
@@ -349,7 +350,7 @@ def graph_break(ctx: Ctx, how: str) -> None:
         run = torch.compile(lambda x: model(x), backend="graphshard")
     call = _call_with(model, run)
     for seed in range(4):
-        assert_same(one(oracle, seed), one(call, seed))
+        assert_same(one_step(oracle, ctx, seed), one_step(call, ctx, seed))
         assert_sharded(model)
     report = graphshard.explain(model)
     assert report.captured == 1
@@ -386,15 +387,10 @@ def refused(ctx: Ctx) -> None:
             fully_shard(block, mesh=ctx.mesh)
         return fully_shard(model, mesh=ctx.mesh)
 
-    def one(model: nn.Module, seed: int) -> dict[str, Any]:
-        loss = model(inputs(ctx, seed)).square().mean()
-        loss.backward()
-        return {"loss": loss.detach(), **grads(model)}
-
     oracle, model = make(), make()
     model.compile(backend="graphshard")
     for seed in range(3):
-        assert_same(one(oracle, seed), one(model, seed))
+        assert_same(one_step(oracle, ctx, seed), one_step(model, ctx, seed))
         assert_sharded(model)
     report = graphshard.explain(model)
     assert report.captured == 3
