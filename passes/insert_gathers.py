@@ -68,7 +68,7 @@ def open_group(
 
 def _dtypes(info: GroupInfo, marks: list[Mark]) -> tuple[torch.dtype, ...]:
     # Parameters that this graph does not use travel in their planned dtype.
-    dtypes = [getattr(torch, p.dtype) for p in info.params]
+    dtypes = [getattr(torch, p.wire_dtype) for p in info.params]
     for mark in marks:
         dtypes[mark.index] = mark.node.args[2]
     return (dtypes[0],) if len(set(dtypes)) == 1 else tuple(dtypes)

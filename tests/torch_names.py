@@ -248,6 +248,8 @@ NAMES: dict[str, dict[str, str | None]] = {
         "FSDPParam": None,
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
+        "_contiguous_orig_stride": None,
+        "_extensions_data": None,
         "_get_grad_inner_tensor": "self grad",
         "_module_info": None,
         "_orig_size": None,
@@ -259,6 +261,7 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_tp_spec": None,
         "_unsharded_dtensor_spec": None,
         "_unsharded_param": None,
+        "all_gather_inputs": None,
         "all_gather_outputs": None,
         "contiguous_sharded_stride": None,
         "free_unsharded_param": "self",

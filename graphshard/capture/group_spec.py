@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from graphshard import fsdp2
-from graphshard.fsdp2 import FsdpGroup, Slot, State
+from graphshard.fsdp2 import FsdpGroup, FsdpParam, Slot, State
+from graphshard.fsdp2.extensions import extension_number
 from graphshard.fsdp2.layouts import layout_number
 from graphshard.fsdp2.ranks import Ranks, ranks_of
 
@@ -26,11 +27,16 @@ CALLED = -1  # the home of what is below the module that is being called
 
 @dataclass(frozen=True, slots=True)
 class GatheredParam:
-    """One gathered parameter, as its `unshard` mark says it."""
+    """One gathered parameter, as its `unshard` mark says it.
+
+    size, dtype: with all-gather extensions those of the memory that holds it. layout: of a DTensor.
+    extension: what they make of that memory (`graphshard.fsdp2.extensions`).
+    """
 
     size: tuple[int, ...]
     dtype: torch.dtype
     layout: int
+    extension: int
     trainable: bool
 
 
@@ -102,15 +108,18 @@ def spec_of(state: State, group: FsdpGroup | None, places: tuple[ParamHolder, ..
     """What entering `group` means now. A state without parameters has no group, and casts only."""
     policy, device = fsdp2.cast_policy(state), fsdp2.device_of(state)
     params = () if group is None else group.params
-    full = tuple(
-        GatheredParam(p.size, p.dtype, layout_number(p.unsharded_spec), p.sharded.requires_grad)
-        for p in params
-    )
+    full = tuple(map(_gathered, params))
     moves_inputs = fsdp2.is_root(state) and device.type != "cpu"
     mesh = None if group is None else ranks_of(group)
     casts = policy.input_dtype, policy.output_dtype
     hooked = group is not None and group.has_all_reduce_hook
     return interned(GroupSpec(device, moves_inputs, *casts, full, places, mesh, hooked))
+
+
+def _gathered(param: FsdpParam) -> GatheredParam:
+    size = param.size if param.extension is None else (param.extension.held_bytes,)
+    layout, extension = layout_number(param.unsharded_spec), extension_number(param.extension)
+    return GatheredParam(size, param.wire_dtype, layout, extension, param.sharded.requires_grad)
 
 
 def lay_out(roots: Sequence[nn.Module], group: FsdpGroup | None) -> Registration:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors
 
-from graphshard.capture.dtensors import unshard_dtensor
 from graphshard.capture.group_spec import CALLED, GroupSpec
 from graphshard.capture.root_state import CaptureHandle
+from graphshard.capture.subclasses import unshard_subclass
+from graphshard.fsdp2.extensions import NONE
 from graphshard.fsdp2.layouts import PLAIN
 from graphshard.fsdp2.versions import LISTS_CAST_EACH
 from graphshard.graph.marks import UNSHARD
@@ -63,10 +64,10 @@ def _gathered(handle: CaptureHandle, spec: GroupSpec) -> list[Tensor]:
     for param in spec.params:
         anchor = handle.anchor if param.trainable else handle.frozen_anchor
         mark = (param.size, param.dtype, spec.device, len(full))
-        if param.layout == PLAIN:
+        if param.layout == PLAIN and param.extension == NONE:
             full.append(UNSHARD(anchor, *mark))
         else:
-            full.append(unshard_dtensor(anchor, mark, param.layout))
+            full.append(unshard_subclass(anchor, mark, param.extension, param.layout))
     return full
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 from graphshard import fsdp2
 from graphshard.capture.group_spec import GroupSpec, PathStep, lay_out, spec_of
@@ -208,9 +209,9 @@ def _attach(states: list[State]) -> None:
     _ROOT_STATES.add(root_state)
     for state in states:
         groups = fsdp2.fsdp_groups(state)
+        reasons = [fsdp2.unsupported(group) or _unread(group) for group in groups]
         handle = CaptureHandle(state, groups[0] if groups else None, root_state)
-        for group in groups:
-            reason = fsdp2.unsupported(group)
+        for group, reason in zip(groups, reasons, strict=True):
             if reason is not None:
                 handle.eager = True
                 root_state.reasons.setdefault(group.fqn or "(root)", reason)
@@ -224,6 +225,16 @@ def _attach(states: list[State]) -> None:
     for live in root_state.groups:
         live.root = root
     follow(root)
+
+
+def _unread(group: FsdpGroup) -> str | None:
+    """Why its all-gather extensions cannot be in a graph. None: they can, or there are none."""
+    try:
+        with no_modes():
+            group.read_extensions()
+    except Exception as error:  # whatever a user's extensions raise, eager FSDP2 raises, too
+        return f"its all-gather extensions cannot be traced: {error}"
+    return None
 
 
 def _leave_modules(root_state: RootState) -> None:

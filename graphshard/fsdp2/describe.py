@@ -5,21 +5,14 @@ from __future__ import annotations
 import math
 
 from graphshard.fsdp2.group import FsdpGroup
+from graphshard.fsdp2.param import FsdpParam
+from graphshard.schedule.groups import ExtensionInfo
 from graphshard.schedule.plan import GroupInfo, ParamInfo
 
 
 def describe(group_id: int, group: FsdpGroup) -> GroupInfo:
     """The group as it is sharded now, under the number that a program gives it."""
-    params = tuple(
-        ParamInfo(
-            fqn=p.fqn,
-            shape=p.size,
-            dtype=str(p.dtype).removeprefix("torch."),
-            trainable=p.sharded.requires_grad,
-            gathered_bytes=group.world_size * math.prod(p.padded_shard_size) * p.dtype.itemsize,
-        )
-        for p in group.params
-    )
+    params = tuple(_describe_param(param, group.world_size) for param in group.params)
     return GroupInfo(
         id=group_id,
         fqn=name_of(group),
@@ -30,6 +23,20 @@ def describe(group_id: int, group: FsdpGroup) -> GroupInfo:
         reduce_dtype=_reduce_dtype(group),
         reduce_bytes=_reduce_bytes(group),
         replicated=group.replicate_process_group is not None,
+    )
+
+
+def _describe_param(param: FsdpParam, ranks: int) -> ParamInfo:
+    extension, grad_numel = param.extension, ranks * param.padded_numel
+    return ParamInfo(
+        fqn=param.fqn,
+        shape=param.size,
+        dtype=str(param.dtype).removeprefix("torch."),
+        trainable=param.sharded.requires_grad,
+        gathered_bytes=ranks * param.sent_numel * param.wire_dtype.itemsize,
+        extension=None
+        if extension is None
+        else ExtensionInfo(extension.held_bytes, grad_numel, grad_numel * param.dtype.itemsize),
     )
 
 

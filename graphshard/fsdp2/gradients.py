@@ -6,7 +6,6 @@ methods (`reset_iter_state`, `finalize_backward`) find what they look for.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ def take_unreduced(raw: Any) -> Tensor | None:
 def leave_unreduced(group: FsdpGroup, param: FsdpParam, grad: Tensor) -> None:
     """Keep an unsharded gradient (of `param.as_accumulated`'s dtype) for a later micro-step."""
     raw = param.raw
-    leaf = _leaf(group, raw)
+    leaf = _leaf(group, param)
     if not versions.GRADS_HAVE_DTYPES and grad.dtype != leaf.dtype:
         # Beside the parameter, whose own `.grad` has to be of its dtype.
         raw.unsharded_accumulated_grad = grad
@@ -61,7 +60,7 @@ def nothing_unreduced(group: FsdpGroup) -> None:
 def mark_gathered(group: FsdpGroup) -> None:
     """Let FSDP2 know that the group was gathered: it reduces zeros only for such groups."""
     for param in group.params:
-        _leaf(group, param.raw)
+        _leaf(group, param)
 
 
 def take_partial(
@@ -113,12 +112,18 @@ def forget(group: FsdpGroup) -> None:
     nothing_unreduced(group)
 
 
-def _leaf(group: FsdpGroup, raw: Any) -> Any:
+def _leaf(group: FsdpGroup, param: FsdpParam) -> Any:
     """FSDP2's unsharded parameter, made (without memory of its own) if it never was."""
+    raw = param.raw
     if not hasattr(raw, "_unsharded_param"):
-        dtype = raw.param_dtype or raw.orig_dtype
-        numel = math.prod(raw.padded_sharded_param_size)
-        raw.init_all_gather_outputs([numel], [dtype], group.world_size, group.device)
-        raw.init_unsharded_param()
-        raw.free_unsharded_param()
+        if param.extension is None:
+            dtype = raw.param_dtype or raw.orig_dtype
+            raw.init_all_gather_outputs(
+                [param.padded_numel], [dtype], group.world_size, group.device
+            )
+            raw.init_unsharded_param()
+            raw.free_unsharded_param()
+        else:
+            raw._unsharded_param = param.spare_leaf
+    param.spare_leaf = None
     return raw._unsharded_param

@@ -14,7 +14,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard.errors import RuntimeStateError
-from graphshard.fsdp2 import versions
+from graphshard.fsdp2 import extensions, versions
+from graphshard.fsdp2.backends import CLONING_BACKENDS, COPYING_BACKENDS, backend_name
 from graphshard.fsdp2.param import FsdpParam
 from graphshard.schedule.plan import Direction
 
@@ -27,15 +28,6 @@ def fsdp_groups(state: FSDPState) -> list[FsdpGroup]:
     if versions.PARAM_GROUPS_ARE_A_LIST:
         return [FsdpGroup(g, state) for g in state._fsdp_param_groups]
     return [FsdpGroup(state._fsdp_param_group, state)] if state._fsdp_param_group else []
-
-
-# Backends that copy many tensors of one collective into one of their own, so that nothing is gained
-# by handing them over where they are; gloo's corrupts the heap while several are under way (torch
-# 2.13). Others are asked, and may say that they cannot.
-COPYING_BACKENDS = ("gloo", "mpi", "ucc")
-# They gather to a tensor of their own, and all-reduce a clone of what is to be reduced and
-# scattered (torch 2.13, ProcessGroupGloo.cpp).
-CLONING_BACKENDS = ("gloo",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +44,27 @@ class ReducePolicy:
 class FsdpGroup:
     """A live view of one FSDPParamGroup.
 
-    has_dtensors: of parameters before `fully_shard`. sends_in_place: one collective of the backend
-    takes many tensors from where they are, until it says that it cannot.
+    has_dtensors: of parameters before `fully_shard`. has_extensions: all-gather extensions, which
+    say what travels. sends_in_place: one collective of the backend takes many tensors from where
+    they are, until it says that it cannot.
     """
 
-    __slots__ = ("__weakref__", "has_dtensors", "params", "raw", "sends_in_place", "state")
+    __slots__ = (
+        "__weakref__",
+        "has_dtensors",
+        "has_extensions",
+        "params",
+        "raw",
+        "sends_in_place",
+        "state",
+    )
 
     def __init__(self, raw: Any, state: FSDPState) -> None:
         self.raw = raw
         self.state = state
         self.params = tuple(FsdpParam(p) for p in raw.fsdp_params)
         self.has_dtensors = any(p.is_dtensor for p in raw.fsdp_params)
+        self.has_extensions = any(map(extensions.has_extensions, raw.fsdp_params))
         backend = backend_name(self.gather_process_group, self.device)
         self.sends_in_place = backend is not None and backend not in COPYING_BACKENDS
 
@@ -270,6 +272,8 @@ class FsdpGroup:
         """
         params = [p.sharded_param for p in self.raw.fsdp_params]
         locals_ = [p._local_tensor for p in params]
+        if self.has_extensions:
+            locals_ = [t for local in locals_ for t in extensions.plain_tensors(local)]
         params += locals_
         try:
             counts = tuple(map(version_of, params))
@@ -310,17 +314,31 @@ class FsdpGroup:
             return None
         return self.raw.post_forward_mesh_info.shard_process_group  # type: ignore[no-any-return]
 
+    def read_extensions(self) -> None:
+        """Ask all-gather extensions what they send and make of it, once, on all ranks together.
+
+        FSDP2 is SHARDED afterwards. Raises what they raise, and TypeError for what cannot be
+        traced.
+        """
+        if self.has_extensions and not self.is_sharded:
+            self.unsharded()
+            self.reshard()
+        for param in self.params:
+            if extensions.has_extensions(param.raw):
+                read = extensions.read_extension(param.raw, self.world_size)
+                param.extension, param.spare_leaf = read
+
     def unsharded(self) -> list[Tensor] | None:
         """Each parameter that FSDP2 has gathered itself (`unshard()`, say), or None.
 
         Flat, the shard of one rank after that of the other. It may be FSDP2's own memory: to be
-        copied before `reshard` gives it back.
+        copied before `reshard` gives it back. Of a parameter with extensions, bytes.
         """
         if self.raw._all_gather_result is not None:
             self.raw.wait_for_unshard()
         if not self.raw.is_unsharded:
             return None
-        return [_by_rank(param, self.world_size) for param in self.params]
+        return [param.gathered(self.world_size) for param in self.params]
 
     @property
     def was_gathered(self) -> bool:
@@ -374,21 +392,3 @@ class FsdpGroup:
                 wait()
 
         self.raw.wait_for_unshard = call
-
-
-def _by_rank(param: FsdpParam, ranks: int) -> Tensor:
-    """FSDP2's gathered memory of `param` with the shards one after the other."""
-    flat: Tensor = param.raw.all_gather_outputs[0]
-    if param.shard_dim == 0:
-        return flat
-    return param.by_rank(flat.view(param.size), ranks).flatten()
-
-
-def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """None where there is none: on one rank, and where the group itself is made in Python."""
-    if group is None or group.size() == 1:
-        return None
-    try:
-        return str(group._get_backend(device).name())
-    except RuntimeError:
-        return None

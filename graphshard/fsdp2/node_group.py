@@ -20,13 +20,15 @@ def local_world_size() -> int:
 
 def ranks_on_node(group: FsdpGroup, ranks_per_node: int) -> tuple[int, ...]:
     """Global ranks of this rank's node. Empty where no node can hold the group by itself: another
-    mesh or all-gather is set, all ranks are on one node or each is alone on its own, or not every
-    node has as many.
+    mesh or all-gather is set, extensions say what travels, all ranks are on one node or each is
+    alone on its own, or not every node has as many.
 
     Assumed: ranks are numbered node by node, as torchrun does it.
     """
     process_group = group.gather_process_group
     if process_group is None or not ranks_per_node or not group.gathers_plainly:
+        return ()
+    if group.has_extensions:
         return ()
     nodes: dict[int, list[int]] = {}
     for rank in dist.get_process_group_ranks(process_group):

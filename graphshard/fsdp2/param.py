@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.fsdp2 import versions
+from graphshard.fsdp2.extensions import Extension, take_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,15 @@ class FsdpParam:
     """A view of one FSDPParam.
 
     Sizes are read once, since sharding fixes them; the rest is read when it is asked for.
+    extension: what its all-gather extensions do, once that is read (`FsdpGroup.read_extensions`).
+    spare_leaf: the unsharded parameter that FSDP2 made then, until it needs one.
     size: unsharded. shard_dim: the dimension that is cut. padded_shard_size: this rank's shard with
     FSDP2's padding, the same on every rank; padded_numel: its elements. local_size, local_stride:
     this rank's part without padding.
     """
 
     __slots__ = (
+        "extension",
         "local_size",
         "local_stride",
         "padded_numel",
@@ -40,10 +44,13 @@ class FsdpParam:
         "shard_dim",
         "size",
         "slots",
+        "spare_leaf",
     )
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
+        self.extension: Extension | None = None
+        self.spare_leaf: Any = None
         info = raw._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         self.slots = (Slot(info.module, info.param_name), *(Slot(m, n) for m, n in shared))
@@ -58,6 +65,20 @@ class FsdpParam:
         """`whole`, of its unsharded size, with the part of one rank after that of the other."""
         return torch.cat(whole.chunk(ranks, dim=self.shard_dim))
 
+    def gathered(self, ranks: int) -> Tensor:
+        """What FSDP2 has gathered, one-dimensional, the shard of one rank after that of the other.
+        With extensions, as bytes."""
+        if self.extension is not None:
+            memory = torch.empty(
+                self.extension.held_bytes, dtype=torch.uint8, device=self.raw.device
+            )
+            take_over(self.raw, self.extension, memory)
+            return memory
+        flat: Tensor = self.raw.all_gather_outputs[0]
+        if self.shard_dim == 0:
+            return flat
+        return self.by_rank(flat.view(self.size), ranks).flatten()
+
     @property
     def fqn(self) -> str:
         return str(self.raw._param_fqn or self.raw._module_info.param_name)
@@ -66,6 +87,16 @@ class FsdpParam:
     def dtype(self) -> torch.dtype:
         """The dtype that compute sees: the policy's `param_dtype`, else the parameter's own."""
         return self.raw.param_dtype or self.raw.orig_dtype  # type: ignore[no-any-return]
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What travels, and what a graph has of it: bytes, of whatever extensions make of it."""
+        return self.dtype if self.extension is None else torch.uint8
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements of `wire_dtype` that each rank sends."""
+        return self.padded_numel if self.extension is None else self.extension.sent_bytes
 
     @property
     def sharded(self) -> nn.Parameter:

@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from graphshard.fsdp2 import versions
-from graphshard.fsdp2.group import FsdpGroup, backend_name
+from graphshard.fsdp2.backends import backend_name
+from graphshard.fsdp2.group import FsdpGroup
 
 
 def may_reduce_apart(group: FsdpGroup) -> bool:

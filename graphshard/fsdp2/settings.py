@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
+from graphshard.fsdp2.extensions import plain_tensors
 from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.node_group import local_world_size, ranks_on_node
 from graphshard.fsdp2.param import FsdpParam, hooks_of
@@ -142,7 +143,7 @@ def settings_of(
             regroups=group.gathers_plainly,
             in_place=group.sends_in_place,
             clones=group.clones,
-            casts=any(p.sharded.dtype != p.dtype for p in group.params),
+            casts=any(p.sharded.dtype != p.wire_dtype for p in group.params),
             reduces_plainly=group.reduces_plainly and not any(map(_is_packed, group.params)),
             exact_sums=exact_sums,
             reduces_alone=group.reduces_alone,
@@ -166,7 +167,13 @@ def _is_packed(param: FsdpParam) -> bool:
 
 def _shard_bytes(group: FsdpGroup, *, trainable: bool) -> int:
     params = (p for p in group.params if not trainable or p.sharded.requires_grad)
-    return sum(math.prod(p.padded_shard_size) * p.sharded.dtype.itemsize for p in params)
+    return sum(map(_stored_bytes, params))
+
+
+def _stored_bytes(param: FsdpParam) -> int:
+    if param.extension is None:
+        return math.prod(param.padded_shard_size) * param.sharded.dtype.itemsize
+    return sum(t.numel() * t.itemsize for t in plain_tensors(param.raw._sharded_local_tensor))
 
 
 def around_unshard(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from graphshard.fsdp2.extensions import has_extensions
 from graphshard.fsdp2.group import FsdpGroup, fsdp_groups
 from graphshard.fsdp2.threads import ranks_are_threads
 
@@ -30,8 +31,8 @@ def _reasons(group: FsdpGroup) -> Iterator[str]:
     for param in group.params:
         if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
             yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"
-        if hasattr(param.raw._sharded_local_tensor, "fsdp_pre_all_gather"):
-            yield f"it holds a tensor subclass with all-gather extensions ({param.fqn})"
+        if has_extensions(param.raw) and raw.post_forward_mesh_info not in (None, mesh):
+            yield f"{param.fqn} has all-gather extensions and reshard_after_forward is an int"
         for slot in param.slots:
             if type(slot.module).__setattr__ is not nn.Module.__setattr__:
                 yield f"{type(slot.module).__name__} of {param.fqn} overrides __setattr__"

@@ -105,6 +105,7 @@ class Part:
     """Parameters that may travel in a collective of their own; most groups have one part.
 
     params: their places in the group, in rising order; needed only where a group has several parts.
+    made_bytes: held beside what is gathered, of what all-gather extensions make of that.
     regather: the gather in backward where it differs (an int `reshard_after_forward`).
     node_gather: that of what the ranks of a node hold, if the plan may have them do so.
     """
@@ -117,6 +118,7 @@ class Part:
     regather: Transfer | None = None
     node_gather: Transfer | None = None
     params: tuple[int, ...] = ()
+    made_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,8 @@ class Group:
 
     def room_of(self, part: Part) -> int:
         """Nothing where one rank reads its shards in place."""
-        return 0 if self.world_size == 1 and part.gather.in_place else part.gathered_bytes
+        in_place = self.world_size == 1 and part.gather.in_place
+        return 0 if in_place else part.gathered_bytes + part.made_bytes
 
     def smaller_mesh(self, *, on_node: bool) -> PostForwardMesh | None:
         """Where it stays sharded between forward and backward; on_node: the plan says so."""

@@ -251,6 +251,7 @@ def _part(
     uses = {d: _use(stage, info.id, () if whole else params) for d, stage in stages.items()}
     return Part(
         gathered_bytes=size_bytes,
+        made_bytes=sum(info.params[place].held_bytes for place in params) - size_bytes,
         gather=share(Ranks(own.ranks, own.ranks_per_node, own.gather_lane)),
         regather=None if smaller is None else share(smaller),
         node_gather=None if node is None else share(node),
@@ -338,7 +339,7 @@ def _gradient(
     return Gradient(
         first=stage.region_of(min(first)),
         ready=stage.region_of(ready.after if chosen == trainable else max(first)),
-        bytes=sum(p.gathered_bytes for p in chosen),
+        bytes=sum(p.grad_bytes for p in chosen),
         reduce=_share(reduce, lanes[own.reduce_lane], input_bytes, whole_bytes),
         input_bytes=input_bytes,
         output_bytes=input_bytes // own.ranks,
@@ -347,7 +348,9 @@ def _gradient(
 
 def _input_bytes(params: Sequence[ParamInfo], own: GroupSettings) -> int:
     """Gradients of `params` on the wire."""
-    return own.reduce_item_bytes * sum(p.gathered_bytes // ITEM_BYTES[p.dtype] for p in params)
+    plain = (p.gathered_bytes // ITEM_BYTES[p.dtype] for p in params if p.extension is None)
+    others = (p.extension.grad_numel for p in params if p.extension is not None)
+    return own.reduce_item_bytes * (sum(plain) + sum(others))
 
 
 def _lanes(

@@ -87,7 +87,7 @@ def with_late_gradients(
         (
             part.gradient.first,
             op,
-            Allocation(Category.UNSHARDED_GRAD, param.gathered_bytes, group.id),
+            Allocation(Category.UNSHARDED_GRAD, param.grad_bytes, group.id),
         )
         for group in groups
         for part in group.parts

@@ -105,8 +105,14 @@ def _copies(entry: SentGroup) -> dict[int, Tensor]:
 
 
 def _is_due(bucket: SentBucket) -> bool:
-    """Every trainable parameter of these groups was changed, and FSDP2 has gathered none."""
-    return all(entry.live.fsdp.is_sharded and _all_changed(entry) for entry in bucket)
+    """Every trainable parameter of these groups was changed, and FSDP2 has gathered none.
+
+    None has extensions: what these send may depend on what is done after the step (scales).
+    """
+    return all(
+        entry.live.fsdp.is_sharded and not entry.live.fsdp.has_extensions and _all_changed(entry)
+        for entry in bucket
+    )
 
 
 def _all_changed(entry: SentGroup) -> bool:

@@ -11,8 +11,8 @@ backends that would copy all the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,7 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from graphshard.runtime.gather_buffers import GatherBuffer, GatherLayout, buffer_for, give_back
+from graphshard.runtime.gather_buffers import (
+    GatherBuffer,
+    GatherLayout,
+    buffer_for,
+    fill,
+    give_back,
+)
 from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
@@ -31,22 +37,27 @@ from graphshard.schedule.steps import StepKind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """What one group puts into a collective: this rank's parts of the parameters of `layout`."""
+    """What one group puts into a collective: this rank's parts of the parameters of `layout`.
+
+    extras: what all-gather extensions noted when they gave their parts, by parameter index.
+    """
 
     live: LiveGroup
     layout: GatherLayout
     parts: Sequence[Tensor]
+    extras: Mapping[int, object] = field(default_factory=dict)
 
 
 class _Collective:
     """One all-gather over several ranks. work: None when it is done."""
 
-    __slots__ = ("_gathered", "_group", "_places", "work")
+    __slots__ = ("_extras", "_gathered", "_group", "_places", "work")
 
     def __init__(self, loads: Sequence[Payload], group: dist.ProcessGroup) -> None:
         self._group = group
         # Not the parts: what they are views of may be freed while the collective runs.
         self._places = [(load.live, load.layout) for load in loads]
+        self._extras = {load.live: load.extras for load in loads}
         self._gathered: dict[LiveGroup, GatherBuffer] = {}
         self.work: dist.Work | None = None
 
@@ -58,6 +69,13 @@ class _Collective:
             else f"{live.fqn} {list(layout.indices)}"
             for live, layout in self._places
         ]
+
+    def _filled(self, live: LiveGroup) -> GatherBuffer:
+        """Call once, when all has arrived."""
+        buffer = self._gathered.pop(live)
+        if live.fsdp.has_extensions:
+            fill(live, buffer, self._extras[live])
+        return buffer
 
     def drain(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective, if it is not done."""
@@ -91,7 +109,7 @@ class InPlaceGather(_Collective):
         if self.work is not None:
             with step_range(StepKind.GATHER_WAIT, self._names):
                 self.drain()
-        return self._gathered.pop(live)
+        return self._filled(live)
 
     def drop(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective and throw its result away."""
@@ -124,7 +142,7 @@ class PackedGather(_Collective):
             lives = (live for live, _ in self._places)
             self._gathered = dict(zip(lives, buffers, strict=True))
             self._free()
-        return self._gathered.pop(live)
+        return self._filled(live)
 
     def drop(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective and throw its result away."""

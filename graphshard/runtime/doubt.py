@@ -25,7 +25,7 @@ from torch import Tensor
 
 from graphshard.runtime.gather_buffers import GatherBuffer
 from graphshard.runtime.issued import note
-from graphshard.runtime.live import LiveGroup
+from graphshard.runtime.live import KeptParams, LiveGroup
 from graphshard.runtime.waiting import NamedCollective, finish
 
 
@@ -37,8 +37,8 @@ def drop_stale(lives: Sequence[LiveGroup]) -> None:
     """
     by_process_group: dict[dist.ProcessGroup, list[LiveGroup]] = {}
     for live in lives:
-        if live.kept is not None and live.kept.to_check and live.kept.parts:
-            live.let_go()  # a node's shard has no bytes of this rank to compare
+        if live.kept is not None and live.kept.to_check and _cannot_compare(live, live.kept):
+            live.let_go()
         if is_doubtful(live) and (group := live.fsdp.gather_process_group) is not None:
             by_process_group.setdefault(group, []).append(live)
     for group, found in by_process_group.items():
@@ -46,6 +46,12 @@ def drop_stale(lives: Sequence[LiveGroup]) -> None:
             if changed:
                 _forget(live)
             _settle(live)
+
+
+def _cannot_compare(live: LiveGroup, kept: KeptParams) -> bool:
+    """A node's shard has no bytes of this rank; with extensions a gather sends what depends on
+    more than the shards."""
+    return bool(kept.parts) or live.fsdp.has_extensions
 
 
 def is_doubtful(live: LiveGroup) -> bool:

@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
+from graphshard.fsdp2 import extensions
 from graphshard.runtime.buckets import AllGather, Payload, send
 from graphshard.runtime.gather_buffers import (
     GatherBuffer,
     GatherLayout,
     buffer_for,
+    fill,
     give_back,
     layout_of,
     own_buffer,
@@ -113,6 +115,8 @@ class Gather:
         source = live.shards() if self._spread is None else self._spread.parts
         group = self._group
         layout = layout_of(live, indices, self._dtypes, 1 if group is None else group.size())
+        if live.fsdp.has_extensions:
+            return Payload(live, layout, *_by_extensions(live, indices, source))
         return Payload(live, layout, [source[i] for i in indices])
 
     def sent(self, load: Payload, collective: AllGather | None) -> None:
@@ -125,20 +129,23 @@ class Gather:
         if not self.missing:
             self._spread = None
 
-    def _copy_in(self, layout: GatherLayout, flats: Sequence[Tensor]) -> None:
+    def _copy_in(self, layout: GatherLayout, wholes: Sequence[Tensor]) -> None:
         buffer = buffer_for(self._live, layout)
-        torch._foreach_copy_(buffer.flats, list(flats))
+        torch._foreach_copy_(buffer.wholes, list(wholes))
+        self._add(buffer)
+
+    def _add(self, buffer: GatherBuffer) -> None:
         self._buffers_here().append(buffer)
-        self.missing -= len(layout.indices)
+        self.missing -= len(buffer.layout.indices)
 
     def _take_own(self, load: Payload) -> None:
         """On one rank compute reads the shards themselves, unless they have to be cast."""
         buffer = own_buffer(self._live, load.layout, load.parts)
         if buffer is None:
-            self._copy_in(load.layout, load.parts)
-            return
-        self._buffers_here().append(buffer)
-        self.missing -= len(load.layout.indices)
+            buffer = buffer_for(self._live, load.layout)
+            torch._foreach_copy_(buffer.flats, list(load.parts))
+            fill(self._live, buffer, load.extras)
+        self._add(buffer)
 
     def wait(self, indices: Sequence[int]) -> Mapping[int, Tensor]:
         """Gathered parameters by index, each of its unsharded size: `indices`, perhaps others."""
@@ -168,7 +175,7 @@ class Gather:
         """Keep this rank's part of each parameter, spread over the smaller `group`."""
         buffers, live = self._taken(), self._live
         size, rank = group.size(), group.rank()
-        flats = {i: f for r in buffers for i, f in zip(r.layout.indices, r.flats, strict=True)}
+        flats = {i: f for r in buffers for i, f in zip(r.layout.indices, r.wholes, strict=True)}
         parts = tuple(flats[i].chunk(size)[rank].clone() for i in live.places)
         live.kept = KeptParams(
             self._dtypes, self._versions, parts=parts, part_of=group, to_check=to_check
@@ -198,6 +205,22 @@ class Gather:
             raise RuntimeStateError("GS403", f"{self._live.fqn} was released before its wait")
         self._gathered = None
         return buffers
+
+
+def _by_extensions(
+    live: LiveGroup, indices: Sequence[int], source: Sequence[Tensor]
+) -> tuple[list[Tensor], dict[int, object]]:
+    """What of `source` travels where extensions say so, and what they note about it."""
+    parts: list[Tensor] = []
+    extras: dict[int, object] = {}
+    for index in indices:
+        param = live.fsdp.params[index]
+        if param.extension is None:
+            parts.append(source[index])
+        else:
+            sent, extras[index] = extensions.send(param.raw, param.extension)
+            parts += sent
+    return parts, extras
 
 
 def issue(wanted: Iterable[tuple[Gather, tuple[int, ...]]]) -> list[AllGather]:

@@ -19,6 +19,7 @@ from operator import is_
 import torch
 from torch import Tensor, UntypedStorage
 
+from graphshard.fsdp2 import FsdpGroup, FsdpParam, extensions
 from graphshard.runtime.live import LiveGroup
 
 
@@ -26,10 +27,14 @@ from graphshard.runtime.live import LiveGroup
 class GatherLayout:
     """What parameters `indices` of a group are in a gather over `ranks`; made once for each case.
 
-    columns: elements of each rank's part. wire: the one dtype, or None if there are several.
+    param_dtypes, numels: of each parameter in memory, all ranks' parts. dtypes, columns: of each
+    tensor that travels, with the elements of each rank's part; that is one for each parameter, but
+    for what all-gather extensions say. wire: the one dtype, or None if there are several.
     """
 
     indices: tuple[int, ...]
+    param_dtypes: tuple[torch.dtype, ...]
+    numels: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     ranks: int
     columns: tuple[int, ...]
@@ -40,13 +45,15 @@ class GatherLayout:
 class GatherBuffer:
     """Memory for one layout.
 
-    flats: each parameter, one-dimensional, with FSDP2's padding. rows: the same, one row per rank.
+    wholes: each parameter, one-dimensional, with FSDP2's padding; bytes where extensions make
+    something of what arrives. flats: what arrives, one-dimensional. rows: the same, one per rank.
     views: what compute sees, by parameter index, of those that are sharded on dim 0.
     storages: empty if the memory is that of the shards (`own_buffer`). addresses, owners: torch's
     of the storages, and how many tensors hold these while nobody else looks at them.
     """
 
     layout: GatherLayout
+    wholes: tuple[Tensor, ...]
     flats: tuple[Tensor, ...]
     rows: tuple[Tensor, ...]
     views: Mapping[int, Tensor]
@@ -63,12 +70,33 @@ def layout_of(
     key = indices, dtypes, ranks
     known = live.layouts.get(key)
     if known is None:
-        chosen = tuple(dtypes[i] for i in indices)
-        world, params = live.fsdp.world_size, live.fsdp.params
-        columns = tuple(params[i].padded_numel * world // ranks for i in indices)
-        wire = chosen[0] if len(set(chosen)) == 1 else None
-        known = live.layouts[key] = GatherLayout(indices, chosen, ranks, columns, wire)
+        known = live.layouts[key] = _new_layout(live.fsdp, indices, dtypes, ranks)
     return known
+
+
+def _new_layout(
+    fsdp: FsdpGroup, indices: tuple[int, ...], dtypes: tuple[torch.dtype, ...], ranks: int
+) -> GatherLayout:
+    numels: list[int] = []
+    sent: list[tuple[torch.dtype, int]] = []
+    for index in indices:
+        param = fsdp.params[index]
+        if param.extension is None:
+            numels.append(param.padded_numel * fsdp.world_size)
+            sent.append((dtypes[index], numels[-1] // ranks))
+        else:
+            numels.append(param.extension.held_bytes)
+            sent += [(dtype, math.prod(size)) for size, dtype in param.extension.sent]
+    wires = {dtype for dtype, _ in sent}
+    return GatherLayout(
+        indices=indices,
+        param_dtypes=tuple(dtypes[index] for index in indices),
+        numels=tuple(numels),
+        dtypes=tuple(dtype for dtype, _ in sent),
+        ranks=ranks,
+        columns=tuple(columns for _, columns in sent),
+        wire=wires.pop() if len(wires) == 1 else None,
+    )
 
 
 def buffer_for(live: LiveGroup, layout: GatherLayout) -> GatherBuffer:
@@ -89,14 +117,16 @@ def own_buffer(
 
     Made once: FSDP2 keeps a shard's tensor until the parameter is replaced.
     """
-    if live.fsdp.world_size > 1 or tuple([s.dtype for s in shards]) != layout.dtypes:
+    if live.fsdp.world_size > 1 or live.fsdp.has_extensions:
+        return None
+    if tuple([s.dtype for s in shards]) != layout.dtypes:
         return None
     known: GatherBuffer | None = live.own_buffers.get(layout)
-    if known is None or not all(map(is_, known.flats, shards)):
+    if known is None or not all(map(is_, known.wholes, shards)):
         with torch.inference_mode(False), torch.no_grad():
             views = _views(live, layout, shards)
         known = live.own_buffers[layout] = GatherBuffer(
-            layout, tuple(shards), (), views, (), (), (), 0
+            layout, tuple(shards), (), (), views, (), (), (), 0
         )
     return known
 
@@ -119,10 +149,10 @@ def free(buffer: GatherBuffer) -> None:
 
 def parameters(live: LiveGroup, buffer: GatherBuffer) -> Mapping[int, Tensor]:
     """Each parameter of a filled buffer, of its unsharded size, by index."""
-    if len(buffer.views) == len(buffer.flats):
+    if len(buffer.views) == len(buffer.layout.indices):
         return buffer.views
     found = dict(buffer.views)
-    for index, flat in zip(buffer.layout.indices, buffer.flats, strict=True):
+    for index, flat in zip(buffer.layout.indices, buffer.wholes, strict=True):
         if index not in found:
             param = live.fsdp.params[index]
             shards = flat.view(live.fsdp.world_size, *param.padded_shard_size).unbind(0)
@@ -130,31 +160,55 @@ def parameters(live: LiveGroup, buffer: GatherBuffer) -> Mapping[int, Tensor]:
     return found
 
 
+def fill(live: LiveGroup, buffer: GatherBuffer, extras: Mapping[int, object]) -> None:
+    """Extensions make parameters of what has arrived. extras: what they noted when it was sent."""
+    with torch.inference_mode(False):
+        for index, whole in zip(buffer.layout.indices, buffer.wholes, strict=True):
+            param = live.fsdp.params[index]
+            if param.extension is not None:
+                extensions.fill(param.raw, param.extension, whole, extras[index])
+
+
 def _new_buffer(live: LiveGroup, layout: GatherLayout) -> GatherBuffer:
     # Its tensors outlive an inference mode that may be on now.
     with torch.inference_mode(False), torch.no_grad():
+        params = [live.fsdp.params[index] for index in layout.indices]
+        wholes = tuple(
+            torch.empty(numel, dtype=dtype, device=live.fsdp.device)
+            for numel, dtype in zip(layout.numels, layout.param_dtypes, strict=True)
+        )
         flats = tuple(
-            torch.empty(columns * layout.ranks, dtype=dtype, device=live.fsdp.device)
-            for columns, dtype in zip(layout.columns, layout.dtypes, strict=True)
+            flat
+            for param, whole in zip(params, wholes, strict=True)
+            for flat in _arrives(param, whole)
         )
         rows = tuple(flat.view(layout.ranks, -1) for flat in flats)
-        views = _views(live, layout, flats)
-        storages = tuple(flat.untyped_storage() for flat in flats)
+        views = _views(live, layout, wholes)
+        storages = tuple(whole.untyped_storage() for whole in wholes)
         sizes_bytes = tuple(storage.nbytes() for storage in storages)
         addresses = tuple(storage._cdata for storage in storages)
         owners = _owners(addresses)
-        return GatherBuffer(layout, flats, rows, views, storages, sizes_bytes, addresses, owners)
+        return GatherBuffer(
+            layout, wholes, flats, rows, views, storages, sizes_bytes, addresses, owners
+        )
 
 
-def _views(live: LiveGroup, layout: GatherLayout, flats: Sequence[Tensor]) -> dict[int, Tensor]:
-    """What compute sees of each parameter that lies in its flat memory as it is."""
-    whole = live.fsdp.world_size == 1
-    rows = [(i, live.fsdp.params[i], f) for i, f in zip(layout.indices, flats, strict=True)]
-    return {
-        index: flat[: math.prod(param.size)].view(param.size)
-        for index, param, flat in rows
-        if whole or param.shard_dim == 0
-    }
+def _arrives(param: FsdpParam, whole: Tensor) -> list[Tensor]:
+    if param.extension is None:
+        return [whole]
+    return [place.within(whole).view(-1) for place in param.extension.arrived]
+
+
+def _views(live: LiveGroup, layout: GatherLayout, wholes: Sequence[Tensor]) -> dict[int, Tensor]:
+    """What compute sees of each parameter that lies in its memory as it is."""
+    fsdp, views = live.fsdp, {}
+    for index, whole in zip(layout.indices, wholes, strict=True):
+        param = fsdp.params[index]
+        if param.extension is not None:
+            views[index] = whole.view(-1)
+        elif fsdp.world_size == 1 or param.shard_dim == 0:
+            views[index] = whole[: math.prod(param.size)].view(param.size)
+    return views
 
 
 def _owners(addresses: tuple[int, ...]) -> int:

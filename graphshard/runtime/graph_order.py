@@ -51,7 +51,7 @@ class FirstGather:
     def size_bytes(self) -> int:
         """Gathered."""
         fsdp = self.live.fsdp
-        elements = [(fsdp.params[i].padded_numel, self.dtypes[i].itemsize) for i in self.places]
+        elements = [(fsdp.params[i].sent_numel, self.dtypes[i].itemsize) for i in self.places]
         return sum(numel * item for numel, item in elements) * fsdp.world_size
 
 

@@ -210,7 +210,7 @@ def register(fsdp: FsdpGroup) -> LiveGroup:
         accumulate_node=node,
         orig_dtypes=tuple(shard.dtype for shard in fsdp.shards()),
         places=tuple(range(len(fsdp.params))),
-        dtypes=tuple(p.dtype for p in fsdp.params),
+        dtypes=tuple(p.wire_dtype for p in fsdp.params),
     )
     _LIVE[number] = live
     fsdp.when_resharded(live.let_go)

@@ -150,8 +150,8 @@ def _products(lives: Sequence[LiveGroup], device: torch.device) -> Iterator[Prod
 
 
 def _gathered_bytes(live: LiveGroup) -> int:
-    params = zip(live.shards(), live.dtypes, strict=True)
-    return live.fsdp.world_size * sum(part.numel() * dtype.itemsize for part, dtype in params)
+    params = zip(live.fsdp.params, live.dtypes, strict=True)
+    return live.fsdp.world_size * sum(p.sent_numel * dtype.itemsize for p, dtype in params)
 
 
 def _elapsed_us(live: LiveGroup, run: Callable[[], dist.Work]) -> float:

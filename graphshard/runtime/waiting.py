@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from graphshard.errors import CollectiveFailed, StoreLost
-from graphshard.fsdp2.group import backend_name
+from graphshard.fsdp2.backends import backend_name
 from graphshard.runtime.agree import answer
 from graphshard.runtime.ballot import Ballot
 from graphshard.runtime.calls import current_task

@@ -20,18 +20,47 @@ class Reshard(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ExtensionInfo:
+    """Of a parameter whose all-gather extensions say what travels and what is made of it.
+
+    held_bytes: while it is gathered, what arrived and what was made of that. grad_numel,
+    grad_bytes: of its unsharded gradient, with FSDP2's padding.
+    """
+
+    held_bytes: Count
+    grad_numel: Count
+    grad_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
 class ParamInfo:
-    """One parameter of a group. `shape` is the unsharded shape; `dtype` is what compute sees."""
+    """One parameter of a group. `shape` is the unsharded shape; `dtype` is what compute sees.
+    gathered_bytes: what travels, of all ranks."""
 
     fqn: str
     shape: tuple[Count, ...]
     dtype: str
     trainable: bool
     gathered_bytes: Count
+    extension: ExtensionInfo | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def wire_dtype(self) -> str:
+        return self.dtype if self.extension is None else "uint8"
+
+    @property
+    def held_bytes(self) -> int:
+        """While it is gathered."""
+        return self.gathered_bytes if self.extension is None else self.extension.held_bytes
+
+    @property
+    def grad_bytes(self) -> int:
+        """Of its unsharded gradient."""
+        return self.gathered_bytes if self.extension is None else self.extension.grad_bytes
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -120,8 +149,7 @@ class GroupInfo:
         """What `params` (empty: all) take in memory while they are gathered."""
         if self.world_size == 1 and self.gathers_in_place:
             return 0
-        chosen = [self.params[place].gathered_bytes for place in params]
-        return sum(chosen) if chosen else self.gathered_bytes
+        return sum(self.params[place].held_bytes for place in params or range(len(self.params)))
 
 
 def size_bytes(step: Step, groups: Sequence[GroupInfo]) -> int:
@@ -137,12 +165,10 @@ def size_bytes(step: Step, groups: Sequence[GroupInfo]) -> int:
 
 def _reduced_bytes(group: GroupInfo, params: tuple[int, ...]) -> int:
     """The share of `params` (empty: all) in the group's gradients on the wire."""
-    trainable = sum(p.gathered_bytes for p in group.params if p.trainable)
+    trainable = sum(p.grad_bytes for p in group.params if p.trainable)
     chosen = (group.params[place] for place in params or range(len(group.params)))
     return (
-        group.reduce_bytes
-        * sum(p.gathered_bytes for p in chosen if p.trainable)
-        // max(1, trainable)
+        group.reduce_bytes * sum(p.grad_bytes for p in chosen if p.trainable) // max(1, trainable)
     )
 
 

@@ -324,7 +324,9 @@ def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> Signatu
     if step.is_copy:  # activations have dtypes of their own
         dtypes = ["bytes"]
     elif step.kind is StepKind.GATHER_ISSUE:
-        dtypes = [g.params[p].dtype for g in groups for p in step.params or range(len(g.params))]
+        dtypes = [
+            g.params[p].wire_dtype for g in groups for p in step.params or range(len(g.params))
+        ]
     else:
         dtypes = [g.reduce_dtype for g in groups]
     uniform = len(dict.fromkeys(dtypes)) == 1

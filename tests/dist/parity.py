@@ -27,6 +27,7 @@ from pool import Ctx
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import graphshard
 from graphshard.schedule.plan import Plan
@@ -147,7 +148,11 @@ def local(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
     tensor = tensor.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not is_traceable_wrapper_subclass(own):
+        return own.clone()
+    inner = [local(getattr(own, name)) for name in own.__tensor_flatten__()[0]]
+    return torch.cat([t.reshape(-1).view(torch.uint8) for t in inner if t is not None])
 
 
 def backward_twice(model: nn.Module, case: Case, ctx: Ctx) -> list[Tensor | None]:

@@ -8,7 +8,6 @@ import torch
 from contract_loop import Loop, train_by
 from contract_models import CHAIN, MLPS, plain
 from contract_row import Row
-from contract_setups import compile_or_warn
 from models import text_batch
 from pool import Ctx
 from torch import Tensor, nn
@@ -102,36 +101,108 @@ def casts_were_called(model: nn.Module, compiled: bool) -> None:
             assert len(inner.casts.sent) == len(inner.casts.received), name
 
 
-def sharded_float8(model: nn.Module, ctx: Ctx) -> nn.Module:
+# -- torchao -------------------------------------------------------------------------------------
+
+
+def in_float8(module: nn.Module, name: str) -> bool:
+    """All but one, so that weights of both kinds travel together; sizes have to be even."""
+    return name not in ("blocks.0.up", "head")
+
+
+def sharded_float8(model: nn.Module, ctx: Ctx, **config: Any) -> nn.Module:
     """torchao's float8 training, emulated where the device has no float8 products."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     emulate = ctx.device.type != "cuda"
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
-    convert_to_float8_training(model, config=config)
+    convert_to_float8_training(
+        model,
+        config=replace(Float8LinearConfig(**config), emulate=emulate),
+        module_filter_fn=in_float8,
+    )
     return plain(model, ctx)
 
 
+def sharded_rowwise(model: nn.Module, ctx: Ctx) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    emulate = ctx.device.type != "cuda"
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    convert_to_float8_training(model, config=replace(config, emulate=emulate))
+    return plain(model, ctx)
+
+
+def advance_with_scales(loop: Loop, step: int) -> None:
+    """After each step the scales of the next gathers, in one all-reduce, as torchtitan does it."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    loop.advance(step)
+    precompute_float8_dynamic_scale_for_fsdp(loop.model)
+
+
+class LoraLinear(nn.Module):
+    """A frozen base of 4 bits per weight, and what is trained beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        super().__init__()
+        columns, rows = base.in_features, base.out_features
+        self.weight = nn.Parameter(to_nf4(base.weight.detach(), 32, 16), requires_grad=False)
+        self.down = nn.Linear(columns, 4, bias=False, device=base.weight.device)
+        self.up = nn.Linear(4, rows, bias=False, device=base.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+        return linear_nf4(x, self.weight) + self.up(self.down(x))
+
+
+def sharded_qlora(model: nn.Module, ctx: Ctx) -> nn.Module:
+    for block in model.blocks:
+        block.up, block.down = LoraLinear(block.up), LoraLinear(block.down)
+    return plain(model, ctx)
+
+
+def sharded_quantized(model: nn.Module, ctx: Ctx) -> nn.Module:
+    """torchao's training of int8 weights, with a scale for each row."""
+    from torchao import quantize_
+    from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+
+    quantize_(model.blocks, int8_weight_only_quantized_training())
+    return plain(model, ctx)
+
+
+one_by_one = partial(torch.optim.SGD, lr=0.1, foreach=False)
+MLPS_CASE = replace(MLPS, batch=text_batch)
 ROWS = (
     Row(
         AREA,
         "torchao: `Float8LinearConfig(enable_fsdp_float8_all_gather=True)`",
-        sharded_float8,
-        case=replace(MLPS, batch=text_batch),
-        compile=compile_or_warn,
-        outside=4,
-        falls_back="it holds a tensor subclass with all-gather extensions",
-        needs_package="torchao",
+        partial(sharded_float8, enable_fsdp_float8_all_gather=True),
+        case=MLPS_CASE,
+    ),
+    Row(
+        AREA,
+        "torchao: the same with `precompute_float8_dynamic_scale_for_fsdp`",
+        partial(sharded_float8, enable_fsdp_float8_all_gather=True),
+        case=MLPS_CASE,
+        train=train_by(advance_with_scales),
+    ),
+    Row(AREA, "torchao: float8, recipe `rowwise`", sharded_rowwise, case=MLPS_CASE),
+    Row(AREA, "torchao: QLoRA, a frozen `NF4Tensor` beside LoRA", sharded_qlora, case=MLPS_CASE),
+    Row(
+        AREA,
+        "torchao: `int8_weight_only_quantized_training`",
+        sharded_quantized,
+        case=MLPS_CASE,
+        train=train_by(Loop.advance, one_by_one),
     ),
     Row(
         AREA,
         "`fsdp_pre_all_gather`, `fsdp_post_all_gather`: int8 on the wire",
         sharded_int8,
         case=CHAIN,
-        compile=compile_or_warn,
-        train=train_by(Loop.advance, partial(torch.optim.SGD, lr=0.1, foreach=False)),
+        train=train_by(Loop.advance, one_by_one),
         check=casts_were_called,
-        outside=3,
-        falls_back="it holds a tensor subclass with all-gather extensions",
     ),
 )
