@@ -30,7 +30,7 @@ def test_json_round_trip_without_backward():
 
 def test_json_is_plain_and_carries_its_schema():
     data = json.loads(two_layers().to_json())
-    assert data["schema"] == 8
+    assert data["schema"] == 9
     assert data["forward"]["steps"][0]["kind"] == "gather_issue"
     assert data["groups"][1]["params"][0]["shape"] == [15, 1]
 
@@ -44,7 +44,7 @@ def test_json_is_plain_and_carries_its_schema():
         ("3", "found 'int'"),
         ("{}", "found None"),
         ('{"schema": 99}', "found 99"),
-        ('{"schema": 8}', "entry 'name' is missing"),
+        ('{"schema": 9}', "entry 'name' is missing"),
     ],
 )
 def test_from_json_names_what_is_wrong(text, message):

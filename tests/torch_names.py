@@ -262,6 +262,7 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_unsharded_dtensor_spec": None,
         "_unsharded_param": None,
         "all_gather_inputs": None,
+        "alloc_all_gather_outputs": "self",
         "all_gather_outputs": None,
         "contiguous_sharded_stride": None,
         "free_unsharded_param": "self",

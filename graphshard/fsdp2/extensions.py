@@ -18,11 +18,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphshard.errors import RuntimeStateError
@@ -132,6 +135,12 @@ def read_extension(raw: Any, ranks: int) -> tuple[Extension, Any]:
     On all ranks together: what is sent may depend on all of them (a scale, for one). FSDP2 has to
     be SHARDED. Raises what the extensions raise, and TypeError for a result that cannot be traced.
     """
+    own = plain_tensors(raw._sharded_local_tensor)
+    with next((t.fake_mode for t in own if isinstance(t, FakeTensor)), nullcontext()):
+        return _read(raw, ranks)
+
+
+def _read(raw: Any, ranks: int) -> tuple[Extension, Any]:
     sends = raw.all_gather_inputs
     sizes, dtypes = _sizes(raw), [tensor.dtype for tensor in sends]
     was_gathered = hasattr(raw, "_unsharded_param")
@@ -139,6 +148,7 @@ def read_extension(raw: Any, ranks: int) -> tuple[Extension, Any]:
         raw._extensions_data.clear()
     else:
         raw.init_all_gather_outputs([t.numel() for t in sends], dtypes, ranks, raw.device)
+        raw.alloc_all_gather_outputs()
         raw.init_unsharded_param()
         raw.free_unsharded_param()
     leaf = raw._unsharded_param
@@ -288,7 +298,7 @@ def _taken_apart(tensor: Tensor) -> tuple[Structure, list[Tensor]]:
 
     def take(found: Tensor) -> Structure:
         if not is_traceable_wrapper_subclass(found):
-            if type(found) not in (Tensor, torch.nn.Parameter):
+            if type(found) not in (Tensor, Parameter, FakeTensor):
                 raise TypeError(f"{type(found).__name__} has no __tensor_flatten__")
             parts.append(found)
             return len(parts) - 1

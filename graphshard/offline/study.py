@@ -35,7 +35,6 @@ from graphshard.compiler.partition import (
 from graphshard.compiler.planning import PlanningInputs, Posed, best_plans, problem_of
 from graphshard.cost.machine import Machine
 from graphshard.errors import CaptureError, InfeasibleBudget
-from graphshard.fsdp2 import fsdp_groups
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import copy_of
 from graphshard.offline.capture import Captured, capture
@@ -53,6 +52,7 @@ from graphshard.offline.world import (
     built,
     called_with,
     faked,
+    groups_of,
     pretended,
     shapes,
     varying,
@@ -266,7 +266,7 @@ class Study:
 
     def _captured_short(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> list[str]:
         """Empty if the short model cannot be captured, or its blocks do not repeat exactly."""
-        infos = [describe(0, g) for state in fake.states for g in fsdp_groups(state)]
+        infos = [describe(0, group) for group in groups_of(fake)]
         try:
             with shortened(fake.model, self._repeats):
                 self._capture(every, sizes, fake)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphshard import fsdp2
 from graphshard.errors import OfflineError
+from graphshard.fsdp2 import FsdpGroup
 from graphshard.fsdp2.describe import describe, name_of
 from graphshard.fsdp2.settings import GroupSettings, settings_of
 from graphshard.offline.unfilled import Unfilled
@@ -154,9 +155,17 @@ class World:
     settings: tuple[GroupSettings, ...]
 
 
+def groups_of(fake: Fake) -> list[FsdpGroup]:
+    """All groups, with what their all-gather extensions send."""
+    groups = [group for state in fake.states for group in fsdp2.fsdp_groups(state)]
+    for group in groups:
+        group.read_extensions()
+    return groups
+
+
 def world_of(fake: Fake, names: Sequence[str], ranks_per_node: int) -> World:
     """names: the program's groups, in its order. Raises OfflineError (GS904) for other groups."""
-    groups = {name_of(g): g for state in fake.states for g in fsdp2.fsdp_groups(state)}
+    groups = {name_of(group): group for group in groups_of(fake)}
     missing = [name for name in names if name not in groups]
     if missing:
         raise OfflineError("GS904", f"{missing[0]} is no group on every number of ranks")

@@ -20,6 +20,7 @@ class Row:
     `fully_shard` and of the policies). since: the torch version that brought them. outside: how
     many groups run through eager FSDP2. falls_back: part of the reason that graphshard gives for
     it; empty if the user left them out. fewer_gathers: graphshard gathers less often than FSDP2.
+    counts_bytes: what it plans to gather is compared, in bytes, with what FSDP2 gathers.
     whole: shards nothing, for what eager FSDP2 does wrong; it is what graphshard is compared with.
     """
 
@@ -39,8 +40,8 @@ class Row:
     outside: int = 0
     falls_back: str = ""
     fewer_gathers: bool = False
+    counts_bytes: bool = False
     needs_cuda: bool = False
-    needs_package: str = ""
     whole: Callable[[nn.Module, Ctx], nn.Module] | None = None
 
 

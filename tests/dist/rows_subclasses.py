@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from contract_loop import Loop, train_by
-from contract_models import CHAIN, MLPS, plain
+from contract_models import CHAIN, MLPS, plain, tensor_parallel
 from contract_row import Row
 from models import text_batch
 from pool import Ctx
@@ -139,6 +139,16 @@ def advance_with_scales(loop: Loop, step: int) -> None:
     precompute_float8_dynamic_scale_for_fsdp(loop.model)
 
 
+def float8_tensor_parallel(model: nn.Module, ctx: Ctx) -> nn.Module:
+    """DTensors of float8 weights: columns, then rows, inside each block."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    emulate = ctx.device.type != "cuda"
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, n: n != "head")
+    return tensor_parallel(model, ctx)
+
+
 class LoraLinear(nn.Module):
     """A frozen base of 4 bits per weight, and what is trained beside it."""
 
@@ -174,30 +184,38 @@ def sharded_quantized(model: nn.Module, ctx: Ctx) -> nn.Module:
 
 one_by_one = partial(torch.optim.SGD, lr=0.1, foreach=False)
 MLPS_CASE = replace(MLPS, batch=text_batch)
+wired = partial(Row, counts_bytes=True)
 ROWS = (
-    Row(
+    wired(
         AREA,
         "torchao: `Float8LinearConfig(enable_fsdp_float8_all_gather=True)`",
         partial(sharded_float8, enable_fsdp_float8_all_gather=True),
         case=MLPS_CASE,
     ),
-    Row(
+    wired(
         AREA,
         "torchao: the same with `precompute_float8_dynamic_scale_for_fsdp`",
         partial(sharded_float8, enable_fsdp_float8_all_gather=True),
         case=MLPS_CASE,
         train=train_by(advance_with_scales),
     ),
-    Row(AREA, "torchao: float8, recipe `rowwise`", sharded_rowwise, case=MLPS_CASE),
-    Row(AREA, "torchao: QLoRA, a frozen `NF4Tensor` beside LoRA", sharded_qlora, case=MLPS_CASE),
-    Row(
+    wired(AREA, "torchao: float8, recipe `rowwise`", sharded_rowwise, case=MLPS_CASE),
+    wired(
+        AREA,
+        "torchao: float8 on a mesh with tensor parallel",
+        float8_tensor_parallel,
+        case=MLPS,
+        ranks=4,
+    ),
+    wired(AREA, "torchao: QLoRA, a frozen `NF4Tensor` beside LoRA", sharded_qlora, case=MLPS_CASE),
+    wired(
         AREA,
         "torchao: `int8_weight_only_quantized_training`",
         sharded_quantized,
         case=MLPS_CASE,
         train=train_by(Loop.advance, one_by_one),
     ),
-    Row(
+    wired(
         AREA,
         "`fsdp_pre_all_gather`, `fsdp_post_all_gather`: int8 on the wire",
         sharded_int8,

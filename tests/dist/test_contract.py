@@ -5,7 +5,6 @@ the last test compares with what this run saw; `make contract` writes it.
 """
 
 import dataclasses
-import importlib.util
 import inspect
 import os
 import warnings
@@ -29,17 +28,13 @@ from torch.distributed.fsdp import FSDPModule
 
 import graphshard
 from graphshard.capture import dynamo
-from graphshard.capture.root_state import handle_of
+from graphshard.capture.root_state import handle_of, root_states_under
 from graphshard.fsdp2.versions import TORCH
 
 pytestmark = pytest.mark.dist
 
 TABLE = Path(__file__).parents[2] / "docs" / "fsdp2-contract.md"
 TABLE_TORCH = (2, 13)
-
-
-def is_installed(row: Row) -> bool:
-    return not row.needs_package or importlib.util.find_spec(row.needs_package) is not None
 
 
 @torch._dynamo.config.patch(recompile_limit=len(ROWS), accumulated_recompile_limit=8 * len(ROWS))
@@ -96,7 +91,26 @@ def row_case(ctx: Ctx, name: str) -> dict[str, Any]:
         "captured": report.captured,
         "groups": len({id(g) for m in fsdp_modules(model) for g in groups_of(m)}),
         "reasons": dict(report.reasons),
+        "bytes": bytes_planned_and_gathered(model, oracle) if row.counts_bytes else (0, 0),
     }
+
+
+def bytes_planned_and_gathered(model: nn.Module, oracle: nn.Module) -> tuple[int, int]:
+    """By the all-gathers of one forward: what plans say, and what FSDP2's own make."""
+    plans = [done.plan for record in root_states_under(model) for done in record.plans.values()]
+    entries = [entry for plan in plans for entry in plan.collective_signature]
+    planned = [e for e in entries if e.direction == "forward" and e.kind == "all_gather"]
+    groups = [group for module in fsdp_modules(oracle) for group in groups_of(module)]
+    return sum(e.size_bytes for e in planned), sum(map(gathered_bytes, groups))
+
+
+def gathered_bytes(group: Any) -> int:
+    """What one group's all-gather makes, as FSDP2 gathers it."""
+    group.unshard(async_op=True)
+    size = int(group._all_gather_result.all_gather_output.nbytes)
+    group.wait_for_unshard()
+    group._to_sharded()
+    return size
 
 
 def assert_eager_goes_on(row: Row, run: Any, oracle: nn.Module, model: nn.Module) -> None:
@@ -141,8 +155,6 @@ def test_row(pool: Pool, row: Row) -> None:
         pytest.skip("not in this torch")
     if row.needs_cuda and device_type() != "cuda":
         pytest.skip("needs CUDA")
-    if not is_installed(row):
-        pytest.skip(f"needs {row.needs_package}")
     if capped(row.ranks) < row.ranks:
         pytest.skip(f"needs {row.ranks} ranks")
     # A frame that broke is one that Dynamo leaves alone from then on.
@@ -154,6 +166,7 @@ def test_row(pool: Pool, row: Row) -> None:
         else:
             assert seen["compiled"] == seen["eager"]
         assert seen["captured"] == seen["groups"] - row.outside
+        assert seen["bytes"][0] == seen["bytes"][1]
         assert bool(seen["reasons"]) == bool(row.falls_back)
         assert all(row.falls_back in reason for reason in seen["reasons"].values())
     RESULTS[row.name] = seen
@@ -195,19 +208,19 @@ def written() -> dict[str, str]:
 
 def of_this_torch() -> list[Row]:
     """The rows whose results stand in the table as this torch has them: those that came later than
-    the table's torch are a later one's. What needs a package or CUDA never stands there."""
+    the table's torch are a later one's. What needs CUDA never stands there."""
     return [
         row
         for row in ROWS
         if row.since <= TORCH
         and (row.since <= TABLE_TORCH) == (TORCH == TABLE_TORCH)
-        and not (row.needs_package or row.needs_cuda)
+        and not row.needs_cuda
     ]
 
 
 def _not_run(row: Row) -> str:
-    needs = row.needs_package or f"torch {_dotted(row.since)}"
-    return f"| {row.name} | not run here: needs {'CUDA' if row.needs_cuda else needs} | | |"
+    needs = "CUDA" if row.needs_cuda else f"torch {_dotted(row.since)}"
+    return f"| {row.name} | not run here: needs {needs} | | |"
 
 
 def _line(row: Row) -> str:
@@ -215,6 +228,8 @@ def _line(row: Row) -> str:
     triples = dict.fromkeys(", ".join(map(str, seen[who])) for who in ("eager", "compiled"))
     counts = "; ".join(triples)
     runs = "in the graph" if row.since <= TABLE_TORCH else f"in the graph (torch {_dotted(TORCH)})"
+    if row.counts_bytes:
+        runs = f"{runs}, {seen['bytes'][0]:,} bytes in the all-gathers of a forward"
     if row.whole is not None:
         runs = f"{runs}, equal to the model without FSDP2; eager FSDP2 is wrong here"
     if row.outside:
