@@ -30,7 +30,7 @@ class Recipe:
 @dataclass(frozen=True)
 class ExtensionCase:
     """rows: of each weight. frozen: the weights of these blocks. unshards: the user gathers the
-    groups before each forward."""
+    groups before each forward. evaluates: twice before each step."""
 
     recipe: Recipe
     rows: int = 8
@@ -39,6 +39,7 @@ class ExtensionCase:
     reshard: bool | None = None
     micro_steps: int = 1
     unshards: bool = False
+    evaluates: bool = False
 
 
 def on_inner(kind: type, func: Any, args: Any, kwargs: Any) -> Any:
@@ -180,6 +181,9 @@ def train(model: nn.Module, case: ExtensionCase, ctx: Ctx) -> list[Tensor]:
     seen: list[Tensor] = []
     optim = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     for step in range(3):
+        for _ in range(2 if case.evaluates else 0):
+            with torch.no_grad():
+                seen.append(model(torch.ones(BATCH, WIDTH, device=ctx.device)))
         for micro in range(case.micro_steps):
             model.set_requires_gradient_sync(micro == case.micro_steps - 1)  # type: ignore[operator]
             for block in model if case.unshards else ():  # type: ignore[attr-defined]

@@ -40,6 +40,7 @@ def cases(draw: st.DrawFn) -> ExtensionCase:
         reshard=draw(st.sampled_from([None, True, False])),
         micro_steps=draw(st.sampled_from([1, 2])),
         unshards=draw(st.booleans()),
+        evaluates=draw(st.booleans()),
     )
 
 
@@ -59,6 +60,12 @@ def test_drawn_extensions_equal_eager(pool: Pool, case: ExtensionCase) -> None:
     for same, captured in pool.run(2, equals_eager, case, timeout_s=120):
         assert captured == 3
         assert same, case
+
+
+def test_an_evaluation_may_keep_them_for_the_next_forward(pool: Pool) -> None:
+    recipe = Recipe(("rest", "coarse", "rows"), scaled=True, wrapped=True)
+    case = ExtensionCase(recipe, reshard=False, evaluates=True, micro_steps=2)
+    assert all(same for same, _ in pool.run(2, equals_eager, case, timeout_s=120))
 
 
 # -- what travels --------------------------------------------------------------------------------
