@@ -99,7 +99,7 @@ def test_replaced_shards_are_read_where_they_are_now(model):
     moved = [shard.clone() for shard in live.shards()]
     after = own_buffer(live, own, moved)
     assert after is not before
-    assert [f.data_ptr() for f in after.flats] == [shard.data_ptr() for shard in moved]
+    assert [f.data_ptr() for f in after.wholes] == [shard.data_ptr() for shard in moved]
 
 
 def test_a_buffer_of_an_inference_serves_a_training_step(model):
