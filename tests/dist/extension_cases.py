@@ -56,19 +56,19 @@ class Packed(Tensor):
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined, no-any-return]
 
     def __init__(self, parts: dict[str, Tensor], shape: Any, dtype: torch.dtype) -> None:
-        self.names = tuple(parts)
+        self.part_names = tuple(parts)
         for name, part in parts.items():
             setattr(self, name, part)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.names), (tuple(self.shape), self.dtype)
+        return list(self.part_names), (tuple(self.shape), self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> "Packed":
         return Packed(inner, *context)
 
     def value(self) -> Tensor:
-        parts = {name: getattr(self, name) for name in self.names}
+        parts = {name: getattr(self, name) for name in self.part_names}
         return unpacked(parts, self.dtype)[: len(self)]
 
     @classmethod
@@ -76,7 +76,7 @@ class Packed(Tensor):
         aten = torch.ops.aten
         if func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
             size = args[1] if func is aten.as_strided.default else args[0].shape
-            parts = {name: getattr(args[0], name) for name in args[0].names}
+            parts = {name: getattr(args[0], name) for name in args[0].part_names}
             return Packed(parts, size, args[0].dtype)
         return on_inner(cls, func, args, kwargs)
 
