@@ -181,6 +181,9 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch._ops.OperatorBase": {"_dispatch_cache": None},
     "torch._ops.OpOverload": {"_schema": None},
+    "torch._prims_common": {
+        "make_contiguous_strides_for": "shape",
+    },
     "torch._subclasses.fake_tensor": {
         "FakeTensor": None,
         "FakeTensorMode": None,

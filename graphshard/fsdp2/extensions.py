@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -47,7 +48,7 @@ class Place:
         """The tensor, as a view of `memory`."""
         end = self.offset_bytes + self.extent * self.dtype.itemsize
         part = memory[self.offset_bytes : end].view(self.dtype)
-        if self.stride == _contiguous(self.size):
+        if self.stride == make_contiguous_strides_for(self.size):
             return part.view(self.size)
         return part.as_strided(self.size, self.stride)
 
@@ -247,7 +248,9 @@ def _arrived(sent: Sent, ranks: int) -> tuple[Place, ...]:
     places: dict[int, Place] = {}
     for i in sorted(range(len(sent)), key=lambda i: -bytes_of[i]):
         offset_bytes = _end_bytes(list(places.values()))
-        places[i] = Place(wholes[i], _contiguous(wholes[i]), sent[i][1], offset_bytes)
+        places[i] = Place(
+            wholes[i], make_contiguous_strides_for(wholes[i]), sent[i][1], offset_bytes
+        )
     return tuple(places[i] for i in range(len(sent)))
 
 
@@ -283,11 +286,6 @@ def _made(
         places.append(Place(size, dense, part.dtype, end_bytes))
         end_bytes += _end_bytes([Place(size, dense, part.dtype, 0)])
     return tuple(places), end_bytes
-
-
-def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
-    strides = itertools.accumulate((max(n, 1) for n in reversed(size[1:])), int.__mul__, initial=1)
-    return tuple(reversed(list(strides)))[: len(size)] if size else ()
 
 
 # -- subclasses ------------------------------------------------------------------------------------

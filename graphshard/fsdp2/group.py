@@ -320,7 +320,9 @@ class FsdpGroup:
         FSDP2 is SHARDED afterwards. Raises what they raise, and TypeError for what cannot be
         traced.
         """
-        if self.has_extensions and not self.is_sharded:
+        if not self.has_extensions:
+            return
+        if not self.is_sharded:
             self.unsharded()
             self.reshard()
         for param in self.params:

@@ -39,25 +39,25 @@ from graphshard.schedule.steps import StepKind
 class Payload:
     """What one group puts into a collective: this rank's parts of the parameters of `layout`.
 
-    extras: what all-gather extensions noted when they gave their parts, by parameter index.
+    metadata: what all-gather extensions gave beside their parts, by parameter index.
     """
 
     live: LiveGroup
     layout: GatherLayout
     parts: Sequence[Tensor]
-    extras: Mapping[int, object] = field(default_factory=dict)
+    metadata: Mapping[int, object] = field(default_factory=dict)
 
 
 class _Collective:
     """One all-gather over several ranks. work: None when it is done."""
 
-    __slots__ = ("_extras", "_gathered", "_group", "_places", "work")
+    __slots__ = ("_gathered", "_group", "_metadata", "_places", "work")
 
     def __init__(self, loads: Sequence[Payload], group: dist.ProcessGroup) -> None:
         self._group = group
         # Not the parts: what they are views of may be freed while the collective runs.
         self._places = [(load.live, load.layout) for load in loads]
-        self._extras = {load.live: load.extras for load in loads}
+        self._metadata = {load.live: load.metadata for load in loads}
         self._gathered: dict[LiveGroup, GatherBuffer] = {}
         self.work: dist.Work | None = None
 
@@ -74,7 +74,7 @@ class _Collective:
         """Call once, when all has arrived."""
         buffer = self._gathered.pop(live)
         if live.fsdp.has_extensions:
-            fill(live, buffer, self._extras[live])
+            fill(live, buffer, self._metadata[live])
         return buffer
 
     def drain(self, *, limit_s: float | None = None) -> None:

@@ -144,7 +144,7 @@ class Gather:
         if buffer is None:
             buffer = buffer_for(self._live, load.layout)
             torch._foreach_copy_(buffer.flats, list(load.parts))
-            fill(self._live, buffer, load.extras)
+            fill(self._live, buffer, load.metadata)
         self._add(buffer)
 
     def wait(self, indices: Sequence[int]) -> Mapping[int, Tensor]:
@@ -210,17 +210,17 @@ class Gather:
 def _by_extensions(
     live: LiveGroup, indices: Sequence[int], source: Sequence[Tensor]
 ) -> tuple[list[Tensor], dict[int, object]]:
-    """What of `source` travels where extensions say so, and what they note about it."""
+    """What of `source` travels where extensions say so, and their metadata."""
     parts: list[Tensor] = []
-    extras: dict[int, object] = {}
+    metadata: dict[int, object] = {}
     for index in indices:
         param = live.fsdp.params[index]
         if param.extension is None:
             parts.append(source[index])
         else:
-            sent, extras[index] = extensions.send(param.raw, param.extension)
+            sent, metadata[index] = extensions.send(param.raw, param.extension)
             parts += sent
-    return parts, extras
+    return parts, metadata
 
 
 def issue(wanted: Iterable[tuple[Gather, tuple[int, ...]]]) -> list[AllGather]:

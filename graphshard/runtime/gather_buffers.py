@@ -160,13 +160,13 @@ def parameters(live: LiveGroup, buffer: GatherBuffer) -> Mapping[int, Tensor]:
     return found
 
 
-def fill(live: LiveGroup, buffer: GatherBuffer, extras: Mapping[int, object]) -> None:
-    """Extensions make parameters of what has arrived. extras: what they noted when it was sent."""
+def fill(live: LiveGroup, buffer: GatherBuffer, metadata: Mapping[int, object]) -> None:
+    """Extensions make parameters of what has arrived. metadata: from when it was sent."""
     with torch.inference_mode(False):
         for index, whole in zip(buffer.layout.indices, buffer.wholes, strict=True):
             param = live.fsdp.params[index]
             if param.extension is not None:
-                extensions.fill(param.raw, param.extension, whole, extras[index])
+                extensions.fill(param.raw, param.extension, whole, metadata[index])
 
 
 def _new_buffer(live: LiveGroup, layout: GatherLayout) -> GatherBuffer:

@@ -29,11 +29,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class ExtensionCase:
-    """rows: of each weight. frozen: the weights of these blocks. unshards: the user gathers the
-    groups before each forward. evaluates: twice before each step."""
+    """rows: of each weight. second: of the middle block, if it differs. frozen: the weights of
+    these blocks. unshards: the user gathers the groups before each forward. evaluates: twice before
+    each step."""
 
     recipe: Recipe
     rows: int = 8
+    second: Recipe | None = None
     frozen: tuple[int, ...] = ()
     half: bool = False
     reshard: bool | None = None
@@ -167,7 +169,8 @@ class Block(nn.Module):
 
 def build(case: ExtensionCase, ctx: Ctx) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(case.rows, case.recipe) for _ in range(3))).to(ctx.device)
+    recipes = case.recipe, case.second or case.recipe, case.recipe
+    model = nn.Sequential(*(Block(case.rows, recipe) for recipe in recipes)).to(ctx.device)
     for place in case.frozen:
         model[place].up.weight.requires_grad_(False)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

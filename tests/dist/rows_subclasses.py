@@ -104,30 +104,29 @@ def casts_were_called(model: nn.Module, compiled: bool) -> None:
 # -- torchao -------------------------------------------------------------------------------------
 
 
-def in_float8(module: nn.Module, name: str) -> bool:
-    """All but one, so that weights of both kinds travel together; sizes have to be even."""
-    return name not in ("blocks.0.up", "head")
-
-
-def sharded_float8(model: nn.Module, ctx: Ctx, **config: Any) -> nn.Module:
+def to_float8(model: nn.Module, ctx: Ctx, config: Any, left_out: tuple[str, ...]) -> None:
     """torchao's float8 training, emulated where the device has no float8 products."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import convert_to_float8_training
 
-    emulate = ctx.device.type != "cuda"
+    emulated = replace(config, emulate=ctx.device.type != "cuda")
     convert_to_float8_training(
-        model,
-        config=replace(Float8LinearConfig(**config), emulate=emulate),
-        module_filter_fn=in_float8,
+        model, config=emulated, module_filter_fn=lambda _, name: name not in left_out
     )
+
+
+def sharded_float8(model: nn.Module, ctx: Ctx) -> nn.Module:
+    """All but one, so that weights of both kinds travel together; sizes have to be even."""
+    from torchao.float8 import Float8LinearConfig
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    to_float8(model, ctx, config, ("blocks.0.up", "head"))
     return plain(model, ctx)
 
 
 def sharded_rowwise(model: nn.Module, ctx: Ctx) -> nn.Module:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig
 
-    emulate = ctx.device.type != "cuda"
-    config = Float8LinearConfig.from_recipe_name("rowwise")
-    convert_to_float8_training(model, config=replace(config, emulate=emulate))
+    to_float8(model, ctx, Float8LinearConfig.from_recipe_name("rowwise"), ())
     return plain(model, ctx)
 
 
@@ -141,11 +140,9 @@ def advance_with_scales(loop: Loop, step: int) -> None:
 
 def float8_tensor_parallel(model: nn.Module, ctx: Ctx) -> nn.Module:
     """DTensors of float8 weights: columns, then rows, inside each block."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig
 
-    emulate = ctx.device.type != "cuda"
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, n: n != "head")
+    to_float8(model, ctx, Float8LinearConfig(enable_fsdp_float8_all_gather=True), ("head",))
     return tensor_parallel(model, ctx)
 
 
@@ -189,13 +186,13 @@ ROWS = (
     wired(
         AREA,
         "torchao: `Float8LinearConfig(enable_fsdp_float8_all_gather=True)`",
-        partial(sharded_float8, enable_fsdp_float8_all_gather=True),
+        sharded_float8,
         case=MLPS_CASE,
     ),
     wired(
         AREA,
         "torchao: the same with `precompute_float8_dynamic_scale_for_fsdp`",
-        partial(sharded_float8, enable_fsdp_float8_all_gather=True),
+        sharded_float8,
         case=MLPS_CASE,
         train=train_by(advance_with_scales),
     ),

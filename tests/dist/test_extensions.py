@@ -26,15 +26,21 @@ OPTIONS = {"compute": "aten", "fallback": "error"}
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> ExtensionCase:
-    rows = draw(st.sampled_from([8, 7]))
+def recipes(draw: st.DrawFn, rows: int) -> Recipe:
     # FSDP2 wants what is sent to have the padded size where parts are uneven.
     others = ["rest", "rows"] if rows % 2 == 0 else ["rest"]
     sends = draw(st.permutations(["coarse", *draw(st.lists(st.sampled_from(others), unique=True))]))
-    recipe = Recipe(tuple(sends), scaled=draw(st.booleans()), wrapped=draw(st.booleans()))
+    return Recipe(tuple(sends), scaled=draw(st.booleans()), wrapped=draw(st.booleans()))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> ExtensionCase:
+    rows = draw(st.sampled_from([8, 7]))
     return ExtensionCase(
-        recipe,
+        draw(recipes(rows)),
         rows=rows,
+        # Alike blocks share a traced graph by the number of their extension.
+        second=draw(st.one_of(st.none(), recipes(rows))),
         frozen=draw(st.sampled_from([(), (1,), (0, 1, 2)])),
         half=draw(st.booleans()),
         reshard=draw(st.sampled_from([None, True, False])),
