@@ -141,20 +141,12 @@ def test_it_settles_within_12_steps_alike_on_all_ranks(pool: Pool, options: dict
     assert first[1] <= 12
 
 
-def tries(ctx: Ctx, second_us: float) -> tuple[bool, bool]:
-    """Was another plan run, and does it run still? Now and then what is measured gives the same
-    plan again: then once more."""
-    for _ in range(3):
-        is_tried, stays = tried(ctx, second_us)
-        if is_tried:
-            break
-    return is_tried, stays
-
-
 @first_launch
 def tried(ctx: Ctx, second_us: float) -> tuple[bool, bool]:
+    """Was another plan run, and does it run still?"""
     oracle, model, plans = build(CASE, ctx), compiled(ctx), []
-    with measuring(lambda k: (1000.0, second_us)[k]):
+    # Of a busy machine the probe may tell what `alike` tells, and nothing would be planned anew.
+    with unseen(), measuring(lambda k: (1000.0, second_us)[k]):
         for step in range(13):
             equal_step(ctx, oracle, model, step)
             plans.append(graphshard.plans(model)[0].to_json())
@@ -165,7 +157,7 @@ def tried(ctx: Ctx, second_us: float) -> tuple[bool, bool]:
 def test_a_plan_that_measures_slower_is_given_back(
     pool: Pool, second_us: float, stays: bool
 ) -> None:
-    assert pool.run(2, tries, second_us) == [(True, stays)] * 2
+    assert pool.run(2, tried, second_us) == [(True, stays)] * 2
 
 
 @first_launch
