@@ -29,10 +29,13 @@ CALLED = -1  # the home of what is below the module that is being called
 class GatheredParam:
     """One gathered parameter, as its `unshard` mark says it.
 
+    group, index: the place of its group among those of the `fully_shard` call, and its own there.
     size, dtype: with all-gather extensions those of the memory that holds it. layout: of a DTensor.
     extension: what they make of that memory (`graphshard.fsdp2.extensions`).
     """
 
+    group: int
+    index: int
     size: tuple[int, ...]
     dtype: torch.dtype
     layout: int
@@ -42,9 +45,10 @@ class GatheredParam:
 
 @dataclass(frozen=True, slots=True)
 class ParamHolder:
-    """A module that holds parameters of the group, by its way from a home.
+    """A module that holds parameters of the groups, by its way from a home.
 
-    home: `CALLED`, or an index into `Layout.homes`. slots: name and index of each parameter.
+    home: `CALLED`, or an index into `Layout.homes`. slots: name of each parameter, and its place
+    in `GroupSpec.params`.
     """
 
     home: int
@@ -54,12 +58,13 @@ class ParamHolder:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class GroupSpec:
-    """One group's pre- and post-forward: casts, devices, and which parameters go where.
+    """Pre- and post-forward of a `fully_shard` call's groups, which are one unless its parameters
+    are on several meshes: casts, devices, and which parameters go where.
 
-    mesh: the ranks that the group is sharded and replicated over. Tracing does not ask for it, but
-    a plan is made for it, and ranks change plans together: only models on the same ranks may share
-    a graph. has_all_reduce_hook: nor does tracing ask for this, but with a hook a plan may neither
-    reduce a group in parts nor out of turn.
+    meshes: the ranks that each group is sharded and replicated over. Tracing does not ask for them,
+    but a plan is made for them, and ranks change plans together: only models on the same ranks may
+    share a graph. has_all_reduce_hook: nor does tracing ask for this, but with a hook a plan may
+    neither reduce a group in parts nor out of turn.
     """
 
     device: torch.device
@@ -68,7 +73,7 @@ class GroupSpec:
     output_dtype: torch.dtype | None
     params: tuple[GatheredParam, ...]
     places: tuple[ParamHolder, ...]
-    mesh: Ranks | None = None
+    meshes: tuple[Ranks, ...] = ()
     has_all_reduce_hook: bool = False
 
 
@@ -104,26 +109,33 @@ def interned(spec: GroupSpec) -> GroupSpec:
     return spec if known is None else known
 
 
-def spec_of(state: State, group: FsdpGroup | None, places: tuple[ParamHolder, ...]) -> GroupSpec:
-    """What entering `group` means now. A state without parameters has no group, and casts only."""
+def spec_of(
+    state: State, groups: Sequence[FsdpGroup], places: tuple[ParamHolder, ...]
+) -> GroupSpec:
+    """What entering the groups of `state` means now. Without parameters there is none, and casts
+    only."""
     policy, device = fsdp2.cast_policy(state), fsdp2.device_of(state)
-    params = () if group is None else group.params
-    full = tuple(map(_gathered, params))
+    full = tuple(
+        _gathered(param, number, index)
+        for number, group in enumerate(groups)
+        for index, param in enumerate(group.params)
+    )
     moves_inputs = fsdp2.is_root(state) and device.type != "cpu"
-    mesh = None if group is None else ranks_of(group)
+    meshes = tuple(map(ranks_of, groups))
     casts = policy.input_dtype, policy.output_dtype
-    hooked = group is not None and group.has_all_reduce_hook
-    return interned(GroupSpec(device, moves_inputs, *casts, full, places, mesh, hooked))
+    hooked = any(group.has_all_reduce_hook for group in groups)
+    return interned(GroupSpec(device, moves_inputs, *casts, full, places, meshes, hooked))
 
 
-def _gathered(param: FsdpParam) -> GatheredParam:
+def _gathered(param: FsdpParam, group: int, index: int) -> GatheredParam:
     size = param.size if param.extension is None else (param.extension.held_bytes,)
     layout, extension = layout_number(param.unsharded_spec), extension_number(param.extension)
-    return GatheredParam(size, param.wire_dtype, layout, extension, param.sharded.requires_grad)
+    trainable = param.sharded.requires_grad
+    return GatheredParam(group, index, size, param.wire_dtype, layout, extension, trainable)
 
 
-def lay_out(roots: Sequence[nn.Module], group: FsdpGroup | None) -> Registration:
-    """Ways from `roots`, the modules of one `fully_shard` call, to the group's parameters.
+def lay_out(roots: Sequence[nn.Module], groups: Sequence[FsdpGroup]) -> Registration:
+    """Ways from `roots`, the modules of one `fully_shard` call, to the parameters of its groups.
 
     They are the ways that the model's own code takes, so that Dynamo sees each module under one
     name. A module that is no longer in the tree is its own home.
@@ -132,7 +144,7 @@ def lay_out(roots: Sequence[nn.Module], group: FsdpGroup | None) -> Registration
     homes = list(roots) if len(roots) > 1 else []
     places: list[ParamHolder] = []
     links: list[PathStep] = []
-    for module, slots in _by_module(group).items():
+    for module, slots in _by_module(groups).items():
         home, path = ways.get(module, (len(homes), ()))
         if module not in ways:
             homes.append(module)
@@ -151,9 +163,9 @@ def _ways(roots: Sequence[nn.Module]) -> dict[nn.Module, tuple[int, tuple[str, .
     return ways
 
 
-def _by_module(group: FsdpGroup | None) -> dict[nn.Module, tuple[tuple[str, int], ...]]:
+def _by_module(groups: Sequence[FsdpGroup]) -> dict[nn.Module, tuple[tuple[str, int], ...]]:
     found: dict[nn.Module, tuple[tuple[str, int], ...]] = {}
-    params = () if group is None else group.params
+    params = [param for group in groups for param in group.params]
     slots: Iterable[tuple[int, Slot]] = ((i, s) for i, p in enumerate(params) for s in p.slots)
     for index, slot in slots:
         found[slot.module] = (*found.get(slot.module, ()), (slot.name, index))

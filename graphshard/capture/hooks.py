@@ -62,8 +62,9 @@ def enter_group(
 def _gathered(handle: CaptureHandle, spec: GroupSpec) -> list[Tensor]:
     full: list[Tensor] = []
     for param in spec.params:
-        anchor = handle.anchor if param.trainable else handle.frozen_anchor
-        mark = (param.size, param.dtype, spec.device, len(full))
+        trained, frozen = handle.anchors[param.group]
+        anchor = trained if param.trainable else frozen
+        mark = (param.size, param.dtype, spec.device, param.index)
         if param.layout == PLAIN and param.extension == NONE:
             full.append(UNSHARD(anchor, *mark))
         else:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,7 +61,7 @@ class RootState:
 
     @property
     def groups(self) -> list[LiveGroup]:
-        return [handle.live for handle in self.handles if handle.live is not None]
+        return [live for handle in self.handles for live in handle.lives]
 
     @property
     def roots(self) -> list[Root]:
@@ -93,11 +94,11 @@ class RootState:
         self.plans[name] = compiled
 
     def leave_eager(self, fqn: str, reason: str) -> None:
-        """Run the group `fqn` through FSDP2 from now on."""
-        self.reasons[fqn] = reason
+        """Run the group `fqn` through FSDP2 from now on, and those that it was sharded with."""
         for handle in self.handles:
-            if handle.live is not None and handle.live.fqn == fqn:
+            if fqn in handle.fqns:
                 handle.eager = True
+                self.reasons |= dict.fromkeys(handle.fqns, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class CompiledPlan:
 class CaptureHandle:
     """Everything the traced hooks read, and the little they write, for one `fully_shard` call.
 
+    lives: its groups, one per mesh. anchors: theirs, of trainable and of frozen parameters.
     entered: under "top" the call of the group that is being traced, as (spec, registered
     parameters that it replaced, the call around it); () outside a forward. Dynamo replays what
     traced code leaves there, so that an exception in between is noticed.
@@ -128,41 +130,38 @@ class CaptureHandle:
     own, because the graph around them breaks.
     """
 
-    def __init__(self, state: State, group: FsdpGroup | None, root_state: RootState) -> None:
-        self.live: LiveGroup | None = None
+    def __init__(self, state: State, groups: Sequence[FsdpGroup], root_state: RootState) -> None:
+        self.lives = tuple(map(register, groups))
+        self.anchors = tuple((live.anchor, live.frozen_anchor) for live in self.lives)
         self.eager = False
         self.apart = False
         self.entered: dict[str, Any] = {"top": ()}
         self.homes: tuple[nn.Module, ...] = ()
         self.root_state = root_state
         self.state = state
-        self._group = group
+        self._groups = groups
         self._links: tuple[PathStep, ...] = ()
         self._facts: object = None
         self._group_spec: GroupSpec | None = None
-        if group is not None:
-            self.live = register(group)
-            self.anchor, self.frozen_anchor = self.live.anchor, self.live.frozen_anchor
 
     def spec(self) -> GroupSpec | None:
-        """What entering the group means now; None leaves it to FSDP2's own hooks.
+        """What entering the groups means now; None leaves it to FSDP2's own hooks.
 
         Asked before every compiled call. What costs more than to compare is done after a change.
         """
-        group = self._group
-        own = () if group is None else (group.trainable, group.has_all_reduce_hook)
+        own = tuple([(group.trainable, group.has_all_reduce_hook) for group in self._groups])
         facts = (self.eager, fsdp2.mixed_precision(self.state), own)
         moved = [link for link in self._links if link.modules.get(link.key) is not link.module]
         if moved or facts != self._facts:
-            layout = lay_out(fsdp2.modules_of(self.state), self._group)
+            layout = lay_out(fsdp2.modules_of(self.state), self._groups)
             self.homes, self._links, self._facts = layout.homes, layout.links, facts
-            now = spec_of(self.state, self._group, layout.places)
+            now = spec_of(self.state, self._groups, layout.places)
             self._group_spec = None if self.eager else now
         return self._group_spec
 
     @property
-    def fqn(self) -> str:
-        return "" if self.live is None else self.live.fqn
+    def fqns(self) -> list[str]:
+        return [live.fqn for live in self.lives]
 
     def leave(self, top: Any) -> None:
         """Undo what entered the group since `top` was its innermost call; () if there was none."""
@@ -177,11 +176,10 @@ class CaptureHandle:
         Raises what a prefetch raises that was waited for (`limit_s`), when all that is done.
         """
         self.entered["top"] = ()
-        if self.live is not None:
-            try:
-                self.live.drop(limit_s=limit_s)
-            finally:
-                self.live.fsdp.reshard()
+        with ExitStack() as resharding:
+            for live in self.lives:
+                resharding.callback(live.fsdp.reshard)
+                resharding.callback(live.drop, limit_s=limit_s)
 
 
 def prepare(state: State) -> bool:
@@ -210,17 +208,16 @@ def _attach(states: list[State]) -> None:
     for state in states:
         groups = fsdp2.fsdp_groups(state)
         reasons = [fsdp2.unsupported(group) or _unread(group) for group in groups]
-        handle = CaptureHandle(state, groups[0] if groups else None, root_state)
-        for group, reason in zip(groups, reasons, strict=True):
-            if reason is not None:
-                handle.eager = True
-                root_state.reasons.setdefault(group.fqn or "(root)", reason)
+        handle = CaptureHandle(state, groups, root_state)
         root_state.handles.append(handle)
+        for live, reason in zip(handle.lives, reasons, strict=True):
+            if reason is not None and not handle.eager:
+                root_state.leave_eager(live.fqn, reason)
         for module in fsdp2.modules_of(state):
             module.__dict__[HANDLE] = handle
     _leave_modules(root_state)
     ballots = open_ballots(members_of([live.fsdp for live in root_state.groups]))
-    root = Root({p.state: p.live for p in root_state.handles if p.live is not None}, ballots)
+    root = Root(tuple(root_state.groups), ballots)
     root.order = GraphOrder()
     for live in root_state.groups:
         live.root = root
@@ -246,8 +243,7 @@ def _leave_modules(root_state: RootState) -> None:
         handles = (handle_of(m) for m in ([home] if module is home else module.modules()))
         for handle in dict.fromkeys(p for p in handles if p is not None):
             handle.eager = True
-            if handle.live is not None:
-                root_state.reasons.setdefault(handle.live.fqn, reason)
+            root_state.reasons = dict.fromkeys(handle.fqns, reason) | root_state.reasons
 
 
 def handle_of(module: nn.Module) -> CaptureHandle | None:

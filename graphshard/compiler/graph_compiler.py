@@ -241,7 +241,7 @@ class GraphCompiler:
             for handle in root_state.handles
             if handle.eager
         )
-        return any(handle.live in self.groups for handle in handles)
+        return any(live in self.groups for handle in handles for live in handle.lives)
 
     @property
     def ballots(self) -> list[Ballot]:

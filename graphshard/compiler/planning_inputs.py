@@ -98,7 +98,7 @@ def is_whole(groups: Sequence[LiveGroup]) -> bool:
     What others keep or hold meanwhile is not in its peak: within FSDP2's own peak of this graph,
     keeping more than FSDP2 could still be above that of the model.
     """
-    return {live for root in roots_of(groups) for live in root.groups.values()} <= set(groups)
+    return {live for root in roots_of(groups) for live in root.groups} <= set(groups)
 
 
 def costs_of(planning: PlanningInputs) -> str:

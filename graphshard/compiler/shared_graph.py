@@ -203,7 +203,7 @@ def infos_of(groups: Sequence[LiveGroup]) -> tuple[GroupInfo, ...]:
 
 
 def root_state_of(root: Root) -> RootState:
-    handle = handle_of(modules_of(next(iter(root.groups)))[0])
+    handle = handle_of(modules_of(root.groups[0].fsdp.state)[0])
     assert handle is not None
     return handle.root_state
 

@@ -74,7 +74,8 @@ def describe_groups(roots: Sequence[nn.Module]) -> tuple[GroupFacts, ...]:
 
 def _describe(name: str, state: fsdp2.State, group: fsdp2.FsdpGroup) -> GroupFacts:
     handle = handle_of(fsdp2.modules_of(state)[0])
-    live = None if handle is None else handle.live
+    lives = () if handle is None else handle.lives
+    live = next((one for one in lives if one.fsdp.raw is group.raw), None)
     captured = live is not None and live.counters.forwards > 0
     reason = ""
     if handle is not None and live is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -26,8 +26,19 @@ _TRAINABLE = attrgetter("sharded_param.requires_grad")
 def fsdp_groups(state: FSDPState) -> list[FsdpGroup]:
     """The parameter groups of one state (none if all its parameters belong to children)."""
     if versions.PARAM_GROUPS_ARE_A_LIST:
-        return [FsdpGroup(g, state) for g in state._fsdp_param_groups]
+        raws = state._fsdp_param_groups
+        names = _mesh_names(raws)
+        return [FsdpGroup(raw, state, name) for raw, name in zip(raws, names, strict=True)]
     return [FsdpGroup(state._fsdp_param_group, state)] if state._fsdp_param_group else []
+
+
+def _mesh_names(raws: Sequence[Any]) -> Sequence[str]:
+    """What tells the groups of one `fully_shard` call apart: names of mesh dims, if they do."""
+    if len(raws) == 1:
+        return [""]
+    names = [", ".join(raw.mesh_info.mesh.mesh_dim_names or ()) for raw in raws]
+    distinct = len(set(names)) == len(names) and all(names)
+    return names if distinct else [f"mesh {number}" for number in range(1, len(raws) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +64,16 @@ class FsdpGroup:
         "__weakref__",
         "has_dtensors",
         "has_extensions",
+        "mesh_name",
         "params",
         "raw",
         "sends_in_place",
         "state",
     )
 
-    def __init__(self, raw: Any, state: FSDPState) -> None:
+    def __init__(self, raw: Any, state: FSDPState, mesh_name: str = "") -> None:
         self.raw = raw
+        self.mesh_name = mesh_name
         self.state = state
         self.params = tuple(FsdpParam(p) for p in raw.fsdp_params)
         self.has_dtensors = any(p.is_dtensor for p in raw.fsdp_params)
@@ -75,8 +88,12 @@ class FsdpGroup:
 
     @property
     def fqn(self) -> str:
-        """Module FQN from the root ("" for the root itself, "a, b" for grouped modules)."""
-        return self.raw._module_fqn or ""
+        """Module FQN from the root ("" for the root itself, "a, b" for grouped modules).
+
+        With the name of its mesh where parameters of these modules have several.
+        """
+        module_fqn: str = self.raw._module_fqn or ""
+        return f"{module_fqn or '(root)'} [{self.mesh_name}]" if self.mesh_name else module_fqn
 
     @property
     def trainable(self) -> tuple[bool, ...]:
@@ -366,31 +383,3 @@ class FsdpGroup:
         self.raw._to_sharded()
         for param in self.params:
             param.raw._setattr_on_modules(param.raw.sharded_param)
-
-    def when_resharded(self, then: Callable[[], None]) -> None:
-        """Call `then` whenever FSDP2 reshards the group, at the user's `reshard()` for example."""
-        reshard = self.raw.reshard
-
-        def call() -> None:
-            reshard()
-            if self.is_sharded:
-                then()
-
-        self.raw.reshard = call
-
-    def gather_for_training(self) -> None:
-        """From now on what FSDP2 itself gathers can be trained with, also under inference_mode.
-
-        FSDP2 makes its tensors at its first gather. A model that was trained compiled may come to
-        that under inference_mode, and later training would raise.
-        """
-        wait = self.raw.wait_for_unshard
-
-        def call() -> None:
-            if not torch.is_inference_mode_enabled():
-                wait()
-                return
-            with torch.inference_mode(False), torch.no_grad():
-                wait()
-
-        self.raw.wait_for_unshard = call

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from graphshard.fsdp2.extensions import plain_tensors
 from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.node_group import local_world_size, ranks_on_node
 from graphshard.fsdp2.param import FsdpParam, hooks_of
 from graphshard.fsdp2.separate_group import may_reduce_apart
-from graphshard.fsdp2.state import is_root
+from graphshard.fsdp2.state import State, is_root
 from graphshard.schedule.plan import Direction
 
 # AdamW's and Adam's two moments. The optimizer is not known when a graph is planned.
@@ -113,7 +110,9 @@ def settings_of(
     be on one node.
     """
     local = local_world_size() if ranks_per_node is None else ranks_per_node
-    places = {group.state: place for place, group in enumerate(groups)}
+    places: dict[State, list[int]] = {}
+    for place, group in enumerate(groups):
+        places.setdefault(group.state, []).append(place)
     lanes: list[dist.ProcessGroup | None] = []
 
     def lane(process_group: dist.ProcessGroup | None) -> str:
@@ -126,7 +125,10 @@ def settings_of(
         return (0, "") if mesh is None else (mesh.size(), lane(mesh))
 
     def listed(group: FsdpGroup, direction: Direction) -> tuple[int, ...]:
-        return tuple(places[s] for s in group.prefetches(direction) if s in places)
+        # Those of one `fully_shard` call in the order of their use, as FSDP2 does.
+        step = 1 if direction is Direction.FORWARD else -1
+        named = group.prefetches(direction)
+        return tuple(place for state in named for place in places.get(state, [])[::step])
 
     return tuple(
         GroupSettings(
@@ -174,27 +176,3 @@ def _stored_bytes(param: FsdpParam) -> int:
     if param.extension is None:
         return math.prod(param.padded_shard_size) * param.sharded.dtype.itemsize
     return sum(t.numel() * t.itemsize for t in plain_tensors(param.raw._sharded_local_tensor))
-
-
-def around_unshard(
-    group: FsdpGroup,
-    issuing: Callable[[], AbstractContextManager[None]],
-    waiting: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """Enter `issuing` whenever FSDP2 itself issues an all-gather of the group, and `waiting` when
-    it waits for one."""
-    raw = group.raw
-    unshard, wait = raw.unshard, raw.wait_for_unshard
-
-    def call(*args: Any, **kwargs: Any) -> None:
-        in_backward = raw._training_state == _fsdp_common.TrainingState.PRE_BACKWARD
-        skips = in_backward and not raw.unshard_in_backward
-        issues = group.is_sharded and not skips and group.world_size > 1
-        with issuing() if issues else nullcontext():
-            unshard(*args, **kwargs)
-
-    def call_wait() -> None:
-        with waiting():
-            wait()
-
-    raw.unshard, raw.wait_for_unshard = call, call_wait

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from graphshard.fsdp2.extensions import has_extensions
-from graphshard.fsdp2.group import FsdpGroup, fsdp_groups
+from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.threads import ranks_are_threads
 
 
@@ -22,8 +22,6 @@ def _reasons(group: FsdpGroup) -> Iterator[str]:
     mesh = raw.mesh_info
     if ranks_are_threads(group.gather_process_group, group.replicate_process_group):
         yield "its ranks are threads of one process, where one compiles while the others wait"
-    if len(fsdp_groups(group.state)) > 1:
-        yield "its parameters use several meshes (ShardPlacementResult)"
     if isinstance(raw.offload_policy, CPUOffloadPolicy) and raw.device.type != "cpu":
         yield f"CPUOffloadPolicy moves its parameters between the host and {raw.device.type}"
     if type(raw._all_gather_comm).__name__ == "SymmMemAllGather":

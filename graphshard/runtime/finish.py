@@ -32,13 +32,13 @@ def finish_later(live: LiveGroup) -> None:
 def _finish(root: Root, task: int) -> None:
     """Where FSDP2's own final callback is queued, that reshards: the engine run of a reentrant
     checkpoint ends inside the one that still needs what FSDP2's hooks have gathered."""
-    state = next(iter(root.groups))
+    state = root.groups[0].fsdp.state
     ends_here = not finishes_itself(state)
     if ends_here:
         end_backward(state)
     if root.order is not None:
         root.order.end_backward(task)
-    for live in root.groups.values():
+    for live in root.groups:
         fsdp = live.fsdp
         if ends_here and not fsdp.is_sharded and fsdp.reshard_after_backward:
             fsdp.reshard()

@@ -232,8 +232,7 @@ class GraphOrder:
     def _most_ahead_bytes(self, root: Root) -> int:
         """Of the largest group: so much FSDP2 itself gathers ahead. Sharding fixes it."""
         if not self._largest_bytes:
-            groups = root.groups.values()
-            sizes = (FirstGather(live, live.dtypes, live.places).size_bytes for live in groups)
+            sizes = (FirstGather(one, one.dtypes, one.places).size_bytes for one in root.groups)
             self._largest_bytes = max(sizes)
         return self._largest_bytes
 

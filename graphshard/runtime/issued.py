@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from graphshard.files.information import printable
-from graphshard.fsdp2.settings import around_unshard
+from graphshard.fsdp2.wrapped import around_unshard
 from graphshard.runtime.agree import answer
 from graphshard.runtime.ballot import Ballot, collect
 from graphshard.runtime.calls import current_task
@@ -185,7 +185,7 @@ def _key(number: int, rank: int) -> str:
 def follow(root: Root) -> None:
     """From now on the ranks of `root` compare what they issue, FSDP2's own gathers included."""
     for ballot in root.ballots:
-        lives = [live for live in root.groups.values() if live.fqn in ballot.groups]
+        lives = [live for live in root.groups if live.fqn in ballot.groups]
         trail = Trail(ballot, asks=all(live.fsdp.device.type == "cpu" for live in lives))
         ballot.also = trail.answer
         for live in lives:

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
-from graphshard.fsdp2 import FsdpGroup, State
+from graphshard.fsdp2 import FsdpGroup
 from graphshard.fsdp2.node_group import node_process_group
 from graphshard.fsdp2.separate_group import reduce_apart
+from graphshard.fsdp2.wrapped import gather_for_training, when_resharded
 from graphshard.runtime.ballot import Ballot
-from graphshard.schedule.plan import Plan, StepKind
+from graphshard.schedule.plan import Direction, Plan, StepKind
 
 if TYPE_CHECKING:  # what other modules of the runtime keep with a group
     from torch.autograd.graph import Node
@@ -84,13 +85,20 @@ class Root:
     plans gave to reductions, and to the ranks of this node, by rank.
     """
 
-    groups: dict[State, LiveGroup]
+    groups: tuple[LiveGroup, ...]
     ballots: list[Ballot] = field(default_factory=list)
     finishing: int = -1
     opening: Opening | None = None
     order: GraphOrder | None = None
     reduce_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     node_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    def to_prefetch(self, live: LiveGroup, direction: Direction) -> list[LiveGroup]:
+        """What the user's prefetch list of `live` names. Of one `fully_shard` call there is a group
+        per mesh, in the order of their use."""
+        step = 1 if direction is Direction.FORWARD else -1
+        named = live.fsdp.prefetches(direction)
+        return [one for s in named for one in self.groups[::step] if one.fsdp.state is s]
 
 
 @dataclass(eq=False)
@@ -213,8 +221,8 @@ def register(fsdp: FsdpGroup) -> LiveGroup:
         dtypes=tuple(p.wire_dtype for p in fsdp.params),
     )
     _LIVE[number] = live
-    fsdp.when_resharded(live.let_go)
-    fsdp.gather_for_training()
+    when_resharded(fsdp, live.let_go)
+    gather_for_training(fsdp)
     return live
 
 

@@ -112,9 +112,8 @@ class Run:
             remember(self._opening)
             self._opening = []
         self._last = live
-        for state in live.fsdp.prefetches(self.direction):
-            target = None if live.root is None else live.root.groups.get(state)
-            if target is not None and target not in self._gathered:
+        for target in () if live.root is None else live.root.to_prefetch(live, self.direction):
+            if target not in self._gathered:
                 self.make_certain(target)
                 prefetch(target)
 
@@ -185,8 +184,8 @@ class Run:
         """No step of these models can go on: all their groups are SHARDED."""
         for root in dict.fromkeys(live.root for live in self.groups if live.root is not None):
             with cleaning_up(error):
-                reset_iteration(siblings(next(iter(root.groups))), waits=False)
-            for live in root.groups.values():
+                reset_iteration(siblings(root.groups[0].fsdp.state), waits=False)
+            for live in root.groups:
                 live.drop(limit_s=0)
                 live.fsdp.reshard()
 

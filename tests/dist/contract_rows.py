@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import contract_setups as do
+import rows_experts
 import rows_lifecycle
 import rows_loops
 import rows_subclasses
@@ -354,9 +355,6 @@ ROWS = [
         "a mesh per parameter (`shard_placement_fn`)",
         do.mesh_per_parameter,
         ranks=4,
-        compile=do.compile_or_warn,
-        outside=10,
-        falls_back="its parameters use several meshes",
         since=(2, 13),
     ),
     Row(
@@ -446,4 +444,5 @@ ROWS = [
     *rows_loops.ROWS,
     *rows_wrong.ROWS,
     *rows_subclasses.ROWS,
+    *rows_experts.ROWS,
 ]

@@ -1,6 +1,7 @@
 """From a case of the fuzzer to its model: sharded, and compiled as the case says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 HALF, FULL = torch.bfloat16, torch.float32
 POLICIES = {
@@ -40,6 +41,11 @@ def sharded(case: FuzzCase, ctx: Ctx) -> nn.Module:
     for group in case.groups:
         modules = [model.get_submodule(path) for path in group.modules]
         kwargs = _arguments(group, ctx) | ({"ignored_params": ignored} if ignored else {})
+        if case.meshes:
+            params = [p for m in modules for p in m.parameters() if not isinstance(p, DTensor)]
+            kwargs["shard_placement_fn"] = _by_turns(
+                params, kwargs["shard_placement_fn"], [_mesh(name, ctx) for name in case.meshes]
+            )
         fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, **kwargs)
     if case.divide is not None:
         for module in fsdp_modules(model).values():
@@ -66,6 +72,24 @@ def _arguments(group: Group, ctx: Ctx) -> dict[str, Any]:
         "shard_placement_fn": placement if group.columns else None,
         "offload_policy": CPUOffloadPolicy(pin_memory=False) if group.offload else OffloadPolicy(),
     }
+
+
+def _by_turns(
+    params: Sequence[nn.Parameter], placement: Any, meshes: Sequence[DeviceMesh]
+) -> Callable[[nn.Parameter], Any]:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+        ShardPlacementResult,
+    )
+
+    infos = [FSDPMeshInfo(m, 0) if m.ndim == 1 else HSDPMeshInfo(m, 1, 0) for m in meshes]
+    turns = dict(zip(params, cycle(infos), strict=False))
+
+    def place(param: nn.Parameter) -> Any:
+        return ShardPlacementResult(placement and placement(param), turns[param])
+
+    return place
 
 
 def _mesh(name: str, ctx: Ctx) -> DeviceMesh:

@@ -249,7 +249,8 @@ class FuzzCase:
     divide factor. forward_prefetch, backward_prefetch: a group's number and those in its list.
     compile: "own" (`model.compile`), "wrap" (`torch.compile(model)`), "step" (a compiled function
     that calls the model), "each" (the modules of each group), "inner" (those but the root, which
-    is to be compiled in their place) or "apart" (in no case). mesh: one of `MESHES`.
+    is to be compiled in their place) or "apart" (in no case). mesh: one of `MESHES`. meshes: those
+    that the parameters of a group take by turns, in place of `mesh`.
     """
 
     tree: Tree
@@ -265,4 +266,5 @@ class FuzzCase:
     forward_prefetch: tuple[tuple[int, tuple[int, ...]], ...] = ()
     backward_prefetch: tuple[tuple[int, tuple[int, ...]], ...] = ()
     ranks: int = 2
+    meshes: tuple[str, ...] = ()
     __repr__ = _brief

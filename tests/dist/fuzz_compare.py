@@ -78,7 +78,7 @@ def _other_state(oracle: nn.Module, model: nn.Module, may_give_back: bool) -> st
 
 def _is_held(module: nn.Module) -> bool:
     handle = handle_of(module)
-    return handle is not None and handle.live is not None and handle.live.kept is not None
+    return handle is not None and any(live.kept is not None for live in handle.lives)
 
 
 def is_gathered(module: nn.Module) -> bool:

@@ -249,6 +249,14 @@ def fuzz_cases(draw: st.DrawFn, most_ranks: int = 4) -> FuzzCase:
     )
 
 
+@st.composite
+def on_several_meshes(draw: st.DrawFn, cases: st.SearchStrategy[FuzzCase]) -> FuzzCase:
+    """The same, with the parameters of each group on two or three meshes."""
+    case = draw(cases.filter(lambda case: case.ranks > 1))
+    names = st.lists(st.sampled_from(MESHES[case.ranks]), min_size=2, max_size=3, unique=True)
+    return replace(case, meshes=tuple(draw(names)))
+
+
 def _optimizers(tree: Tree, calls: Sequence[Call]) -> tuple[str, ...]:
     """Not in backward where the next backward of the same loss computes again what its forward did
     with other parameters: eager torch saves what leaves a checkpoint, a compiled graph may not. Nor

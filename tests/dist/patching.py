@@ -52,7 +52,7 @@ def gather_one_at_a_time() -> None:
 def in_place(model: nn.Module, yes: bool = True) -> Iterator[None]:
     """Collectives of a model that is compiled go from and to where tensors are, or do not."""
     handles = [handle for net in model.modules() if (handle := handle_of(net)) is not None]
-    found = {handle.live.fsdp for handle in handles if handle.live is not None}
+    found = {live.fsdp for handle in handles for live in handle.lives}
     before = {each: each.sends_in_place for each in found}
     for each in found:
         each.sends_in_place = yes

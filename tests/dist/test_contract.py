@@ -125,15 +125,14 @@ def assert_same_states(oracle: nn.Module, model: nn.Module) -> None:
     """Each group is where FSDP2 leaves it; what FSDP2 keeps gathered, the runtime keeps."""
     for ours, theirs in zip(fsdp_modules(model), fsdp_modules(oracle), strict=True):
         name = type(ours).__name__
-        for one, other in zip(groups_of(ours), groups_of(theirs), strict=True):
+        for number, (one, other) in enumerate(zip(groups_of(ours), groups_of(theirs), strict=True)):
             assert one._training_state == other._training_state, name
             if one.is_sharded == other.is_sharded:
                 continue
             handle = handle_of(ours)
             assert one.is_sharded, name
             assert handle is not None, name
-            assert handle.live is not None, name
-            assert handle.live.kept is not None, name
+            assert handle.lives[number].kept is not None, name
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -11,10 +11,13 @@ from collections import Counter
 import pytest
 from drawing import drawing
 from fuzz_cases import FuzzCase, has
-from fuzz_draw import fuzz_cases
+from fuzz_draw import fuzz_cases, on_several_meshes
 from fuzz_run import DIFFERS, REFUSED, Outcome, run_case, run_oracle
 from hypothesis import assume, given
+from hypothesis import strategies as st
 from pool import Pool, WorkerError, capped
+
+from graphshard.fsdp2.versions import TORCH
 
 pytestmark = pytest.mark.dist
 
@@ -36,8 +39,23 @@ def tally() -> Counter[str]:
 @pytest.mark.timeout(int(CASES * LIMIT_S))
 @pytest.mark.skipif(capped(2) < 2, reason="needs 2 ranks")
 def test_equals_eager(pool: Pool, tally: Counter[str]) -> None:
-    @drawing(CASES, SEED)
-    @given(fuzz_cases(most_ranks=capped(4)))
+    compare_drawn(pool, tally, CASES, fuzz_cases(most_ranks=capped(4)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(int(CASES * LIMIT_S))
+@pytest.mark.skipif(capped(2) < 2, reason="needs 2 ranks")
+@pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13")
+def test_equals_eager_on_several_meshes(pool: Pool) -> None:
+    cases = on_several_meshes(fuzz_cases(most_ranks=capped(4)))
+    compare_drawn(pool, Counter(), CASES // 2, cases)
+
+
+def compare_drawn(
+    pool: Pool, tally: Counter[str], count: int, cases: st.SearchStrategy[FuzzCase]
+) -> None:
+    @drawing(count, SEED)
+    @given(cases)
     def compare(case: FuzzCase) -> None:
         outcome = outcome_of(pool, case)
         tally.update([outcome.verdict, f"on {case.ranks} ranks"])
@@ -52,7 +70,7 @@ def test_equals_eager(pool: Pool, tally: Counter[str]) -> None:
         print(f"{number:6} {what}")
     share = tally["in graph"] / tally["calls"]
     assert share >= LEAST_IN_GRAPH, f"{share:.0%} of the groups' calls ran in a graph"
-    refused = tally[REFUSED] / (tally[REFUSED] + CASES)
+    refused = tally[REFUSED] / (tally[REFUSED] + count)
     assert refused <= MOST_REFUSED, f"eager FSDP2 refused {refused:.0%} of the cases"
 
 

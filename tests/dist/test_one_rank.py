@@ -25,9 +25,7 @@ def test_models_equal_eager_fsdp2(pool: Pool, name: str) -> None:
 def rooms_of(model: nn.Module) -> list[Any]:
     handle = handle_of(model)
     assert handle is not None
-    return [
-        buffer for p in handle.root_state.handles if p.live for buffer in p.live.buffers.values()
-    ]
+    return [buffer for live in handle.root_state.groups for buffer in live.buffers.values()]
 
 
 def memory(ctx: Ctx) -> tuple[float, float, int]:

@@ -22,7 +22,7 @@ OPTIONS = {"compute": "aten", "fallback": "error", "overlap_optimizer": True}
 def lives_of(model: nn.Module) -> list[LiveGroup]:
     handle = handle_of(model)
     assert handle is not None
-    return [p.live for p in handle.root_state.handles if p.live is not None]
+    return handle.root_state.groups
 
 
 def gathers(model: nn.Module) -> int:

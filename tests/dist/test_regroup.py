@@ -89,8 +89,7 @@ def compiled_twin(case: Case, ctx: Ctx, **kwargs: Any) -> tuple[nn.Module, nn.Mo
 
 
 def issued(model: nn.Module) -> int:
-    lives = {handle_of(m).live for m in model.modules() if handle_of(m) is not None}
-    return sum(live.counters.all_gathers for live in lives)
+    return sum(live.counters.all_gathers for live in handle_of(model).root_state.groups)
 
 
 def check(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -282,7 +281,7 @@ def failing(ctx: Ctx, calls: int) -> None:
             assert seen.peak_bytes > 0
             assert seen.alive_bytes() == 0
         for module in (model, *model.blocks):
-            live = handle_of(module).live
+            (live,) = handle_of(module).lives
             assert live.fsdp.is_sharded
             assert live.kept is None
         assert all(isinstance(p, DTensor) for p in model.parameters())

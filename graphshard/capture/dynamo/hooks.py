@@ -93,7 +93,8 @@ def _graphshard_spec(self: nn.Module) -> GroupSpec | None:
     assert handle is not None
     spec = handle.spec()
     source = transaction.output.side_effects[self].source
-    _guard(source, functools.partial(is_entered_as, spec), f"group {handle.fqn} as it was traced")
+    named = " and ".join(handle.fqns) or "without parameters"
+    _guard(source, functools.partial(is_entered_as, spec), f"group {named} as it was traced")
     return spec
 
 

@@ -36,8 +36,8 @@ def leave_what_is_read(gm: fx.GraphModule, options: Options) -> None:
     why = f"{fqn} is read beside the modules that were sharded together with it"
     if options.fallback == "error":
         raise UnsupportedModel("GS210", why)
-    warn_once(f"{named_groups([handle.fqn])} runs through eager FSDP2 because {why}")
-    handle.root_state.leave_eager(handle.fqn, why)
+    warn_once(f"{named_groups(handle.fqns)} runs through eager FSDP2 because {why}")
+    handle.root_state.leave_eager(handle.fqns[0], why)
     raise dynamo.skip_frame(f"graphshard: {why}")
 
 
@@ -49,7 +49,7 @@ def _read(gm: fx.GraphModule) -> Iterator[tuple[CaptureHandle, str]]:
         return
     for handle in (h for root_state in all_root_states() for h in root_state.handles):
         is_list = len(fsdp2.modules_of(handle.state)) > 1
-        if handle.live is not None and not handle.eager and is_list:
-            for param in handle.live.fsdp.params:
+        if not handle.eager and is_list:
+            for param in (p for live in handle.lives for p in live.fsdp.params):
                 if id(param.sharded) in shards:
                     yield handle, param.fqn

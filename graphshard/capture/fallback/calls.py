@@ -157,8 +157,8 @@ class Keeper:
 
     def _is_pending(self) -> bool:
         self._graphs = [graph for graph in self._graphs if graph.is_pending]
-        lives = [handle.live for handle in self._later]
-        return bool(self._graphs) or any(c.is_pending for g in lives if g for c in g.calls)
+        lives = [live for handle in self._later for live in handle.lives]
+        return bool(self._graphs) or any(call.is_pending for live in lives for call in live.calls)
 
     @dynamo.hidden
     def after(self, watch: CallWatch, result: Any) -> None:

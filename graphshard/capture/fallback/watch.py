@@ -45,7 +45,7 @@ class CallWatch:
         self._forwards: dict[int, int] = {}
         if compiles:  # only then is there a report; a backward may call hundreds of modules again
             self._traces = {root_state: root_state.traces for root_state in self._known}
-            lives = [handle.live for handle in handles if handle.live is not None]
+            lives = [live for handle in handles for live in handle.lives]
             self._forwards = {live.number: live.counters.forwards for live in lives}
 
     def report(self) -> list[CaptureHandle]:
@@ -59,17 +59,18 @@ class CallWatch:
             inside = [p for p in self._ports(root_state) if self._ran_inside(p)]
             outside = [p for p in self._ports(root_state) if p not in inside]
             for handle in inside:
-                root_state.outside.pop(handle.fqn, None)
+                for fqn in handle.fqns:
+                    root_state.outside.pop(fqn, None)
             reason = self._reason(bool(inside))
             if reason is None or not outside:
                 continue
-            names = named_groups([p.fqn for p in outside])
+            names = named_groups([fqn for p in outside for fqn in p.fqns])
             message = f"{names} did not run inside a graph because {reason}"
             if self._options.fallback == "error":
                 raise CaptureError("GS211", message)
             warn_once(message)
             for handle in outside:
-                root_state.outside[handle.fqn] = reason
+                root_state.outside |= dict.fromkeys(handle.fqns, reason)
             if self._plain or self._new_breaks():
                 apart += outside
         return apart
@@ -92,15 +93,15 @@ class CallWatch:
 
     def _ports(self, root_state: RootState) -> list[CaptureHandle]:
         """Ports with a group that could be captured and that this call was about."""
-        handles = [p for p in root_state.handles if p.live is not None and not p.eager]
+        handles = [p for p in root_state.handles if p.lives and not p.eager]
         if self._module is None:
             return handles
         under = {handle_of(m) for m in self._module.modules()}
         return [p for p in handles if p in under]
 
     def _ran_inside(self, handle: CaptureHandle) -> bool:
-        live = handle.live
-        return live is not None and live.counters.forwards > self._forwards.get(live.number, 0)
+        known = self._forwards
+        return any(live.counters.forwards > known.get(live.number, 0) for live in handle.lives)
 
     def _reason(self, inside: bool) -> str | None:
         if self._plain:
