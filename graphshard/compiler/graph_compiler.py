@@ -43,7 +43,7 @@ from graphshard.graph.program import Program, anchor_places, copied, output_node
 from graphshard.options import Options
 from graphshard.planner.separate_group import reductions_apart
 from graphshard.runtime.agree import agree_on_plan
-from graphshard.runtime.ballot import Ballot
+from graphshard.runtime.ballot import Ballot, whole_of
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.costs import lead_recompute
 from graphshard.runtime.live import LiveGroup, ballots_of, roots_of
@@ -159,7 +159,7 @@ class GraphCompiler:
         """Agree on the plan, order the program by it, make code, and let the groups in."""
         tunes = may_tune(self._options, planning.machine)
         # Costs of this rank's disk: all take the lowest rank's plan, if they agree on one mesh.
-        posed = posed_by(planned) if tunes and len(self.ballots) == 1 else None
+        posed = posed_by(planned) if tunes and whole_of(self.ballots) else None
         if posed is not None:
             planned = at_measured_costs(planned, posed, planning.policy.reshard)
         placed, problem, plan = planned.parts.placed, planned.problem, planned.plan

@@ -21,7 +21,7 @@ from graphshard.fsdp2.settings import GroupSettings, settings_of
 from graphshard.options import Device, Options
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.pricing.sizes import dtype_name
-from graphshard.runtime.ballot import Ballot
+from graphshard.runtime.ballot import Ballot, whole_of
 from graphshard.runtime.costs import agreed_recompute, lead_costs, say_costs
 from graphshard.runtime.live import LiveGroup, roots_of
 from graphshard.runtime.probe import probe
@@ -89,7 +89,7 @@ def rounded(us: float) -> float:
 
 def may_add_process_groups(ballots: Sequence[Ballot]) -> bool:
     """All ranks of a process group have to make it, or none: they agree on one plan for all."""
-    return len(ballots) == 1
+    return whole_of(ballots) is not None
 
 
 def is_whole(groups: Sequence[LiveGroup]) -> bool:

@@ -30,6 +30,7 @@ from graphshard.runtime.ballot import (
     named,
     note,
     stay_until_read,
+    whole_of,
 )
 from graphshard.runtime.claims import structure
 from graphshard.runtime.company import is_alone
@@ -68,21 +69,25 @@ def agree_on_plan(
 ) -> Plan:
     """The plan to run in place of `plan`: the same on all ranks, up to its name.
 
-    The plan of the lowest rank is taken where costs decided and it fits all ranks; only then may
-    reductions get a process group of their own. terms, uses, ends_early: see `Vote`. Raises
-    DivergedRanks: GS701, GS702 (signatures or groups differ), GS703, GS709 (a rank cannot compile),
-    GS704 (a rank did not answer within the time limit of the job's store), GS708 (options differ).
+    The plan of the lowest rank is taken where costs decided and it fits all ranks, if a mesh has
+    all ranks of the others (`whole_of`); only then may reductions get a process group of their own.
+    terms, uses, ends_early: see `Vote`. Raises DivergedRanks: GS701, GS702 (signatures or groups
+    differ), GS703, GS709 (a rank cannot compile), GS704 (a rank did not answer within the time
+    limit of the job's store), GS708 (options differ).
     """
     found = list(ballots)
     vote = Vote(plan.name, ends_early=ends_early, uses=tuple(uses), terms=dict(terms or {}))
-    for ballot in found:
+    whole = whole_of(found)
+    for ballot in sorted(found, key=lambda ballot: ballot is not whole):
         try:
-            plan = _settle(ballot, plan, vote, may_adopt=len(found) == 1)
+            settled = _settle(ballot, plan, vote, may_adopt=ballot is whole)
         except DivergedRanks as error:
             tell(set(found) - {ballot}, plan.name, error)
             raise
+        if whole is None or ballot is whole:  # on the other meshes it is only compared
+            plan = settled
     # A process group needs all ranks: that of one plan for all, and of no other.
-    return plan if len(found) == 1 else plan.on_fsdp2_groups()
+    return plan if whole is not None else plan.on_fsdp2_groups()
 
 
 def tell(ballots: Iterable[Ballot], graph: str, error: DivergedRanks) -> None:
@@ -95,9 +100,13 @@ def tell(ballots: Iterable[Ballot], graph: str, error: DivergedRanks) -> None:
 
 
 def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
-    own = fingerprint(_part(ballot, plan))
+    def sent(one: Plan) -> str:
+        """All that it sends, where it may be adopted, and else what it sends on this mesh."""
+        return fingerprint(one.collective_signature if may_adopt else _part(ballot, one))
+
+    own = sent(plan)
     agreed = [known for known, terms in ballot.agreed if terms == vote.terms]
-    alike = next((known for known in agreed if own == fingerprint(_part(ballot, known))), None)
+    alike = next((known for known in agreed if own == sent(known)), None)
     if alike is not None:
         plan = replace(plan, reduces_apart=plan.reduces_apart and alike.reduces_apart)
     if not agreed or plan.estimate is None or not may_adopt:
@@ -105,7 +114,7 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
     shape = structure(plan)
     same = next((known for known in agreed if structure(known) == shape), None)
     if same is not None:  # costs changed with the batch; the ranks did not
-        return plan if fingerprint(_part(ballot, same)) == own else replace(same, name=plan.name)
+        return plan if sent(same) == own else replace(same, name=plan.name)
     key = claims.key_of(shape, vote.terms)
     found = claims.claimed(ballot, key, plan, is_known=alike is not None)
     if found is None:

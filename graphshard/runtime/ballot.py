@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -129,6 +129,13 @@ def _open(ranks: tuple[int, ...], channel: str, members: list[Member]) -> Ballot
         signature=lambda: tuple(member.signature() for member in members),
         group_limit_s=group_limit_s,
     )
+
+
+def whole_of(ballots: Sequence[Ballot]) -> Ballot | None:
+    """That of the mesh which has all ranks of the others. None if there is no such mesh: what some
+    ranks agree on, others would not know."""
+    ranks = {rank for ballot in ballots for rank in ballot.ranks}
+    return next((ballot for ballot in ballots if set(ballot.ranks) == ranks), None)
 
 
 def named(fqns: tuple[str, ...]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphshard.runtime.ballot import Ballot
+from graphshard.runtime.ballot import Ballot, whole_of
 
 
 def is_alone(ballot: Ballot) -> bool:
@@ -23,12 +23,8 @@ def is_alone(ballot: Ballot) -> bool:
 
 
 def whom_to_ask(ballots: Sequence[Ballot]) -> list[Ballot] | None:
-    """All ranks at once, on the mesh that has those of the others; nobody if this rank is alone.
-
-    None if there is no such mesh: what some ranks agree on, others would not know.
-    """
-    ranks = {rank for ballot in ballots for rank in ballot.ranks}
-    whole = next((ballot for ballot in ballots if set(ballot.ranks) == ranks), None)
+    """All ranks at once (`whole_of`), if a mesh has them; nobody if this rank is alone."""
+    whole = whole_of(ballots)
     if whole is None:
         return None if ballots else []
     return [] if is_alone(whole) else [whole]

@@ -13,19 +13,18 @@ from dataclasses import astuple
 from functools import partial
 
 from graphshard.runtime.agree import look_for
-from graphshard.runtime.ballot import Ballot, Terms, collect
+from graphshard.runtime.ballot import Ballot, Terms, collect, whole_of
 from graphshard.schedule.plan import Activation, Plan, Recomputed
 
 
-def lead_costs(ballots: Iterable[Ballot], own: str) -> str:
-    """The costs of the lowest rank, for this rank to plan with; `own` if there are several meshes.
+def lead_costs(ballots: Sequence[Ballot], own: str) -> str:
+    """The costs of the lowest rank, for this rank to plan with; `own` if no mesh has all ranks.
 
     Raises DivergedRanks (GS703, GS704, GS707) if that rank does not plan.
     """
-    found = list(ballots)
-    if len(found) != 1:
+    ballot = whole_of(ballots)
+    if ballot is None:
         return own
-    ballot = found[0]
     lead, keys = ballot.ranks[0], {ballot.ranks[0]: "costs"}
     if ballot.rank == lead:
         ballot.store.set("costs", ballot.costs or own)
@@ -44,9 +43,9 @@ def say_costs(ballots: Iterable[Ballot], costs: str) -> None:
 def agreed_recompute(ballots: Sequence[Ballot], fqns: tuple[str, ...]) -> Recomputed | None:
     """What the ranks compute again in a graph of groups `fqns` that trains; None if they have not
     agreed on it."""
-    if len(ballots) != 1:
+    ballot = whole_of(ballots)
+    if ballot is None:
         return None
-    (ballot,) = ballots
     for plan, _ in ballot.agreed:
         if plan.backward is not None and tuple(g.fqn for g in plan.groups) == fqns:
             return plan.recompute
@@ -61,9 +60,9 @@ def lead_recompute(ballots: Sequence[Ballot], own: Recomputed) -> Recomputed:
     Batches of other lengths cost something else on each rank, and of graphs that compute other
     things again the collectives differ. Raises DivergedRanks as `lead_costs` does.
     """
-    if len(ballots) != 1 or any(plan.backward is not None for plan, _ in ballots[0].agreed):
+    ballot = whole_of(ballots)
+    if ballot is None or any(plan.backward is not None for plan, _ in ballot.agreed):
         return own
-    (ballot,) = ballots
     lead, key = ballot.ranks[0], f"{ballot.slot}/recompute"
     if ballot.rank == lead:
         ballot.store.set(key, _text(own))

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphshard.cost.comm import CollectiveKind
 from graphshard.runtime.agree import told
-from graphshard.runtime.ballot import Ballot
+from graphshard.runtime.ballot import Ballot, whole_of
 from graphshard.runtime.costs import collect_unless_away
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.timed import collective, elapsed_us, product
@@ -101,15 +101,15 @@ def probe(lives: Sequence[LiveGroup], ballots: Sequence[Ballot]) -> Probed:
 
 
 def all_come(ballots: Sequence[Ballot]) -> bool:
-    """Whether all ranks of the one mesh will run the same collectives now: before the first plan of
-    this root.
+    """Whether all ranks (of the mesh that has them) will run the same collectives now: before the
+    first plan of this root.
 
     A rank that comes says so and waits for the others. One that has answered the ballot's question
     without coming, or has the graph already, will not come, and all see that.
     """
-    if len(ballots) != 1 or ballots[0].agreed:
+    ballot = whole_of(ballots)
+    if ballot is None or ballot.agreed:
         return False
-    (ballot,) = ballots
     keys = {rank: f"{ballot.slot}/{rank}/comes" for rank in ballot.ranks}
     ballot.store.set(keys[ballot.rank], "comes")
     return collect_unless_away(ballot, keys, "the first collectives") is not None
