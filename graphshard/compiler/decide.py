@@ -270,4 +270,5 @@ def _repeating(
 
 
 def priced_on(planning: PlanningInputs) -> PricedOn:
-    return PricedOn(planning.machine.name, planning.settings[0].ranks_per_node, planning.fused)
+    per_node = max(own.ranks_per_node for own in planning.settings)
+    return PricedOn(planning.machine.name, per_node, planning.fused)

@@ -18,6 +18,24 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0))
 
 
+def most_on_node(group: FsdpGroup, ranks_per_node: int) -> int:
+    """Of the ranks over which the group is sharded, as many as there are on one node at most.
+
+    Ranks of a mesh may lie apart: those that share a place in other dims (tensor or expert
+    parallel) are one per node where these fill a node. Assumed: as in `ranks_on_node`.
+    """
+    nodes = _by_node(group, ranks_per_node) if ranks_per_node else {}
+    return max(map(len, nodes.values()), default=group.world_size)
+
+
+def _by_node(group: FsdpGroup, ranks_per_node: int) -> dict[int, list[int]]:
+    nodes: dict[int, list[int]] = {}
+    process_group = group.gather_process_group
+    for rank in () if process_group is None else dist.get_process_group_ranks(process_group):
+        nodes.setdefault(rank // ranks_per_node, []).append(rank)
+    return nodes
+
+
 def ranks_on_node(group: FsdpGroup, ranks_per_node: int) -> tuple[int, ...]:
     """Global ranks of this rank's node. Empty where no node can hold the group by itself: another
     mesh or all-gather is set, extensions say what travels, all ranks are on one node or each is
@@ -25,16 +43,11 @@ def ranks_on_node(group: FsdpGroup, ranks_per_node: int) -> tuple[int, ...]:
 
     Assumed: ranks are numbered node by node, as torchrun does it.
     """
-    process_group = group.gather_process_group
-    if process_group is None or not ranks_per_node or not group.gathers_plainly:
+    if not ranks_per_node or not group.gathers_plainly or group.has_extensions:
         return ()
-    if group.has_extensions:
-        return ()
-    nodes: dict[int, list[int]] = {}
-    for rank in dist.get_process_group_ranks(process_group):
-        nodes.setdefault(rank // ranks_per_node, []).append(rank)
+    nodes = _by_node(group, ranks_per_node)
     sizes = {len(ranks) for ranks in nodes.values()}
-    if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
+    if len(nodes) <= 1 or len(sizes) > 1 or sizes == {1}:
         return ()
     return tuple(nodes[dist.get_rank() // ranks_per_node])
 

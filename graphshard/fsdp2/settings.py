@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from graphshard.fsdp2.extensions import plain_tensors
 from graphshard.fsdp2.group import FsdpGroup
-from graphshard.fsdp2.node_group import local_world_size, ranks_on_node
+from graphshard.fsdp2.node_group import local_world_size, most_on_node, ranks_on_node
 from graphshard.fsdp2.param import FsdpParam, hooks_of
 from graphshard.fsdp2.separate_group import may_reduce_apart
 from graphshard.fsdp2.state import State, is_root
@@ -135,7 +135,7 @@ def settings_of(
             reshard=None if group.reshard_is_automatic else group.reshard_after_forward,
             is_root=is_root(group.state),
             ranks=group.world_size,
-            ranks_per_node=min(group.world_size, local or group.world_size),
+            ranks_per_node=most_on_node(group, local),
             gather_lane=lane(group.gather_process_group),
             reduce_lane=lane(group.reduce_process_group),
             shard_bytes=_shard_bytes(group, trainable=False),
