@@ -10,7 +10,8 @@ awaited before the next one is packed. The root stays gathered from forward to b
 user says otherwise.
 
 Known differences: in forward, stream order lets FSDP2 start one further gather while a group still
-computes; a group that backward does not need is gathered in backward all the same.
+computes; a group that backward does not need is gathered in backward all the same; in backward all
+groups of a `fully_shard` call with several meshes are gathered ahead at once.
 """
 
 from __future__ import annotations
