@@ -17,6 +17,7 @@ from graphshard.cost.roofline import FREE, OpWork
 from graphshard.cost.symbolic import BATCH, LENGTH, formula
 from graphshard.graph.program import compute_nodes
 from graphshard.pricing.flops import graph_work, total_work
+from graphshard.runtime.recurrent import RECURRENT, RECURRENT_BACKWARD
 
 aten = torch.ops.aten
 DIM, HEADS = 32, 4
@@ -278,3 +279,33 @@ def test_values_that_make_no_sense_do_not_stop_anything():
     found = works(graph, lost)
     assert not found[0].known
     assert total_work(found, 0, 2)[2] >= 1
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_recurrent_modules_are_counted_as_torch_counts_their_products(bidirectional):
+    module = nn.GRU(6, 5, 2, bidirectional=bidirectional)
+    x, states = torch.randn(4, 3, 6), torch.zeros(4 if bidirectional else 2, 3, 5)
+    weights = list(module._flat_weights)
+    settings = ("GRU", True, 2, 0.0, True, bidirectional)
+    trained = [True] * (2 + len(weights))
+    grads = [torch.ones(4, 3, 10 if bidirectional else 5), None]
+
+    def forward(x, states, weights):
+        return RECURRENT(x, [states], weights, *settings, trained, True)[0]
+
+    def backward(x, states, weights):
+        none = torch.empty(0, dtype=torch.uint8)
+        return RECURRENT_BACKWARD(grads, none, x, [states], weights, *settings, trained)
+
+    with FlopCounterMode(display=False) as once:
+        output, _ = module(x.requires_grad_(), states.requires_grad_())
+    with FlopCounterMode(display=False) as again:
+        output.sum().backward()
+    counts = [
+        total_work(graph_work(make_fx(run)(x, states, weights).graph), 0, None)[0]
+        for run in (forward, backward)
+    ]
+    assert counts == [
+        once.get_total_flops(),
+        once.get_total_flops() + again.get_total_flops(),
+    ]

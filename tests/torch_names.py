@@ -19,13 +19,16 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch._C": {
         "DispatchKey": None,
+        "_SetExcludeDispatchKeyGuard": None,
         "_current_graph_task_id": None,
         "_set_grad_enabled": None,
         "_storage_Use_Count": None,
         "_will_engine_execute_node": None,
     },
     "torch._C.DispatchKey": {
+        "ADInplaceOrView": None,
         "Autograd": None,
+        "AutogradFunctionality": None,
         "CompositeImplicitAutograd": None,
     },
     "torch._C._autograd": {
@@ -398,6 +401,9 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_compiled_call_impl": None,
         "_forward_hooks": None,
         "_forward_pre_hooks": None,
+    },
+    "torch.nn.RNNBase": {
+        "_flat_weights_names": None,
     },
     "torch.ops.aten": {
         "_grouped_mm": None,

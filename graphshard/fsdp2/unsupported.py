@@ -11,6 +11,9 @@ from graphshard.fsdp2.extensions import has_extensions
 from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.threads import ranks_are_threads
 
+# Recurrent modules keep a list of their weights too, which no graph reads.
+_WRITES_PARAMETERS = (nn.Module.__setattr__, nn.RNNBase.__setattr__)
+
 
 def unsupported(group: FsdpGroup) -> str | None:
     """The first reason, or None: `group` can run in a graph."""
@@ -32,5 +35,5 @@ def _reasons(group: FsdpGroup) -> Iterator[str]:
         if has_extensions(param.raw) and raw.post_forward_mesh_info not in (None, mesh):
             yield f"{param.fqn} has all-gather extensions and reshard_after_forward is an int"
         for slot in param.slots:
-            if type(slot.module).__setattr__ is not nn.Module.__setattr__:
+            if type(slot.module).__setattr__ not in _WRITES_PARAMETERS:
                 yield f"{type(slot.module).__name__} of {param.fqn} overrides __setattr__"

@@ -25,6 +25,7 @@ from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, is_vi
 from graphshard.graph.random_ops import packet_of, wrapped_op
 from graphshard.pricing.fusion import never_stored
 from graphshard.pricing.sizes import Sizes, dtype_name
+from graphshard.runtime.recurrent import RECURRENT, RECURRENT_BACKWARD
 
 aten = torch.ops.aten
 
@@ -53,10 +54,27 @@ def _grouped_flops(left: Sequence[int], right: Sequence[int], *args: Any, **kwar
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
 
-# torch's registry lacks products of groups (a mixture of experts).
-_OWN_FLOPS = dict.fromkeys(
-    (aten._grouped_mm, aten._scaled_grouped_mm), shape_wrapper(_grouped_flops)
-)
+def _recurrent_flops(
+    input: Sequence[int], states: Any, weights: Sequence[Sequence[int]], *args: Any, **kwargs: Any
+) -> int:
+    """Each matrix of weights is used once for each row and place of the input."""
+    return sum(2 * input[0] * input[1] * w[0] * w[1] for w in weights if len(w) == 2)
+
+
+def _recurrent_backward_flops(
+    grads: Any, random_state: Any, input: Any, *args: Any, **kwargs: Any
+) -> int:
+    """Forward once more, then two products for each of its own."""
+    return 3 * _recurrent_flops(input, *args, **kwargs)
+
+
+# torch's registry lacks products of groups (a mixture of experts), and does not know our ops.
+_OWN_FLOPS = {
+    aten._grouped_mm: shape_wrapper(_grouped_flops),
+    aten._scaled_grouped_mm: shape_wrapper(_grouped_flops),
+    RECURRENT.overloadpacket: shape_wrapper(_recurrent_flops),
+    RECURRENT_BACKWARD.overloadpacket: shape_wrapper(_recurrent_backward_flops),
+}
 
 
 def graph_work(

@@ -214,6 +214,36 @@ def on_full_mesh(
 # -- parameters ----------------------------------------------------------------------------------
 
 
+class Recurrent(nn.Module):
+    """One of each of torch's recurrent modules, each with a projection of both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        kinds = (nn.LSTM, nn.GRU, nn.RNN)
+        both = {"bidirectional": True, "batch_first": True}
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"cell": kind(DIM, DIM, 2, dropout=0.1, **both)}) for kind in kinds
+        )
+        self.head = nn.Linear(2 * DIM, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            output, _ = block["cell"](x)
+            x = x + output[..., :DIM]
+        return self.head(output)
+
+
+def shard_cells(model: nn.Module, ctx: Ctx) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block["cell"], mesh=ctx.mesh)
+    return fully_shard(model, mesh=ctx.mesh)
+
+
+RECURRENT = Case("recurrent", Recurrent, plain, text_batch, cross_entropy)
+
+
 class Adapter(nn.Module):
     """LoRA: a frozen linear layer and a trainable product of two thin ones."""
 

@@ -17,6 +17,7 @@ from contract_models import (
     GATED,
     MLPS,
     RAGGED,
+    RECURRENT,
     TOWER,
     breaking,
     heads_together,
@@ -25,6 +26,7 @@ from contract_models import (
     on_full_mesh,
     plain,
     sequence_parallel,
+    shard_cells,
     tensor_parallel,
     train_scaled,
 )
@@ -369,6 +371,13 @@ ROWS = [
         "`shard_placement_fn` with `Shard(1)`",
         do.columns,
         covers=("fully_shard.shard_placement_fn",),
+    ),
+    Row(
+        PARAMETERS,
+        "`nn.LSTM`, `nn.GRU`, `nn.RNN`",
+        shard_cells,
+        case=RECURRENT,
+        counts_bytes=True,
     ),
     Row(PARAMETERS, "`ignored_params`", do.ignoring, covers=("fully_shard.ignored_params",)),
     Row(

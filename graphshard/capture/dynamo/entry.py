@@ -20,6 +20,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.output_graph import GraphCompileReason
 
 from graphshard.capture.dynamo.hooks import is_ours, substitute_hooks, wrappers
+from graphshard.capture.dynamo.recurrent import substitute_recurrent
 from graphshard.capture.interpreter import no_collections, on_large_stack
 from graphshard.cost.profile import look_up
 from graphshard.options import Options, is_disabled, parse_options
@@ -38,6 +39,7 @@ def install(
     unplugged: for GRAPHSHARD_DISABLE.
     """
     substitute_hooks()
+    substitute_recurrent()
     _patch_entry(enter, unplugged)
 
 
@@ -89,7 +91,8 @@ class _Unsplit(CatchErrorsWrapper):
     def __call__(self, frame: Any, *args: Any) -> Any:
         splits = torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
         whole = torch._dynamo.config.patch(optimize_ddp=False)
-        later = torch._dynamo.config.patch(run_gc_after_compile=False)
+        # Recurrent modules have a substitute (`graphshard.capture.dynamo.recurrent`).
+        later = torch._dynamo.config.patch(run_gc_after_compile=False, allow_rnn=True)
         with no_collections(), later, whole if splits else contextlib.nullcontext():
             result = on_large_stack(super().__call__, frame, *args)
         if result.guarded_code is None and result.apply_to_code:

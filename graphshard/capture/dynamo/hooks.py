@@ -46,7 +46,7 @@ def is_ours(callback: Any) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _compiling_for_graphshard() -> bool:
+def compiling_for_graphshard() -> bool:
     transaction = InstructionTranslator.current_tx()
     return is_ours(transaction.output.compiler_fn)
 
@@ -71,7 +71,7 @@ def _pre_forward(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _post_forward(self: Any, module: Any, args: Any, output: Any) -> Any:
-    if not _compiling_for_graphshard() or not module._graphshard_handle.entered["top"]:
+    if not compiling_for_graphshard() or not module._graphshard_handle.entered["top"]:
         return _eager_post_forward(self, module, args, output)
     return allow_side_effects(leave_group, module, module._graphshard_ends(), output)
 
@@ -166,7 +166,7 @@ def _grouped_pre(module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grouped_post(module: Any, args: Any, output: Any) -> Any:
-    if not _compiling_for_graphshard() or not module._graphshard_handle.entered["top"]:
+    if not compiling_for_graphshard() or not module._graphshard_handle.entered["top"]:
         return _eager_grouped_post(module, args, output)
     return allow_side_effects(leave_group, module, module._graphshard_ends(), output)
 
