@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from graphshard.fsdp2.versions import TORCH
 
 pytestmark = pytest.mark.dist
 
@@ -66,7 +67,10 @@ def cases(draw: st.DrawFn) -> RecurrentCase:
         own["nonlinearity"] = draw(st.sampled_from(["tanh", "relu"]))
     names = ["output", "hidden", "cell"] if kind == "lstm" else ["output", "hidden"]
     uses = st.lists(st.sampled_from(names), min_size=1, unique=True).map(tuple)
-    flags = ("given", "apart", "single", "half", "overridden", "frozen", "checkpointed")
+    flags = ["given", "apart", "single", "overridden", "frozen", "checkpointed"]
+    # From torch 2.15 on, eager FSDP2 adds what each step in time gives to a bfloat16 weight in the
+    # reduction's dtype (README, declared differences).
+    flags += ["half"] if TORCH < (2, 15) else []
     return RecurrentCase(
         kind,
         tuple(own.items()),
