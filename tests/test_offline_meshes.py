@@ -12,7 +12,11 @@ from torch.distributed.tensor import Shard
 
 import graphshard
 from graphshard.fsdp2.versions import TORCH
+from graphshard.offline.api import machine_of
 from graphshard.offline.repeats import CAPTURED
+from graphshard.offline.study import Point, Study
+from graphshard.offline.world import Made
+from graphshard.pricing.problem import PlanningPolicy
 from graphshard.schedule.plan import Plan
 
 RANKS, WIDTH = 64, 256
@@ -68,15 +72,16 @@ def two_meshes() -> nn.Module:
 
 
 @pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13")
-def test_each_group_of_a_block_has_its_mesh() -> None:
-    plan = planned(two_meshes, INPUTS)
+@pytest.mark.parametrize("whole", [False, True], ids=["a few blocks", "all"])
+def test_each_group_of_a_block_has_its_mesh(whole: bool) -> None:
+    point = Point(RANKS, 8, machine_of("h100"), PlanningPolicy(None))
+    study = Study("plan", lambda sizes: Made(two_meshes(), INPUTS, {}), (point,), whole=whole)
+    ((plan,),) = ([answer.plan] for answer in study.answers())
+    assert study.effort.num_repeated == (0 if whole else 2)
     assert len(plan.groups) == 2 * (CAPTURED + 2)
     for number, group in enumerate(plan.groups):
         block, is_second = divmod(number, 2)
         mesh, ranks = ("outer", 8) if is_second else ("dp", RANKS)
         assert (group.fqn, group.world_size) == (f"{block} [{mesh}]", ranks)
-        assert [p.fqn for p in group.params] == (
-            [f"{block}.2.weight"]
-            if is_second
-            else [f"{block}.0.weight", f"{block}.0.bias", f"{block}.2.bias"]
-        )
+        own = ["2.weight"] if is_second else ["0.weight", "0.bias", "2.bias"]
+        assert [p.fqn for p in group.params] == [f"{block}.{name}" for name in own]

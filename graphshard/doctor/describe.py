@@ -65,11 +65,17 @@ def states_of(roots: Sequence[nn.Module]) -> Iterator[tuple[str, fsdp2.State]]:
 
 
 def describe_groups(roots: Sequence[nn.Module]) -> tuple[GroupFacts, ...]:
-    return tuple(
-        _describe(name, state, group)
-        for name, state in states_of(roots)
-        for group in fsdp2.fsdp_groups(state)
-    )
+    return tuple(_describe(*one) for one in _groups_of(roots))
+
+
+def _groups_of(
+    roots: Sequence[nn.Module],
+) -> Iterator[tuple[str, fsdp2.State, fsdp2.FsdpGroup]]:
+    """Each group with its state, and the name of its modules, and of its mesh if they have
+    several."""
+    for name, state in states_of(roots):
+        for group in fsdp2.fsdp_groups(state):
+            yield f"{name} [{group.mesh_name}]" if group.mesh_name else name, state, group
 
 
 def _describe(name: str, state: fsdp2.State, group: fsdp2.FsdpGroup) -> GroupFacts:
@@ -158,11 +164,10 @@ def latency_bytes(ranks: int, device: torch.device) -> int:
 def gradients_of(roots: Sequence[nn.Module]) -> tuple[GradientFacts, ...]:
     """What `.grad` of every sharded parameter holds on this rank now."""
     found = []
-    for name, state in states_of(roots):
-        for group in fsdp2.fsdp_groups(state):
-            grads = [_local(param.sharded.grad) for param in group.params]
-            norms, projections = zip(*map(_numbers, grads), strict=True)
-            found.append(GradientFacts(name, norms, projections))
+    for name, _, group in _groups_of(roots):
+        grads = [_local(param.sharded.grad) for param in group.params]
+        norms, projections = zip(*map(_numbers, grads), strict=True)
+        found.append(GradientFacts(name, norms, projections))
     return tuple(found)
 
 

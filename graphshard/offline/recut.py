@@ -18,7 +18,7 @@ from graphshard.compiler.partition import cut_in_two, released
 from graphshard.compiler.planning import PlanningInputs
 from graphshard.errors import CaptureError
 from graphshard.offline.capture import capture
-from graphshard.offline.repeats import Repeat, shorten
+from graphshard.offline.repeats import Repeat, is_inside, shorten
 from graphshard.offline.unroll import unrolled
 from graphshard.offline.world import Made, faked, pretended
 from graphshard.pricing.op_costs import GraphCosts
@@ -71,7 +71,7 @@ def _runs(repeat: Repeat, chosen: Recomputed) -> Iterator[Repeat]:
 
 
 def _block_of(fqn: str, blocks: Iterable[str]) -> str | None:
-    return next((b for b in blocks if fqn == b or fqn.startswith(f"{b}.")), None)
+    return next((block for block in blocks if is_inside(fqn, block)), None)
 
 
 def _names(repeats: Sequence[Repeat], runs: Sequence[Repeat]) -> Mapping[str, str]:

@@ -50,6 +50,12 @@ class Repeat:
         return len(self.names)
 
 
+def is_inside(group: str, block: str) -> bool:
+    """The group of this FQN is the block's, on one mesh or on one of several, or of a module in
+    it."""
+    return group == block or group.startswith((f"{block}.", f"{block} ["))
+
+
 def repeats_in(model: nn.Module) -> list[Repeat]:
     """Lists of more than CAPTURED sharded blocks that are all alike."""
     found = []

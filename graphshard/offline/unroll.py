@@ -13,7 +13,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from graphshard.offline.repeats import EARLY, Repeat
+from graphshard.offline.repeats import EARLY, Repeat, is_inside
 from graphshard.pricing.held import HeldValue
 from graphshard.pricing.liveness import Live
 from graphshard.pricing.offload import OffloadUse
@@ -129,7 +129,7 @@ def _naming(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _N
 
 def _owner(fqn: str, repeat: Repeat) -> tuple[int, str] | None:
     for block, name in enumerate(repeat.names[: repeat.captured]):
-        if fqn == name or fqn.startswith(f"{name}."):
+        if is_inside(fqn, name):
             return block, fqn.removeprefix(name)
     return None
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import graphshard
 from graphshard.compiler import planning_inputs
+from graphshard.doctor.describe import describe_groups, gradients_of
 from graphshard.fsdp2.versions import TORCH
 
 pytestmark = [
@@ -49,6 +50,29 @@ def with_other_costs(ctx: Ctx) -> graphshard.Plan:
         assert_equal(expected, train(model, SPARSE, ctx, 4))
     (plan,) = graphshard.plans(model)
     return plan
+
+
+def described(ctx: Ctx) -> list[tuple[str, str, int, int, bool]]:
+    """What `graphshard doctor` sees of each group."""
+    model = built(ctx)
+    model.compile(backend="graphshard", options={"fallback": "error"})
+    SPARSE.loss(model, SPARSE.batch(0, ctx.rank, ctx.device)).backward()
+    facts, gradients = describe_groups([model]), gradients_of([model])
+    return [
+        (group.name, gradient.group, len(gradient.norms), group.ranks, group.in_graph)
+        for group, gradient in zip(facts, gradients, strict=True)
+    ]
+
+
+def test_the_doctor_tells_the_groups_of_a_module_apart(pool: Pool) -> None:
+    rows = pool.run(4, described)[0]
+    blocks = [
+        (f"blocks.{n} [mesh {mesh}]", params, ranks)
+        for n in range(3)
+        for mesh, params, ranks in ((1, 2, 4), (2, 2, 2))
+    ]
+    wanted = [("(root)", 2, 4), *blocks]
+    assert rows == [(name, name, params, ranks, True) for name, params, ranks in wanted]
 
 
 def test_ranks_of_other_costs_run_one_plan(pool: Pool) -> None:

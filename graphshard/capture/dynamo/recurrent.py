@@ -80,7 +80,7 @@ def _forward(self: Any, input: Tensor, hx: Any = None) -> Any:
     is_batched = input.dim() == 3
     first = input if is_batched else input.unsqueeze(0 if self.batch_first else 1)
     states = _states(self, first, hx, is_batched)
-    weights = [self._parameters[name] for name in self._flat_weights_names]
+    weights = [getattr(self, name) for name in self._flat_weights_names]
     drops = self.training and self.num_layers > 1
     settings = (
         self.mode,
@@ -124,7 +124,7 @@ def _fits(self: Any, input: Any, hx: Any) -> bool:
         return False
     if self.training and self.dropout and self.num_layers > 1 and input.device.type != "cpu":
         return False
-    weight = self._parameters[self._flat_weights_names[0]]
+    weight = getattr(self, self._flat_weights_names[0])
     if input.size(-1) != self.input_size or input.dtype != weight.dtype:
         return False
     if hx is None:
