@@ -14,7 +14,7 @@ from pool import Ctx, Pool
 from test_semantics import assert_sharded
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
@@ -203,13 +203,18 @@ class Tagger(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x)
         if self.how == "packed":
-            output, _ = pad_packed_sequence(self.cell(pack_padded_sequence(x, LENGTHS))[0])
+            output = padded(self.cell(pack_padded_sequence(x, LENGTHS))[0])
         elif self.how == "autocast":
             with torch.autocast(x.device.type, torch.bfloat16):
                 output = self.cell(x)[0].float()
         else:
             output = self.cell(x)[0]
         return self.head(output)
+
+
+@torch.compiler.disable  # torch 2.11 cannot trace it
+def padded(packed: PackedSequence) -> Tensor:
+    return pad_packed_sequence(packed)[0]
 
 
 LENGTHS = torch.tensor([4, 2, 1])
