@@ -129,7 +129,7 @@ def hook_a_reduction(model: Any, ctx: Ctx) -> None:
 def to_eager(model: Any, ctx: Ctx) -> None:
     handle = handle_of(model.trunk[1])
     if handle is not None:
-        handle.root_state.leave_eager(handle.fqn, "of this test")
+        handle.root_state.leave_eager(handle.fqns[0], "of this test")
 
 
 # What changes between two steps, and how many graphs may be compiled for it.

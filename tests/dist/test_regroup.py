@@ -89,7 +89,10 @@ def compiled_twin(case: Case, ctx: Ctx, **kwargs: Any) -> tuple[nn.Module, nn.Mo
 
 
 def issued(model: nn.Module) -> int:
-    return sum(live.counters.all_gathers for live in handle_of(model).root_state.groups)
+    handles = {handle_of(module) for module in model.modules()} - {
+        None
+    }  # none before the first call
+    return sum(live.counters.all_gathers for handle in handles for live in handle.lives)
 
 
 def check(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

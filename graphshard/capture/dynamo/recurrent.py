@@ -6,6 +6,7 @@ Dynamo breaks a graph at these modules; while it traces for this backend it does
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
@@ -15,8 +16,6 @@ from torch import Tensor, nn
 
 from graphshard.capture.dynamo.hooks import compiling_for_graphshard
 from graphshard.runtime.recurrent import RECURRENT, RECURRENT_BACKWARD
-
-KINDS = (nn.RNN, nn.GRU, nn.LSTM)
 
 
 class _Recurrent(torch.autograd.Function):
@@ -139,20 +138,41 @@ def _fits(self: Any, input: Any, hx: Any) -> bool:
     return all(tuple(s.shape) == size for s, size in zip(states, sizes, strict=True))
 
 
+def _copied(original: Any) -> Any:
+    """The same function, which no substitute has taken the place of."""
+    return FunctionType(original.__code__, original.__globals__, argdefs=original.__defaults__)
+
+
+_disabled = functools.partial(
+    torch._dynamo.disable, recursive=True, reason="graphshard leaves it as it is"
+)
+# Globals of this module: Dynamo guards what a function reads by the way to it, and knows the way
+# to torch's function only.
+_PLAIN_LSTM = _copied(nn.LSTM.forward)
+_PLAIN_GRU = _copied(nn.GRU.forward)
+_PLAIN_RNN = _copied(nn.RNN.forward)
+_EAGER_LSTM, _EAGER_GRU, _EAGER_RNN = map(_disabled, (_PLAIN_LSTM, _PLAIN_GRU, _PLAIN_RNN))
+
+
+def _lstm(self: Any, input: Any, hx: Any = None) -> Any:
+    if not compiling_for_graphshard():
+        return _PLAIN_LSTM(self, input, hx)
+    return _forward(self, input, hx) if _fits(self, input, hx) else _EAGER_LSTM(self, input, hx)
+
+
+def _gru(self: Any, input: Any, hx: Any = None) -> Any:
+    if not compiling_for_graphshard():
+        return _PLAIN_GRU(self, input, hx)
+    return _forward(self, input, hx) if _fits(self, input, hx) else _EAGER_GRU(self, input, hx)
+
+
+def _rnn(self: Any, input: Any, hx: Any = None) -> Any:
+    if not compiling_for_graphshard():
+        return _PLAIN_RNN(self, input, hx)
+    return _forward(self, input, hx) if _fits(self, input, hx) else _EAGER_RNN(self, input, hx)
+
+
 def substitute_recurrent() -> None:
     """Register the substitutes, once per process; other backends trace what torch has."""
-    for kind in KINDS:
-        _substitute(kind.forward)
-
-
-def _substitute(original: Any) -> None:
-    # Without the attribute below, or it would be replaced again.
-    plain = FunctionType(original.__code__, original.__globals__, argdefs=original.__defaults__)
-    eager = torch._dynamo.disable(plain, recursive=True, reason="graphshard leaves it as it is")
-
-    def forward(self: Any, input: Any, hx: Any = None) -> Any:
-        if not compiling_for_graphshard():
-            return plain(self, input, hx)
-        return _forward(self, input, hx) if _fits(self, input, hx) else eager(self, input, hx)
-
-    original._torchdynamo_inline = forward
+    for kind, substitute in ((nn.LSTM, _lstm), (nn.GRU, _gru), (nn.RNN, _rnn)):
+        kind.forward._torchdynamo_inline = substitute  # type: ignore[union-attr]
