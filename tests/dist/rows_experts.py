@@ -1,5 +1,6 @@
 """Rows of the contract about mixtures of experts: experts on one mesh, all else on another."""
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -137,32 +138,12 @@ def one_mesh_each(model: nn.Module, ctx: Ctx) -> nn.Module:
 
 
 SPARSE = Case("sparse", Sparse, expert_parallel, text_batch, token_loss)
+sparse = partial(Row, AREA, case=SPARSE, ranks=4, since=(2, 13), counts_bytes=True)
 ROWS = (
-    Row(
-        AREA,
+    sparse(
         "experts on a mesh of their own (`shard_placement_fn`), with expert parallel",
         expert_parallel,
-        case=SPARSE,
-        ranks=4,
-        since=(2, 13),
-        counts_bytes=True,
     ),
-    Row(
-        AREA,
-        "the same in bfloat16, with prefetch lists",
-        prefetching,
-        case=SPARSE,
-        ranks=4,
-        since=(2, 13),
-        counts_bytes=True,
-    ),
-    Row(
-        AREA,
-        "experts with HSDP, all else with FSDP, in one `fully_shard`",
-        one_mesh_each,
-        case=SPARSE,
-        ranks=4,
-        since=(2, 13),
-        counts_bytes=True,
-    ),
+    sparse("the same in bfloat16, with prefetch lists", prefetching),
+    sparse("experts with HSDP, all else with FSDP, in one `fully_shard`", one_mesh_each),
 )

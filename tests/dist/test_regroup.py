@@ -89,9 +89,8 @@ def compiled_twin(case: Case, ctx: Ctx, **kwargs: Any) -> tuple[nn.Module, nn.Mo
 
 
 def issued(model: nn.Module) -> int:
-    handles = {handle_of(module) for module in model.modules()} - {
-        None
-    }  # none before the first call
+    """All-gathers so far; there is no handle before the first call."""
+    handles = {handle_of(module) for module in model.modules()} - {None}
     return sum(live.counters.all_gathers for handle in handles for live in handle.lives)
 
 
