@@ -75,7 +75,7 @@ def _groups_of(
     several."""
     for name, state in states_of(roots):
         for group in fsdp2.fsdp_groups(state):
-            yield f"{name} [{group.mesh_name}]" if group.mesh_name else name, state, group
+            yield group.name_among(name), state, group
 
 
 def _describe(name: str, state: fsdp2.State, group: fsdp2.FsdpGroup) -> GroupFacts:

@@ -93,7 +93,11 @@ class FsdpGroup:
         With the name of its mesh where parameters of these modules have several.
         """
         module_fqn: str = self.raw._module_fqn or ""
-        return f"{module_fqn or '(root)'} [{self.mesh_name}]" if self.mesh_name else module_fqn
+        return self.name_among(module_fqn or "(root)") if self.mesh_name else module_fqn
+
+    def name_among(self, modules: str) -> str:
+        """`modules`, and the name of its mesh where their parameters have several."""
+        return f"{modules} [{self.mesh_name}]" if self.mesh_name else modules
 
     @property
     def trainable(self) -> tuple[bool, ...]:
