@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from bench import gpu_network
 from bench.models import Config, Llama, WithLoss
@@ -40,7 +41,8 @@ RANKS_PER_NODE = 8
 class Request:
     """ranks: of which all but one are emulated, with the network of the preset `network`.
 
-    checkpointed: every block is, by hand. options: of graphshard, over those of the way.
+    checkpointed: every block is, by hand. offloads: `CPUOffloadPolicy`, in pinned memory. options:
+    of graphshard, over those of the way.
     """
 
     way: str
@@ -51,6 +53,7 @@ class Request:
     ranks: int = 1
     network: str = ""
     checkpointed: bool = False
+    offloads: bool = False
     options: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -104,7 +107,10 @@ def run(request: Request) -> Measured:
     if request.checkpointed:
         model.model.layers = nn.ModuleList(checkpoint_wrapper(b) for b in model.model.layers)
     blocks = list(model.model.layers)
-    shard(way, model, blocks, init_device_mesh(device.type, (request.ranks,)))
+    how = {}
+    if request.offloads:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    shard(way, model, blocks, init_device_mesh(device.type, (request.ranks,)), how)
     machine = {"machine": request.network} if request.network else {}
     compile_as(way, model, blocks, {**machine, **request.options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -121,15 +127,15 @@ def run(request: Request) -> Measured:
         optimizer.step()
         optimizer.zero_grad()
 
-    first_s = timed(gradients, update, device).step_us / 1e6
+    first_s = timed(gradients, update, device, request.offloads).step_us / 1e6
     for _ in range(request.num_warm_up):
-        timed(gradients, update, device)
+        timed(gradients, update, device, request.offloads)
     gc.collect()
     gc.freeze()
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = [timed(gradients, update, device) for _ in range(request.num_steps)]
+    times = [timed(gradients, update, device, request.offloads) for _ in range(request.num_steps)]
     return Measured(
         step_us=[each.step_us for each in times],
         host_us=[each.host_us for each in times],
@@ -143,18 +149,23 @@ def run(request: Request) -> Measured:
     )
 
 
-def timed(gradients: Callable[[], None], update: Callable[[], None], device: torch.device) -> Timed:
+def timed(
+    gradients: Callable[[], None], update: Callable[[], None], device: torch.device, on_host: bool
+) -> Timed:
+    """on_host: the optimizer is the host's, which waits for the gradients."""
     synchronize(device)
     began = time.perf_counter()
     gradients()
-    between = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-    if between is not None:
-        between.record()
+    event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" and not on_host else None
+    if event is not None:
+        event.record()
+    else:
+        synchronize(device)
     halfway = time.perf_counter()
     update()
     issued = time.perf_counter()
-    if between is not None:
-        between.synchronize()  # nothing is queued behind the optimizer
+    if event is not None:
+        event.synchronize()  # nothing is queued behind the optimizer
         halfway = time.perf_counter()
     synchronize(device)
     return Timed(*(1e6 * (end - began) for end in (time.perf_counter(), issued, halfway)))

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -85,12 +86,18 @@ def usable(ways: Iterable[Way]) -> list[Way]:
     return found
 
 
-def shard(way: Way, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
-    """mesh: not for ways without sharding. Raises PeerMissing."""
+def shard(
+    way: Way,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh | None,
+    how: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """mesh: not for ways without sharding. how: more for `fully_shard`. Raises PeerMissing."""
     if way.sharding == "fsdp2":
         for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, **how)
+        fully_shard(model, mesh=mesh, **how)
     elif way.sharding == "simple_fsdp":
         peers.simple_fsdp()(model, mesh, mode="fully_shard")
 

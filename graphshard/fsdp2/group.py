@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphshard.errors import RuntimeStateError
-from graphshard.fsdp2 import extensions, versions
+from graphshard.fsdp2 import cpu_offload, extensions, versions
 from graphshard.fsdp2.backends import CLONING_BACKENDS, COPYING_BACKENDS, backend_name
 from graphshard.fsdp2.param import FsdpParam
 from graphshard.schedule.plan import Direction
@@ -57,13 +57,15 @@ class FsdpGroup:
 
     has_dtensors: of parameters before `fully_shard`. has_extensions: all-gather extensions, which
     say what travels. sends_in_place: one collective of the backend takes many tensors from where
-    they are, until it says that it cannot.
+    they are, until it says that it cannot. is_on_host: its shards, their gradients and what the
+    optimizer makes of them are in the host's memory, not the device's.
     """
 
     __slots__ = (
         "__weakref__",
         "has_dtensors",
         "has_extensions",
+        "is_on_host",
         "mesh_name",
         "params",
         "raw",
@@ -78,6 +80,7 @@ class FsdpGroup:
         self.params = tuple(FsdpParam(p) for p in raw.fsdp_params)
         self.has_dtensors = any(p.is_dtensor for p in raw.fsdp_params)
         self.has_extensions = any(map(extensions.has_extensions, raw.fsdp_params))
+        self.is_on_host = cpu_offload.is_on_host(raw)
         backend = backend_name(self.gather_process_group, self.device)
         self.sends_in_place = backend is not None and backend not in COPYING_BACKENDS
 

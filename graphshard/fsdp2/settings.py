@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from graphshard.fsdp2.cpu_offload import offloads_to_cpu
 from graphshard.fsdp2.extensions import plain_tensors
 from graphshard.fsdp2.group import FsdpGroup
 from graphshard.fsdp2.node_group import local_world_size, most_on_node, ranks_on_node
@@ -39,6 +40,7 @@ class GroupSettings:
     mesh (torchft's replicas, say) that have a plan of their own. post_forward_ranks,
     post_forward_lane: the smaller mesh of an int `reshard_after_forward`; 0 and "" without one.
     node_ranks: of its ranks on one node, if a plan may have these hold it after forward; else 0.
+    offloads_to_cpu: the host has shards, reduced gradients and optimizer, if the device has a host.
     """
 
     reshard: bool | None
@@ -64,6 +66,7 @@ class GroupSettings:
     post_forward_ranks: int = 0
     post_forward_lane: str = ""
     node_ranks: int = 0
+    offloads_to_cpu: bool = False
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
 
@@ -155,6 +158,7 @@ def settings_of(
             post_forward_ranks=(smaller := post_forward(group))[0],
             post_forward_lane=smaller[1],
             node_ranks=len(ranks_on_node(group, local)),
+            offloads_to_cpu=offloads_to_cpu(group.raw),
             forward_prefetch=listed(group, Direction.FORWARD),
             backward_prefetch=listed(group, Direction.BACKWARD),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from graphshard.fsdp2.extensions import has_extensions
 from graphshard.fsdp2.group import FsdpGroup
@@ -25,15 +24,15 @@ def _reasons(group: FsdpGroup) -> Iterator[str]:
     mesh = raw.mesh_info
     if ranks_are_threads(group.gather_process_group, group.replicate_process_group):
         yield "its ranks are threads of one process, where one compiles while the others wait"
-    if isinstance(raw.offload_policy, CPUOffloadPolicy) and raw.device.type != "cpu":
-        yield f"CPUOffloadPolicy moves its parameters between the host and {raw.device.type}"
     if type(raw._all_gather_comm).__name__ == "SymmMemAllGather":
         yield "its buffers are symmetric memory (set_symm_mem_for_comm)"
+    spreads = raw.post_forward_mesh_info not in (None, mesh)
     for param in group.params:
-        if param.shard_dim and raw.post_forward_mesh_info not in (None, mesh):
-            yield f"{param.fqn} is not sharded on dim 0 and reshard_after_forward is an int"
-        if has_extensions(param.raw) and raw.post_forward_mesh_info not in (None, mesh):
-            yield f"{param.fqn} has all-gather extensions and reshard_after_forward is an int"
+        if spreads and has_extensions(param.raw):
+            # It does, at the latest when it gathers them from the smaller group. The day it does
+            # not, tests/dist/test_smaller_group.py fails.
+            what = "reshard_after_forward is an int, where FSDP2 itself raises"
+            yield f"{param.fqn} has all-gather extensions and {what}"
         for slot in param.slots:
             if type(slot.module).__setattr__ not in _WRITES_PARAMETERS:
                 yield f"{type(slot.module).__name__} of {param.fqn} overrides __setattr__"

@@ -14,16 +14,30 @@ from itertools import accumulate
 
 from torch import fx
 
-from graphshard.cost.machine import HostCopies, host_copy_us
+from graphshard.cost.machine import HostCopies, Machine, host_copy_us
+from graphshard.fsdp2.settings import GroupSettings
 from graphshard.graph.program import Program, compute_nodes, copied_tensors, steps
 from graphshard.planner.activations import HostLink, Offload, OffloadOption
-from graphshard.planner.problem import CollectiveLane, Problem, checked
+from graphshard.planner.problem import CollectiveLane, Problem, Transfer, checked
 from graphshard.pricing.liveness import tensor_bytes
 from graphshard.pricing.recompute import RecomputeUnit, activation_of, regions_of
 from graphshard.schedule.plan import GroupInfo, StepKind
 
 # Of what its group offers: less is not worth a copy of its own.
 LEAST_SHARE = 0.01
+
+
+def shard_host(own: GroupSettings, machine: Machine) -> HostCopies | None:
+    """Where the host has the shards, how they come and their gradients go: else None."""
+    return machine.host if own.offloads_to_cpu else None
+
+
+def slower_by(whole: Transfer, host: HostCopies | None, size_bytes: int) -> Transfer:
+    """`whole`, with a copy of this rank's `size_bytes` from or to the host: one after the other, as
+    if the network were busy meanwhile."""
+    if host is None:
+        return whole
+    return replace(whole, us=whole.us + float(host_copy_us(host, size_bytes)))
 
 
 @dataclass(frozen=True, slots=True)

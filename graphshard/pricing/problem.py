@@ -12,12 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import median
 
-import networkx as nx
-
 from graphshard.cost.comm import CollectiveKind
 from graphshard.cost.comm import RankGroup as Ranks
-from graphshard.cost.machine import Machine, collective_us, launch_us
-from graphshard.cost.memory import ITEM_BYTES
+from graphshard.cost.machine import Machine, collective_us
 from graphshard.cost.roofline import copy_us
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.planner.problem import (
@@ -33,13 +30,20 @@ from graphshard.planner.problem import (
     Use,
     checked,
 )
-from graphshard.pricing.offload import with_host
+from graphshard.pricing.lanes import (
+    grad_input_bytes,
+    lanes_of,
+    links_of,
+    node_ranks,
+    post_forward_ranks,
+)
+from graphshard.pricing.offload import shard_host, slower_by, with_host
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.region_cuts import AT_START, AT_TURN
 from graphshard.pricing.region_split import Divided, divided, with_late_gradients
 from graphshard.pricing.usage import Usage
 from graphshard.schedule.estimate import Allocation
-from graphshard.schedule.plan import Direction, GroupInfo, ParamInfo, Reshard
+from graphshard.schedule.plan import Direction, GroupInfo, Reshard
 
 # A group that is larger than this many typical ones may travel in several parts, at most MAX_PARTS;
 # so may the root.
@@ -78,7 +82,7 @@ def price(
     """The problem that `costs` poses on `machine`. Raises PlanError if it contradicts itself."""
     library = machine.network
     settings = [own.with_library(library.in_place, clones=library.clones) for own in settings]
-    lanes, links = _lanes(costs.groups, settings, machine), _links(settings)
+    lanes, links = lanes_of(costs.groups, settings, machine), links_of(settings)
     first = costs.by_direction[Direction.FORWARD].usage
     parts = _parts_by_group(costs.groups, settings, first) if policy.regroup else {}
     stages = {
@@ -111,7 +115,7 @@ def price(
             ),
             forward=forward,
             backward=backward,
-            resident=tuple(_resident(settings)),
+            resident=tuple(_resident(settings, machine)),
             regroup_gathers=policy.regroup and all(own.regroups for own in settings),
             split_reductions=policy.regroup and all(own.splits_reductions for own in settings),
             most_ahead=policy.most_ahead,
@@ -200,8 +204,8 @@ def _group(
         reshard=decided.get(reshard, info.reshard_after_forward),
         is_root=own.is_root,
         keep_across=True if own.kept_after_backward else None,
-        post_forward=_smaller_mesh(info, _post_forward_ranks(own), list(lanes)),
-        node=_smaller_mesh(info, _node_ranks(own), list(lanes)),
+        post_forward=_smaller_mesh(info, post_forward_ranks(own), list(lanes)),
+        node=_smaller_mesh(info, node_ranks(own), list(lanes)),
         forward_prefetch=own.forward_prefetch,
         backward_prefetch=own.backward_prefetch,
     )
@@ -247,12 +251,16 @@ def _part(
         return _share(whole, lanes[ranks.name], size_bytes, info.gathered_bytes)
 
     whole = len(params) == len(info.params)
-    smaller, node = _post_forward_ranks(own), _node_ranks(own)
+    smaller, node = post_forward_ranks(own), node_ranks(own)
     uses = {d: _use(stage, info.id, () if whole else params) for d, stage in stages.items()}
     return Part(
         gathered_bytes=size_bytes,
         made_bytes=sum(info.params[place].held_bytes for place in params) - size_bytes,
-        gather=share(Ranks(own.ranks, own.ranks_per_node, own.gather_lane)),
+        gather=slower_by(
+            share(Ranks(own.ranks, own.ranks_per_node, own.gather_lane)),
+            shard_host(own, machine),
+            own.shard_bytes * size_bytes // max(1, info.gathered_bytes),
+        ),
         regather=None if smaller is None else share(smaller),
         node_gather=None if node is None else share(node),
         forward=uses[Direction.FORWARD],
@@ -270,21 +278,6 @@ def _gather(info: GroupInfo, ranks: Ranks, machine: Machine, *, in_place: bool) 
         unpack_us=float(copy_us(machine.processor, info.gathered_bytes)),
         in_place=in_place,
     )
-
-
-def _post_forward_ranks(own: GroupSettings) -> Ranks | None:
-    """They are neighbours: as many of them on one node as of the whole mesh, at most."""
-    if not own.post_forward_ranks:
-        return None
-    on_a_node = min(own.post_forward_ranks, own.ranks_per_node)
-    return Ranks(own.post_forward_ranks, on_a_node, own.post_forward_lane)
-
-
-def _node_ranks(own: GroupSettings) -> Ranks | None:
-    """Those of one node, where the plan may have them hold the group after forward."""
-    if not own.node_ranks or own.reshard is not None:
-        return None
-    return Ranks(own.node_ranks, own.node_ranks, f"{own.gather_lane}, node")
 
 
 def _share(whole: Transfer, launch_us: float, part_bytes: int, whole_bytes: int) -> Transfer:
@@ -328,7 +321,7 @@ def _gradient(
         return None
     trainable = [p for p in info.params if p.trainable]
     chosen = [p for place, p in enumerate(info.params) if p.trainable and place in params]
-    whole_bytes, input_bytes = (_input_bytes(of, own) for of in (trainable, chosen))
+    whole_bytes, input_bytes = (grad_input_bytes(of, own) for of in (trainable, chosen))
     ranks = Ranks(own.ranks, own.ranks_per_node, own.reduce_lane)
     reduce = Transfer(
         us=float(collective_us(machine, CollectiveKind.REDUCE_SCATTER, ranks, whole_bytes)),
@@ -336,64 +329,23 @@ def _gradient(
         unpack_us=float(copy_us(machine.processor, whole_bytes / own.ranks)),
         in_place=own.reduces_in_place,
     )
+    host = shard_host(own, machine)
+    output_bytes = input_bytes // own.ranks
     return Gradient(
         first=stage.region_of(min(first)),
         ready=stage.region_of(ready.after if chosen == trainable else max(first)),
         bytes=sum(p.grad_bytes for p in chosen),
-        reduce=_share(reduce, lanes[own.reduce_lane], input_bytes, whole_bytes),
+        reduce=slower_by(
+            _share(reduce, lanes[own.reduce_lane], input_bytes, whole_bytes), host, output_bytes
+        ),
         input_bytes=input_bytes,
-        output_bytes=input_bytes // own.ranks,
+        output_bytes=output_bytes if host is None else 0,
     )
 
 
-def _input_bytes(params: Sequence[ParamInfo], own: GroupSettings) -> int:
-    """Gradients of `params` on the wire."""
-    plain = (p.gathered_bytes // ITEM_BYTES[p.dtype] for p in params if p.extension is None)
-    others = (p.extension.grad_numel for p in params if p.extension is not None)
-    return own.reduce_item_bytes * (sum(plain) + sum(others))
-
-
-def _lanes(
-    groups: Sequence[GroupInfo], settings: Sequence[GroupSettings], machine: Machine
-) -> dict[str, float]:
-    """The lanes with their launch times; no collective of a group is shorter than its launch."""
-    found: dict[str, float] = {}
-    for info in groups:
-        for kind, ranks, size_bytes in _collectives(info, settings[info.id]):
-            whole = float(collective_us(machine, kind, ranks, size_bytes))
-            launch = float(launch_us(machine, CollectiveKind.ALL_GATHER, ranks, 2**20))
-            found[ranks.name] = min(found.get(ranks.name, launch), whole)
-    return found
-
-
-def _collectives(
-    info: GroupInfo, own: GroupSettings
-) -> Iterator[tuple[CollectiveKind, Ranks, int]]:
-    """Those of a whole group, each with its ranks and bytes; a frozen one counts as if trained."""
-    gather, reduce = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
-    yield gather, Ranks(own.ranks, own.ranks_per_node, own.gather_lane), info.gathered_bytes
-    trained = [param for param in info.params if param.trainable]
-    ranks = Ranks(own.ranks, own.ranks_per_node, own.reduce_lane)
-    yield reduce, ranks, _input_bytes(trained or info.params, own)
-    for smaller in (_post_forward_ranks(own), _node_ranks(own)):
-        if smaller is not None:
-            yield gather, smaller, info.gathered_bytes
-
-
-def _links(settings: Sequence[GroupSettings]) -> dict[str, str]:
-    """Lanes that reach the same ranks, as those of one group do, share a link; so does the lane of
-    a smaller mesh, unless it stays on one node and the other does not."""
-    lanes = nx.Graph((s.gather_lane, s.reduce_lane) for s in settings)
-    for own in settings:
-        smaller = _post_forward_ranks(own)
-        if smaller is not None and (smaller.nodes > 1) == (own.ranks > own.ranks_per_node):
-            lanes.add_edge(own.gather_lane, smaller.name)
-    lanes.remove_edges_from(nx.selfloop_edges(lanes))
-    shared = (found for found in nx.connected_components(lanes) if len(found) > 1)
-    return {lane: min(together) for together in shared for lane in together}
-
-
-def _resident(settings: Sequence[GroupSettings]) -> Iterator[Allocation]:
+def _resident(settings: Sequence[GroupSettings], machine: Machine) -> Iterator[Allocation]:
     for number, own in enumerate(settings):
+        if shard_host(own, machine) is not None:
+            continue
         yield Allocation(Category.SHARDED_PARAM, own.shard_bytes, number)
         yield Allocation(Category.OPT_STATE, own.optimizer_bytes, number)

@@ -28,6 +28,7 @@ from graphshard.runtime.gather_buffers import (
     fill,
     give_back,
 )
+from graphshard.runtime.host_copies import Way, queue_of
 from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
@@ -156,6 +157,31 @@ class PackedGather(_Collective):
             self._buffer = None
 
 
+class OwnCopy:
+    """What one rank has to itself, on its way from the host: no collective, but under way like one.
+
+    Made where the host's copies are issued (`graphshard.runtime.host_copies`)."""
+
+    __slots__ = ("_buffer", "_done", "_load")
+
+    def __init__(self, load: Payload) -> None:
+        self._load = load
+        self._buffer = buffer_for(load.live, load.layout)
+        copy_over(self._buffer.flats, load.parts)
+        self._done = queue_of(load.live.fsdp.device, Way.TO_DEVICE).so_far()
+
+    def take(self, live: LiveGroup) -> GatherBuffer:
+        """What of `live` was copied. Waits."""
+        self._done.wait()
+        fill(live, self._buffer, self._load.metadata)
+        return self._buffer
+
+    def drop(self, *, limit_s: float | None = None) -> None:
+        """Nobody needs it."""
+        self._done.drop()
+        give_back(self._load.live, self._buffer)
+
+
 AllGather: TypeAlias = InPlaceGather | PackedGather
 
 
@@ -181,19 +207,32 @@ def _described(loads: Sequence[Payload]) -> str:
 
 
 def _sent(load: Payload, buffer: GatherBuffer, rank: int) -> Sequence[Tensor]:
-    """Each shard where it is, or, where it has to be cast, where it will be in the result."""
-    cast = [
+    """Each shard where it is, or, where it has to be cast or comes from the host, where it will be
+    in the result."""
+    device = load.live.fsdp.device
+    moved = [
         (index, part)
         for index, (part, dtype) in enumerate(zip(load.parts, load.layout.dtypes, strict=True))
-        if part.dtype != dtype
+        if part.dtype != dtype or part.device != device
     ]
-    if not cast:
+    if not moved:
         return load.parts
     sent = list(load.parts)
-    for index, _ in cast:
+    for index, _ in moved:
         sent[index] = buffer.rows[index][rank]
-    torch._foreach_copy_([sent[index] for index, _ in cast], [part for _, part in cast])
+    copy_over([sent[index] for index, _ in moved], [part for _, part in moved])
     return sent
+
+
+def copy_over(targets: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """From the host, too, as they are there: the device casts."""
+    device = targets[0].device
+    if all(part.device == device for part in parts):
+        torch._foreach_copy_(list(targets), list(parts))
+        return
+    for target, part in zip(targets, parts, strict=True):
+        same = part.dtype == target.dtype
+        target.copy_(part if same else part.to(device, non_blocking=True), non_blocking=True)
 
 
 def gather_in_place(
@@ -222,18 +261,20 @@ def _bucket(loads: Sequence[Payload], group: dist.ProcessGroup, comm: Any) -> tu
     columns = [count for load in loads for count in load.layout.columns]
     wires = {load.layout.wire for load in loads}
     wire = wires.pop() if len(wires) == 1 else None
+    device = loads[0].live.fsdp.device
     if wire is None:
         dtypes = [dtype for load in loads for dtype in load.layout.dtypes]
+        parts = [part.to(device, non_blocking=True) for part in parts]
         parts = [p.to(d).view(torch.uint8) for p, d in zip(parts, dtypes, strict=True)]
         columns = [part.numel() for part in parts]
         wire = torch.uint8
     total = sum(columns)
-    bucket = comm.allocate((total * group.size(),), dtype=wire, device=parts[0].device)
+    bucket = comm.allocate((total * group.size(),), dtype=wire, device=device)
     own = bucket.narrow(0, total * group.rank(), total)
-    if {part.dtype for part in parts} == {wire}:
+    if {(part.dtype, part.device) for part in parts} == {(wire, device)}:
         torch.cat(parts, out=own)  # the same bytes, without a view of each place
     else:
-        torch._foreach_copy_(own.split_with_sizes(columns), parts)
+        copy_over(own.split_with_sizes(columns), parts)
     return bucket, own
 
 

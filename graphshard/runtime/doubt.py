@@ -81,7 +81,7 @@ def _has_changed(live: LiveGroup) -> bool:
     assert kept is not None
     rank = dist.get_rank(live.fsdp.gather_process_group)
     return kept.versions != live.fsdp.versions() or not all(
-        _are_same_bytes(row, shards[i].to(row.dtype))
+        _are_same_bytes(row, shards[i].to(row))
         for buffer in kept.buffers
         for i, row in _own_rows(buffer, rank)
     )

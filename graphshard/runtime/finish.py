@@ -51,6 +51,7 @@ def _finish(root: Root, task: int) -> None:
         grads = merge_unreduced(fsdp, {}, live.places)
         if grads:
             Reduction(live, grads).wait()
+    root.arrive_on_host()
 
 
 def _let_go(live: LiveGroup) -> None:

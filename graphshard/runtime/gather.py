@@ -10,6 +10,8 @@ in registration order, group after group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
 from graphshard.fsdp2 import extensions
-from graphshard.runtime.buckets import AllGather, Payload, send
+from graphshard.runtime.buckets import AllGather, OwnCopy, Payload, send
 from graphshard.runtime.gather_buffers import (
     GatherBuffer,
     GatherLayout,
@@ -28,7 +30,10 @@ from graphshard.runtime.gather_buffers import (
     own_buffer,
     parameters,
 )
+from graphshard.runtime.host_copies import Way, queue_of
 from graphshard.runtime.live import KeptParams, LiveGroup
+
+Route: TypeAlias = tuple[dist.ProcessGroup | None, object, bool]
 
 
 class Gather:
@@ -57,7 +62,7 @@ class Gather:
         self._live = live
         self._dtypes = dtypes
         self._versions = live.fsdp.versions()
-        self._under_way: list[tuple[GatherLayout, AllGather]] = []
+        self._under_way: list[tuple[GatherLayout, AllGather | OwnCopy]] = []
         self._gathered: list[GatherBuffer] | None = []
         self._spread: KeptParams | None = None
         self.missing = len(dtypes)
@@ -90,9 +95,11 @@ class Gather:
         return gather
 
     @property
-    def route(self) -> tuple[dist.ProcessGroup | None, object]:
-        """Process group, and whose collective it is: what is equal may share a bucket."""
-        return self._group, self._live.fsdp.gather_comm_kind
+    def route(self) -> Route:
+        """Process group, whose collective it is, whether the host has the shards: what is equal may
+        share a bucket."""
+        fsdp = self._live.fsdp
+        return self._group, fsdp.gather_comm_kind, fsdp.is_on_host
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -111,7 +118,6 @@ class Gather:
             indices = tuple(i for i in indices if i not in known)
             if not indices:
                 return None
-        live.fsdp.wait_for_optimizer()
         source = live.shards() if self._spread is None else self._spread.parts
         group = self._group
         layout = layout_of(live, indices, self._dtypes, 1 if group is None else group.size())
@@ -119,12 +125,22 @@ class Gather:
             return Payload(live, layout, *_by_extensions(live, indices, source))
         return Payload(live, layout, [source[i] for i in indices])
 
+    def wait_for_optimizer(self) -> None:
+        """Whatever is sent from now on is what the optimizer made."""
+        self._live.fsdp.wait_for_optimizer()
+
+    def from_host(self) -> AbstractContextManager[None]:
+        """What is issued within it goes by way of the host's copies, beside compute."""
+        return queue_of(self._live.fsdp.device, Way.TO_DEVICE).beside()
+
     def sent(self, load: Payload, collective: AllGather | None) -> None:
         """`load` travels in `collective`; None: this rank has all of it."""
-        if collective is None:
+        is_on_host = self._live.fsdp.is_on_host
+        under_way = OwnCopy(load) if collective is None and is_on_host else collective
+        if under_way is None:
             self._take_own(load)
         else:
-            self._under_way.append((load.layout, collective))
+            self._under_way.append((load.layout, under_way))
             self.missing -= len(load.layout.indices)
         if not self.missing:
             self._spread = None
@@ -231,20 +247,29 @@ def issue(wanted: Iterable[tuple[Gather, tuple[int, ...]]]) -> list[AllGather]:
     All ranks issue the same: what leaves a group out (settings, meshes, calls of `unshard()`,
     whether shards were written to) is the same on all of them, as eager FSDP2 needs it, too.
     """
-    buckets: dict[tuple[dist.ProcessGroup | None, object], list[tuple[Gather, Payload]]] = {}
+    routes: dict[Route, list[tuple[Gather, tuple[int, ...]]]] = {}
     for gather, indices in wanted:
-        load = gather.payload(indices)
-        if load is not None:
-            buckets.setdefault(gather.route, []).append((gather, load))
+        if gather.missing:
+            gather.wait_for_optimizer()
+            routes.setdefault(gather.route, []).append((gather, indices))
     issued: list[AllGather] = []
-    for (group, _), bucket in buckets.items():
-        collective = None
-        if group is not None and group.size() > 1:
-            collective = send([load for _, load in bucket], group)
-            issued.append(collective)
-        for gather, load in bucket:
-            gather.sent(load, collective)
+    for (group, _, is_on_host), entries in routes.items():
+        with entries[0][0].from_host() if is_on_host else nullcontext():
+            issued += _issue_together(group, entries)
     return issued
+
+
+def _issue_together(
+    group: dist.ProcessGroup | None, entries: Sequence[tuple[Gather, tuple[int, ...]]]
+) -> list[AllGather]:
+    loads = [(gather, gather.payload(indices)) for gather, indices in entries]
+    bucket = [(gather, load) for gather, load in loads if load is not None]
+    collective = None
+    if bucket and group is not None and group.size() > 1:
+        collective = send([load for _, load in bucket], group)
+    for gather, load in bucket:
+        gather.sent(load, collective)
+    return [] if collective is None else [collective]
 
 
 def prefetch(live: LiveGroup) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # what other modules of the runtime keep with a group
     from graphshard.runtime.gather import Gather
     from graphshard.runtime.gather_buffers import GatherBuffer, GatherLayout
     from graphshard.runtime.graph_order import GraphOrder
+    from graphshard.runtime.host_copies import HostCopy
     from graphshard.runtime.issued import Trail
     from graphshard.runtime.reduce import Packing
 
@@ -82,7 +83,8 @@ class Root:
 
     ballots: what its ranks agree on, one per mesh. opening: what optimizers issue ahead,
     if the user asked for it. order: of its graphs. reduce_groups, node_groups: process groups that
-    plans gave to reductions, and to the ranks of this node, by rank.
+    plans gave to reductions, and to the ranks of this node, by rank. to_host: reduced gradients on
+    their way to the host, until backward ends.
     """
 
     groups: tuple[LiveGroup, ...]
@@ -92,6 +94,13 @@ class Root:
     order: GraphOrder | None = None
     reduce_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     node_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    to_host: list[HostCopy] = field(default_factory=list)
+
+    def arrive_on_host(self) -> None:
+        """The host may read all gradients that were to go there."""
+        copies, self.to_host = self.to_host, []
+        for copy in copies:
+            copy.synchronize()
 
     def to_prefetch(self, live: LiveGroup, direction: Direction) -> list[LiveGroup]:
         """What the user's prefetch list of `live` names. Of one `fully_shard` call there is a group

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
+from graphshard.fsdp2.cpu_offload import pins_memory
 from graphshard.fsdp2.layouts import copy_of
-from graphshard.fsdp2.param import add_sharded_grads, grad_dtypes
+from graphshard.fsdp2.param import add_sharded_grads, grad_dtypes, hooks_of
 from graphshard.fsdp2.settings import sums_may_move
 from graphshard.runtime.calls import current_task, more_calls_ahead
+from graphshard.runtime.host_copies import offload
 from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
@@ -186,7 +188,23 @@ class Reduction:
         # One cast per dtype, as in FSDP2: gradients of one dtype share memory.
         flats = {dtype: output.to(dtype or output.dtype) for dtype in dict.fromkeys(dtypes)}
         rows = zip(dtypes, places, strict=True)
-        add_sharded_grads(params, [flats[dtype].as_strided(*place) for dtype, place in rows])
+        local: Sequence[Tensor] = [flats[dtype].as_strided(*place) for dtype, place in rows]
+        add_sharded_grads(params, self._on_host(local) if fsdp.is_on_host else local)
+
+    def _on_host(self, local: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Copies of reduced gradients, which are there when backward ends. Who reads them before
+        waits here: a sum with earlier ones, and hooks."""
+        live, root = self.live, self.live.root
+        copy = offload(live.fsdp.device, local, live.fqn, pins=pins_memory(live.fsdp.raw))
+        sharded = [param.sharded for param in self._packing.params]
+        is_read = any(one.grad is not None or hooks_of(one) for one in sharded)
+        if is_read or root is None or current_task() < 0:
+            copy.synchronize()
+            return copy.targets
+        if root.to_host:  # one group's reduced gradients are in the device's memory
+            root.to_host[-1].wait()
+        root.to_host.append(copy)
+        return copy.targets
 
     @property
     def holds_input(self) -> bool:

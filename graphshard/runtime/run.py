@@ -185,6 +185,7 @@ class Run:
         for root in dict.fromkeys(live.root for live in self.groups if live.root is not None):
             with cleaning_up(error):
                 reset_iteration(siblings(root.groups[0].fsdp.state), waits=False)
+                root.arrive_on_host()
             for live in root.groups:
                 live.drop(limit_s=0)
                 live.fsdp.reshard()

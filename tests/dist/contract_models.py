@@ -21,7 +21,7 @@ from models import (
 )
 from models import token_loss as cross_entropy
 from parity import Trace, local, reseed
-from pool import Ctx
+from pool import Ctx, device_type
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +31,9 @@ from torch.distributed.tensor import parallel as tp
 
 def plain(model: nn.Module, ctx: Ctx, **kwargs: Any) -> nn.Module:
     return shard_blocks(("blocks",), model, kwargs.pop("mesh", ctx.mesh), **kwargs)
+
+
+ON_GPU = device_type() == "cuda"
 
 
 def mesh_of(ctx: Ctx, shape: tuple[int, ...], *names: str) -> DeviceMesh:
@@ -127,15 +130,22 @@ def loss_of_local(model: nn.Module, batch: Batch) -> Tensor:
 MLPS = Case("mlps", Mlps, plain, batch_per_pair, loss_of_local)
 
 
-def tensor_parallel(model: nn.Module, ctx: Ctx, *, local_output: bool = True) -> nn.Module:
+def tensor_parallel(
+    model: nn.Module,
+    ctx: Ctx,
+    *,
+    local_output: bool = True,
+    shape: tuple[int, int] = (2, 2),
+    **kwargs: Any,
+) -> nn.Module:
     """Columns, then rows, inside each block; FSDP2 over the other dim of the mesh."""
-    mesh = mesh_of(ctx, (2, 2), "dp", "tp")
+    mesh = mesh_of(ctx, shape, "dp", "tp")
     head = tp.ColwiseParallel(output_layouts=Replicate(), use_local_output=local_output)
     tp.parallelize_module(model, mesh["tp"], {"head": head})
     for block in model.blocks:
         plan = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
         tp.parallelize_module(block, mesh["tp"], plan)
-    return plain(model, ctx, mesh=mesh["dp"])
+    return plain(model, ctx, mesh=mesh["dp"], **kwargs)
 
 
 def sequence_parallel(model: nn.Module, ctx: Ctx, **kwargs: Any) -> nn.Module:
@@ -221,9 +231,10 @@ class Recurrent(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
         kinds = (nn.LSTM, nn.GRU, nn.RNN)
-        both = {"bidirectional": True, "batch_first": True}
+        # On a GPU dropout between layers stays eager: cuDNN's random numbers are not torch's.
+        both = {"bidirectional": True, "batch_first": True, "dropout": 0.1 * (not ON_GPU)}
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"cell": kind(DIM, DIM, 2, dropout=0.1, **both)}) for kind in kinds
+            nn.ModuleDict({"cell": kind(DIM, DIM, 2, **both)}) for kind in kinds
         )
         self.head = nn.Linear(2 * DIM, VOCAB)
 

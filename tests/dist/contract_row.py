@@ -21,7 +21,8 @@ class Row:
     many groups run through eager FSDP2. falls_back: part of the reason that graphshard gives for
     it; empty if the user left them out. fewer_gathers: graphshard gathers less often than FSDP2.
     counts_bytes: what it plans to gather is compared, in bytes, with what FSDP2 gathers.
-    whole: shards nothing, for what eager FSDP2 does wrong; it is what graphshard is compared with.
+    whole: for what eager FSDP2 does wrong: shards nothing, or in a way that it does right; that is
+    what graphshard is compared with.
     """
 
     area: str

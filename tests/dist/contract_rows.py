@@ -33,7 +33,6 @@ from contract_models import (
 from contract_row import Row, method
 from contract_setups import FULL, HALF
 from models import CASES
-from pool import device_type
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +40,6 @@ from torch.nn.parallel import DistributedDataParallel
 MANUAL, RESHARD, SYNC = "Manual control", "Reshard", "Gradient sync"
 REDUCE, PRECISION, MESHES = "Reduction", "Mixed precision", "Offload and meshes"
 PARAMETERS, DYNAMIC = "Parameters", "Dynamic"
-ON_GPU = device_type() == "cuda"
 FP32_REDUCE = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=FULL)
 
 ROWS = [
@@ -282,9 +280,6 @@ ROWS = [
         "`CPUOffloadPolicy`",
         do.offloaded,
         covers=("fully_shard.offload_policy", "CPUOffloadPolicy.pin_memory"),
-        compile=do.compile_or_warn if ON_GPU else do.compile_whole,
-        outside=5 * ON_GPU,
-        falls_back="CPUOffloadPolicy moves" * ON_GPU,
     ),
     Row(MESHES, "1-D mesh", covers=("fully_shard.mesh", "fully_shard.module")),
     Row(MESHES, "HSDP, 2x2", partial(do.hybrid, shape=(2, 2)), ranks=4),

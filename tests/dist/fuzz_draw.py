@@ -134,7 +134,7 @@ def _groups(draw: st.DrawFn, tree: Tree, ranks: int, shards: int) -> tuple[Group
             draw(_rarely(reshard, None, True, False, factors[-1])),
             draw(st.sampled_from(precisions)),
             draw(_rarely(False, True)),
-            offload,
+            draw(_rarely(offload, offload, not offload)),
         )
         for modules in lists
     )

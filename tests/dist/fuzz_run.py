@@ -40,6 +40,7 @@ from fuzz_compare import (
     is_only_forward,
     problem_of,
 )
+from on_host import as_if_apart
 from parity import local
 from pool import Ctx
 from torch import Tensor, nn
@@ -88,6 +89,11 @@ class Side:
 
 def run_case(ctx: Ctx, case: FuzzCase) -> Outcome:
     """Both models through all calls, up to the first difference or refusal."""
+    with as_if_apart():
+        return _run_case(ctx, case)
+
+
+def _run_case(ctx: Ctx, case: FuzzCase) -> Outcome:
     fallback.warn_once.cache_clear()
     try:
         oracle, model = sharded(case, ctx), sharded(case, ctx)

@@ -1,4 +1,5 @@
-"""Rows of the contract about what eager FSDP2 gets wrong. The oracle is the model without FSDP2."""
+"""Rows of the contract about what eager FSDP2 gets wrong. The oracle is the model without FSDP2, or
+with a setting that it gets right."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,14 +8,14 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn.functional as F
 from contract_loop import sgd
-from contract_models import CHAIN, Chain
+from contract_models import CHAIN, MLPS, Chain, plain, tensor_parallel
 from contract_row import Row
 from models import DIM, Case
 from parity import Trace, local
 from pool import Ctx
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 class Flattening(nn.Module):
@@ -54,6 +55,15 @@ def list_across(model: nn.Module, ctx: Ctx) -> nn.Module:
     for module in (model.embed, *model.blocks):
         fully_shard(module, mesh=ctx.mesh)
     return model
+
+
+def columns(model: nn.Module, ctx: Ctx, reshard: int | bool) -> nn.Module:
+    """Eager FSDP2 raises an IndexError when it gathers columns from a smaller group."""
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.ndim == 2 and param.shape[1] % ctx.world_size == 0 else None
+
+    return plain(model, ctx, shard_placement_fn=placement, reshard_after_forward=reshard)
 
 
 def train_whole(model: nn.Module, case: Case, ctx: Ctx, steps: int, **kwargs: Any) -> Trace:
@@ -96,5 +106,22 @@ ROWS = (
         shard=list_across,
         train=train_whole,
         whole=only_the_head_trains,
+    ),
+    Row(
+        "What eager FSDP2 gets wrong",
+        "`reshard_after_forward=2` of 4 with `shard_placement_fn`: `Shard(1)`",
+        partial(columns, reshard=2),
+        ranks=4,
+        micro_steps=2,
+        whole=partial(columns, reshard=True),
+    ),
+    Row(
+        "What eager FSDP2 gets wrong",
+        "`reshard_after_forward=2` of 4 with tensor parallel",
+        # It raises NotImplementedError after forward.
+        partial(tensor_parallel, shape=(4, 1), reshard_after_forward=2),
+        case=MLPS,
+        ranks=4,
+        whole=partial(tensor_parallel, shape=(4, 1), reshard_after_forward=True),
     ),
 )

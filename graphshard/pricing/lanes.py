@@ -1,0 +1,80 @@
+"""Which collectives a group has, over which lanes they go, and which lanes share a link.
+
+In: what FSDP2's settings say of each group, and a machine. Out: names and launch times of lanes, in
+the order of their first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import networkx as nx
+
+from graphshard.cost.comm import CollectiveKind
+from graphshard.cost.comm import RankGroup as Ranks
+from graphshard.cost.machine import Machine, collective_us, launch_us
+from graphshard.cost.memory import ITEM_BYTES
+from graphshard.fsdp2.settings import GroupSettings
+from graphshard.schedule.plan import GroupInfo, ParamInfo
+
+
+def lanes_of(
+    groups: Sequence[GroupInfo], settings: Sequence[GroupSettings], machine: Machine
+) -> dict[str, float]:
+    """The lanes with their launch times; no collective of a group is shorter than its launch."""
+    found: dict[str, float] = {}
+    for info in groups:
+        for kind, ranks, size_bytes in _collectives(info, settings[info.id]):
+            whole = float(collective_us(machine, kind, ranks, size_bytes))
+            launch = float(launch_us(machine, CollectiveKind.ALL_GATHER, ranks, 2**20))
+            found[ranks.name] = min(found.get(ranks.name, launch), whole)
+    return found
+
+
+def _collectives(
+    info: GroupInfo, own: GroupSettings
+) -> Iterator[tuple[CollectiveKind, Ranks, int]]:
+    """Those of a whole group, each with its ranks and bytes; a frozen one counts as if trained."""
+    gather, reduce = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+    yield gather, Ranks(own.ranks, own.ranks_per_node, own.gather_lane), info.gathered_bytes
+    trained = [param for param in info.params if param.trainable]
+    ranks = Ranks(own.ranks, own.ranks_per_node, own.reduce_lane)
+    yield reduce, ranks, grad_input_bytes(trained or info.params, own)
+    for smaller in (post_forward_ranks(own), node_ranks(own)):
+        if smaller is not None:
+            yield gather, smaller, info.gathered_bytes
+
+
+def links_of(settings: Sequence[GroupSettings]) -> dict[str, str]:
+    """Lanes that reach the same ranks, as those of one group do, share a link; so does the lane of
+    a smaller mesh, unless it stays on one node and the other does not."""
+    lanes = nx.Graph((s.gather_lane, s.reduce_lane) for s in settings)
+    for own in settings:
+        smaller = post_forward_ranks(own)
+        if smaller is not None and (smaller.nodes > 1) == (own.ranks > own.ranks_per_node):
+            lanes.add_edge(own.gather_lane, smaller.name)
+    lanes.remove_edges_from(nx.selfloop_edges(lanes))
+    shared = (found for found in nx.connected_components(lanes) if len(found) > 1)
+    return {lane: min(together) for together in shared for lane in together}
+
+
+def post_forward_ranks(own: GroupSettings) -> Ranks | None:
+    """They are neighbours: as many of them on one node as of the whole mesh, at most."""
+    if not own.post_forward_ranks:
+        return None
+    on_a_node = min(own.post_forward_ranks, own.ranks_per_node)
+    return Ranks(own.post_forward_ranks, on_a_node, own.post_forward_lane)
+
+
+def node_ranks(own: GroupSettings) -> Ranks | None:
+    """Those of one node, where the plan may have them hold the group after forward."""
+    if not own.node_ranks or own.reshard is not None:
+        return None
+    return Ranks(own.node_ranks, own.node_ranks, f"{own.gather_lane}, node")
+
+
+def grad_input_bytes(params: Sequence[ParamInfo], own: GroupSettings) -> int:
+    """Gradients of `params` on the wire."""
+    plain = (p.gathered_bytes // ITEM_BYTES[p.dtype] for p in params if p.extension is None)
+    others = (p.extension.grad_numel for p in params if p.extension is not None)
+    return own.reduce_item_bytes * (sum(plain) + sum(others))
