@@ -10,14 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from graphshard.cli import main
-from graphshard.doctor import attach, environment, lints, verdict
+from graphshard.doctor import attach, blame, describe, environment, lints, verdict
 from graphshard.doctor.environment import Probe
 from graphshard.doctor.examine import Examination, judge
 from graphshard.doctor.facts import Facts, GradientFacts, GroupFacts, Stack, StepFacts
 from graphshard.doctor.findings import Level, fault, warning, worst
 from graphshard.doctor.launch import LaunchedRun, run_watched
+from graphshard.doctor.origin import Cause, Doubt
 from graphshard.doctor.text import WIDTH, environment_text, examination_dict, examination_text
 from graphshard.errors import DoctorError
 
@@ -31,7 +33,8 @@ def group(name, *, kind="Block", size=4 * MIB, in_graph=True, **changes):
 
 
 def gradient(name, *norms):
-    return GradientFacts(name, norms, tuple(norm and 0.5 * norm for norm in norms))
+    digests = tuple(norm if norm is None else hash(norm) for norm in norms)
+    return GradientFacts(name, norms, tuple(norm and 0.5 * norm for norm in norms), digests)
 
 
 def step(loss=2.0, **norms):
@@ -278,7 +281,7 @@ def run(found, status=0, steps_wanted=2, tail=()):
     )
 
 
-def examined(*runs):
+def examined(*runs, **settings):
     """The examination, and the modes in which the command was run."""
     left, modes = list(runs), []
 
@@ -286,7 +289,7 @@ def examined(*runs):
         modes.append(mode)
         return left.pop(0)
 
-    return judge(("train.py",), launch), modes
+    return judge(("train.py",), launch, **settings), modes
 
 
 def test_a_healthy_script_runs_twice():
@@ -339,6 +342,139 @@ def test_a_run_that_was_ended_may_have_any_status():
 def test_other_numbers_of_steps():
     found, _ = examined(run(ranks()), run(ranks("graphshard", steps=(step(),)), steps_wanted=0))
     assert codes(found.findings) == ["GS1115"]
+
+
+# -- whose difference it is -----------------------------------------------------------------------
+
+
+def exact(found):
+    """As a run with compute="aten" in which all was captured."""
+    return tuple(replace(rank, is_exact=True) for rank in found)
+
+
+def as_aot(found, graphs=1):
+    return tuple(replace(rank, mode="aot_eager", aot_graphs=graphs) for rank in found)
+
+
+def origin(eager, ours, aot):
+    departure = blame.departure_of(eager, ours)
+    return departure and blame.origin_of(departure, eager, ours, aot)
+
+
+LAST_BIT = 3.0 + 1e-7
+
+
+def test_a_bit_counts_where_ops_run_as_they_are():
+    near = changed(1, b=(LAST_BIT,))
+    assert blame.departure_of(ranks(), near) is None
+    assert blame.departure_of(ranks(), exact(ranks("graphshard"))) is None
+    found = blame.departure_of(ranks(), exact(near))
+    assert (found.step, found.in_loss, found.params) == (1, False, (("b", 0),))
+    loss = ranks("graphshard", steps=(step(2.0 + 1e-7), step(1.9)))
+    assert blame.departure_of(ranks(), exact(loss)).in_loss
+    nothing = ranks(steps=(step(math.nan), step(1.9)))
+    assert blame.departure_of(nothing, exact(nothing)) is None
+
+
+@pytest.mark.parametrize("norm", [LAST_BIT, 2.0])
+def test_aot_eager_with_the_same_bits(norm):
+    ours = exact(changed(1, b=(norm,)))
+    # It may differ in more than graphshard does.
+    found = origin(ranks(), ours, as_aot(changed(1, a=(1.1, 2.0), b=(norm,))))
+    assert (found.cause, found.is_same, found.doubt) == (Cause.AOTAUTOGRAD, True, None)
+    assert (found.step, found.groups) == (1, ("b",))
+
+
+@pytest.mark.parametrize(
+    ("ours", "aot", "cause"),
+    [
+        ({"b": (LAST_BIT,)}, {"b": (3.0 - 3e-7,)}, Cause.AOTAUTOGRAD),
+        ({"b": (2.0,)}, {"b": (2.5,)}, Cause.AOTAUTOGRAD),
+        ({"b": (LAST_BIT,)}, {}, Cause.OTHER),
+        ({"b": (2.0,)}, {"b": (LAST_BIT,)}, Cause.OTHER),
+        # Of another size, of another parameter, just within the tolerance.
+        ({"b": (3.0 + 1e-4,)}, {"b": (LAST_BIT,)}, Cause.UNDECIDED),
+        ({"a": (1.1, 2.0)}, {"a": (1.0, 2.1)}, Cause.UNDECIDED),
+        ({"b": (2.99,)}, {"b": (2.998,)}, Cause.UNDECIDED),
+    ],
+)
+def test_aot_eager_with_other_bits(ours, aot, cause):
+    found = origin(ranks(), exact(changed(1, **ours)), as_aot(changed(1, **aot)))
+    assert (found.cause, found.is_same) == (cause, False)
+    assert found.doubt is (Doubt.ELSEWHERE if cause is Cause.UNDECIDED else None)
+
+
+def test_aot_eager_that_differs_in_another_step():
+    """What comes later explains nothing, and what came before may explain all."""
+    for place, cause in ((0, Cause.OTHER), (1, Cause.UNDECIDED)):
+        aot = as_aot(changed(1 - place, b=(2.9,)))
+        assert origin(ranks(), exact(changed(place, b=(LAST_BIT,))), aot).cause is cause
+
+
+def test_a_wrong_reduction_is_not_excused_by_rounding():
+    """The last bit is AOTAutograd's, what follows is not."""
+    rounded = step(a=(1.0, 2.0), b=(LAST_BIT,))
+    ours = exact(ranks("graphshard", steps=(rounded, step(1.9, a=(1.0, 2.0), b=(1.0,)))))
+    found = origin(ranks(), ours, as_aot(ranks(steps=(rounded, step(1.9)))))
+    assert (found.cause, found.step) == (Cause.OTHER, 1)
+
+
+def test_losses_that_differ():
+    ours = exact(ranks("graphshard", steps=(step(2.5), step(1.9))))
+    for loss, cause in ((2.5, Cause.AOTAUTOGRAD), (2.6, Cause.AOTAUTOGRAD), (2.0, Cause.OTHER)):
+        found = origin(ranks(), ours, as_aot(ranks(steps=(step(loss), step(1.9)))))
+        assert (found.cause, found.in_loss, found.groups) == (cause, True, ())
+
+
+def test_one_further_run_where_something_differs():
+    ours, three = run(changed(0, b=(2.0,))), ["eager", "graphshard", "aot_eager"]
+    found, modes = examined(run(ranks()), ours, run(as_aot(changed(0, b=(2.0,)))))
+    assert (modes, found.origin.cause) == (three, Cause.AOTAUTOGRAD)
+    assert codes(found.findings) == ["GS1111"]
+    assert "aot_eager" in found.findings[0].fix
+    assert examination_dict(found)["origin"]["cause"] == "aotautograd"
+    assert "AOTAutograd's, not sharding's: aot_eager has the same bits" in examination_text(found)
+    found, modes = examined(run(ranks()), ours, run(as_aot(ranks())))
+    assert (modes, found.origin.cause) == (three, Cause.OTHER)
+    assert "aot_eager" not in found.findings[0].fix
+    found, modes = examined(run(ranks()), ours, finds_origin=False)
+    assert (modes, found.origin, codes(found.findings)) == (three[:2], None, ["GS1111"])
+
+
+@pytest.mark.parametrize(
+    ("aot", "doubt"),
+    [
+        (run(ranks("aot_eager", steps=(), failure="no"), status=1), Doubt.FAILED),
+        (run((), status=None), Doubt.FAILED),
+        (run(as_aot(ranks(steps=(step(),))), steps_wanted=0), Doubt.FAILED),
+        (run(as_aot(ranks()[:1])), Doubt.FAILED),
+        (run(as_aot(ranks(), graphs=0)), Doubt.NOT_COMPILED),
+    ],
+)
+def test_a_run_with_aot_eager_that_says_nothing(aot, doubt):
+    found, _ = examined(run(ranks()), run(changed(0, b=(2.0,))), replace(aot, tail=("line",)))
+    assert (found.origin.cause, found.origin.doubt) == (Cause.UNDECIDED, doubt)
+    assert found.tail == (("line",) if doubt is Doubt.FAILED else ())
+    assert codes(found.findings) == ["GS1111"]
+    assert "undecided: " in examination_text(found)
+
+
+def test_a_digest_has_every_bit():
+    there = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    other, swapped = there.clone(), there.clone()
+    other[4321] = torch.nextafter(other[4321], torch.tensor(9.0))
+    swapped[[0, 1]] = there[[1, 0]]
+    known = digest(there)
+    assert all(digest(one) != known for one in (other, swapped, there[:-1]))
+    assert digest(there.clone()) == digest(there.double()) == known
+    nothing = torch.tensor([0.0, math.nan])
+    assert digest(nothing) == digest(-nothing)
+    assert digest(torch.empty(0)) == 0
+    assert describe._numbers(None) == (None, None, None)
+
+
+def digest(gradient):
+    return describe._numbers(gradient)[2]
 
 
 # -- the environment ------------------------------------------------------------------------------
@@ -420,7 +556,7 @@ def test_a_faulty_environment(capsys, monkeypatch):
 
 
 def test_the_screens_fit():
-    found, _ = examined(run(ranks()), run(changed(0, b=(1.0,))))
+    found, _ = examined(run(ranks()), run(changed(0, b=(1.0,))), run(as_aot(ranks())))
     long = replace(found, command=("torchrun", *(["--long-option"] * 20)))
     for text in (examination_text(long), environment_text((Probe("x", "y" * 200),))):
         assert max(map(len, text.splitlines())) <= WIDTH
@@ -431,6 +567,8 @@ def test_the_screens_fit():
     assert re.search(r"all-gathers per step +5 +5\n", table)
     assert re.search(r"largest difference of a gradient +\S+ +at most 0\.001  at b", table)
     assert "fault    GS1111  the gradients of b" in table
+    assert "differs first             gradients of b, in step 0\n" in table
+    assert "not AOTAutograd's: aot_eager does not differ from eager FSDP2" in table
 
 
 def test_levels():

@@ -53,9 +53,9 @@ OPTIONS = {
     "plan": ("--world", "--hw", "--budget", "--batch", "--seq", "--per-node", "--reshard",
              "--micro-steps", "--compute", "-o", "--json"),
     "calibrate": ("-o", "--sizes", "--repetitions", "--json"),
-    "doctor": ("--steps", "--limit-s", "--json"),
+    "doctor": ("--steps", "--limit-s", "--no-aot-eager", "--json"),
 }  # fmt: skip
-FLAGS = ("--why", "--json")
+FLAGS = ("--why", "--json", "--no-aot-eager")
 
 
 def drawn(draw):

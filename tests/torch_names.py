@@ -52,6 +52,13 @@ NAMES: dict[str, dict[str, str | None]] = {
         "should_fold": "tensor1 tensor2 is_out",
         "upsample_compute_output_size": "input_size output_size scale_factors",
     },
+    "torch._dynamo": {
+        "lookup_backend": "compiler_fn",
+    },
+    "torch._dynamo.config": {
+        "accumulated_recompile_limit": None,
+        "recompile_limit": None,
+    },
     "torch._dynamo.backends.common": {
         "aot_autograd": "kwargs",
     },
@@ -358,7 +365,9 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_modules_to_run_forward": None,
         "_mp_policy": None,
         "_post_forward": "self module input output",
+        "_post_forward_hook_handle": None,
         "_pre_forward": "self module args kwargs",
+        "_pre_forward_hook_handle": None,
         "_reset_iter_state": "self",
         "_state_ctx": None,
         "_states_to_backward_prefetch": None,

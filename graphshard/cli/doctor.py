@@ -12,7 +12,8 @@ from graphshard.options import MOST_COUNT
 def add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor = verbs.add_parser(
         "doctor",
-        usage="graphshard doctor [-h] [--steps N] [--limit-s S] [--json] [-- COMMAND ...]",
+        usage="graphshard doctor [-h] [--steps N] [--limit-s S] [--no-aot-eager] [--json] "
+        "[-- COMMAND ...]",
         help="check the environment, or a training script: eager FSDP2 against graphshard",
         description="Without COMMAND: what is installed. With it (torchrun ... train.py, or python "
         "train.py): runs it for some steps with eager FSDP2 and with graphshard, compares losses, "
@@ -32,6 +33,12 @@ def add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=_seconds,
         default=600.0,
         help="seconds after which a run is stopped (default: 600)",
+    )
+    doctor.add_argument(
+        "--no-aot-eager",
+        action="store_true",
+        help="where there is a difference, do not run once more with torch's aot_eager to say "
+        "whether it is AOTAutograd's",
     )
     doctor.add_argument("--json", action="store_true", help="print the result as JSON")
     doctor.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER)
@@ -77,7 +84,8 @@ def _examine(args: argparse.Namespace, command: list[str]) -> int:
     from graphshard.doctor.findings import Level
     from graphshard.doctor.text import examination_dict, examination_text
 
-    found = examine(command, args.steps, args.limit_s, say)
+    finds_origin = not args.no_aot_eager
+    found = examine(command, args.steps, args.limit_s, say, finds_origin=finds_origin)
     for line in found.tail:
         say(f"  | {line}")
     if args.json:

@@ -2,8 +2,9 @@
 
 `attach()` is called by a `sitecustomize` that `graphshard.doctor.launch` puts first on PYTHONPATH,
 before anything of the script runs. True afterwards: torch's functions that FSDP2 users call are
-watched; in both runs what is sharded is compiled for graphshard, which GRAPHSHARD_DISABLE takes out
-of the eager one; and the random numbers of an unseeded script are the same in both.
+watched; in all runs what is sharded is compiled for graphshard, which GRAPHSHARD_DISABLE takes out
+of the eager one, and in whose place `aot_eager` stands in the one that is named after it; and the
+random numbers of an unseeded script are the same in all.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 MODE = "GRAPHSHARD_DOCTOR"
 FOLDER = "GRAPHSHARD_DOCTOR_DIR"
 STEPS = "GRAPHSHARD_DOCTOR_STEPS"
-EAGER, OURS = "eager", "graphshard"
+EAGER, OURS, AOT = "eager", "graphshard", "aot_eager"
 
 # By the methods of a process group that torch.distributed, FSDP2 and graphshard's runtime call:
 # the names of torch 2.13 and later, and the older ones.
@@ -87,11 +88,13 @@ def _seed(rank: int) -> None:
 
 
 def _patch_sharding(watch: StepWatch) -> None:
+    import torch
     from torch.distributed import fsdp
 
     from graphshard.doctor import watch as seen
+    from graphshard.doctor import whole
 
-    original = fsdp.fully_shard
+    original, compiles = fsdp.fully_shard, torch.compile  # as long as that is torch's own
 
     @functools.wraps(original)
     def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +105,8 @@ def _patch_sharding(watch: StepWatch) -> None:
         for one in modules:
             if watch.mode == EAGER:
                 _watch_forward(watch, one)
+            elif watch.mode == AOT:
+                whole.compile_whole(watch, compiles, one)
             elif not watch.functions and not _is_compiled(watch, one):
                 _compile_later(watch, one)
         return result
@@ -161,6 +166,8 @@ def _patch_compile(watch: StepWatch) -> None:
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
 
+    from graphshard.doctor.whole import compile_with_aot
+
     original = torch.compile
 
     @functools.wraps(original)
@@ -179,6 +186,8 @@ def _patch_compile(watch: StepWatch) -> None:
             for root in watch.sharded:
                 _forget_first_calls(root)
         if is_ours or kwargs.get("backend") == OURS:
+            if watch.mode == AOT:
+                return compile_with_aot(watch, original, model, kwargs.get("dynamic"))
             _same_random_numbers()
         return original(model, **kwargs)
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard import fsdp2
-from graphshard.capture.root_state import handle_of
+from graphshard.capture.root_state import handle_of, root_states_under
+from graphshard.compiler.executable import Executable
 from graphshard.compiler.planning_inputs import machine_for
 from graphshard.cost.comm import CollectiveKind
 from graphshard.cost.comm import RankGroup as Ranks
@@ -27,6 +28,8 @@ from graphshard.doctor.facts import ROOT_NAME, GradientFacts, GroupFacts, Stack
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 CHUNK = 2**20
+# 2**64 divided by the golden ratio, as a signed number: multiples of it are far apart.
+STRIDE = 0x9E3779B97F4A7C15 - 2**64
 # Far above any latency: there a collective's time grows by its bandwidth alone.
 BULK_BYTES = 2**30
 
@@ -140,6 +143,14 @@ def _is_left(block: nn.Module, taken: set[int]) -> bool:
     return bool(params) and not any(id(param) in taken for param in params)
 
 
+def is_exact(roots: Sequence[nn.Module]) -> bool:
+    """Graphs ran, and each as captured ATen ops."""
+    states = [state for root in roots for state in root_states_under(root)]
+    running = [plan.running for state in states for plan in state.plans.values()]
+    options = [one.options for one in running if isinstance(one, Executable)]
+    return bool(options) and all(each.compute == "aten" for each in options)
+
+
 def numel_of(roots: Sequence[nn.Module]) -> int:
     return sum(param.numel() for root in roots for param in root.parameters())
 
@@ -166,8 +177,8 @@ def gradients_of(roots: Sequence[nn.Module]) -> tuple[GradientFacts, ...]:
     found = []
     for name, _, group in _groups_of(roots):
         grads = [_local(param.sharded.grad) for param in group.params]
-        norms, projections = zip(*map(_numbers, grads), strict=True)
-        found.append(GradientFacts(name, norms, projections))
+        norms, projections, digests = zip(*map(_numbers, grads), strict=True)
+        found.append(GradientFacts(name, norms, projections, digests))
     return tuple(found)
 
 
@@ -176,18 +187,27 @@ def _local(grad: Tensor | None) -> Tensor | None:
 
 
 @torch.no_grad()
-def _numbers(grad: Tensor | None) -> tuple[float | None, float | None]:
-    """Norm and projection, in pieces: a copy of the whole in double would show in the peak."""
+def _numbers(grad: Tensor | None) -> tuple[float | None, float | None, int | None]:
+    """Norm, projection and digest, in pieces: a copy of the whole in double would show in the
+    peak."""
     if grad is None:
-        return None, None
+        return None, None, None
     squares = torch.zeros((), dtype=torch.float64, device=grad.device)
-    along = squares.clone()
-    weights = torch.arange(min(CHUNK, grad.numel()), dtype=torch.float64, device=grad.device).cos()
+    along, digest = squares.clone(), squares.long()
+    places = torch.arange(min(CHUNK, grad.numel()), device=grad.device)
+    weights, odd = places.double().cos(), places * STRIDE | 1
     for piece in grad.reshape(-1).split(CHUNK):
         wide = piece.double()
         squares += wide.dot(wide)
         along += wide.dot(weights[: wide.numel()])
-    return float(squares.sqrt()), float(along)
+        digest = digest * STRIDE + (_bits(wide) * odd[: wide.numel()]).sum()
+    return float(squares.sqrt()), float(along), int(digest)
+
+
+def _bits(wide: Tensor) -> Tensor:
+    """As integers, whose sums wrap and so depend on no order. Zeros have one sign, and what is not
+    a number is all the same."""
+    return (wide + 0.0).masked_fill(wide.isnan(), math.nan).view(torch.int64)
 
 
 def sharded_tensors(value: Any) -> list[DTensor]:

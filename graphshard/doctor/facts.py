@@ -51,12 +51,14 @@ class GradientFacts:
     """A group's gradients on this rank: of each parameter two numbers in double precision.
 
     norms: Euclidean. projections: onto fixed weights in [-1, 1], so that two gradients of one norm
-    but of other elements differ. None: the parameter has no gradient.
+    but of other elements differ. digests: of all their bits, exact whatever the order of sums; two
+    gradients that `torch.equal` tells apart have others. None: the parameter has no gradient.
     """
 
     group: str
     norms: tuple[float | None, ...]
     projections: tuple[float | None, ...]
+    digests: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +82,16 @@ class StepFacts:
 class Facts:
     """One rank of one run.
 
-    mode: "eager" or "graphshard". device: such as "cuda:0". device_id: of the piece of hardware
-    (a GPU's UUID), "" on a CPU. numel: elements of all sharded parameters. latency_bytes: size of
-    an all-gather that takes as long to start as to send, on the machine's cost preset.
+    mode: "eager", "graphshard" or "aot_eager". device: such as "cuda:0". device_id: of the piece of
+    hardware (a GPU's UUID), "" on a CPU. numel: elements of all sharded parameters. latency_bytes:
+    size of an all-gather that takes as long to start as to send, on the machine's cost preset.
     peak_bytes: from the second step on; of the allocator on a GPU, else of the process.
     direct_forwards: modules whose `forward` was called past `fully_shard`'s hooks, with the number
     of calls. late_children: (child, parent) where the parent was sharded first. stale_optimizers:
     (class, parameters that `fully_shard` replaced afterwards, all parameters). saves: (file,
-    DTensors in it, their local bytes) of `torch.save`. failure: the exception that ended the
-    script, "" if none did.
+    DTensors in it, their local bytes) of `torch.save`. is_exact: graphshard ran graphs, all of them
+    as captured ATen ops. aot_graphs: how many `aot_eager` compiled. failure: the exception that
+    ended the script, "" if none did.
     """
 
     mode: str
@@ -107,6 +110,8 @@ class Facts:
     late_children: tuple[tuple[str, str], ...] = ()
     stale_optimizers: tuple[tuple[str, int, int], ...] = ()
     saves: tuple[tuple[str, int, int], ...] = ()
+    is_exact: bool = False
+    aot_graphs: int = 0
     failure: str = ""
 
     def to_json(self) -> str:

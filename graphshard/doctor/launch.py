@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from graphshard.doctor.attach import EAGER, FOLDER, MODE, STEPS, hook_text
+from graphshard.doctor.attach import FOLDER, MODE, OURS, STEPS, hook_text
 from graphshard.doctor.facts import Facts
 from graphshard.errors import DoctorError
 from graphshard.files.information import printable
@@ -68,7 +68,10 @@ class LaunchedRun:
 
 
 def run_watched(command: Sequence[str], mode: str, num_steps: int, limit_s: float) -> LaunchedRun:
-    """mode: "eager" or "graphshard". Raises DoctorError GS1141 if it cannot be started."""
+    """mode: "eager", "graphshard" or "aot_eager".
+
+    Raises DoctorError GS1141 if it cannot be started.
+    """
     with tempfile.TemporaryDirectory(prefix="graphshard-doctor-") as name:
         folder = Path(name)
         (folder / "hook").mkdir()
@@ -98,7 +101,7 @@ def _environment(folder: Path, mode: str, num_steps: int) -> dict[str, str]:
     own = {FOLDER: str(folder), MODE: mode, STEPS: str(num_steps)}
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(folder / "hook"), *([before] if before else [])])
-    off = {"GRAPHSHARD_DISABLE": "1" if mode == EAGER else "0"}
+    off = {"GRAPHSHARD_DISABLE": "0" if mode == OURS else "1"}
     return {**os.environ, **own, **off, "PYTHONPATH": path}
 
 

@@ -12,13 +12,20 @@ from typing import Any
 from graphshard._version import __version__
 from graphshard.doctor.environment import Probe
 from graphshard.doctor.examine import Examination
-from graphshard.doctor.findings import Finding, worst
+from graphshard.doctor.findings import Finding, some, worst
+from graphshard.doctor.origin import Cause, Doubt, Origin
 from graphshard.doctor.verdict import Verdict
 from graphshard.view.text import WIDTH, bytes_text, count_text
 from graphshard.view.units import change_text, time_text
 
 NAME, COLUMN = 32, 15
 LEVEL, CODE = 9, 8
+ORIGIN = 26
+DOUBTS = {
+    Doubt.FAILED: "the command fails with aot_eager, or makes other steps",
+    Doubt.NOT_COMPILED: "torch could compile nothing with aot_eager",
+    Doubt.ELSEWHERE: "aot_eager differs from eager FSDP2 too, but elsewhere or by another size",
+}
 
 
 def environment_text(probes: Sequence[Probe]) -> str:
@@ -40,6 +47,8 @@ def examination_text(examination: Examination) -> str:
     verdict = examination.verdict
     if verdict is not None:
         lines += [_ran(verdict), "", *_verdict(verdict)]
+    if (origin := examination.origin) is not None:
+        lines += ["", *_origin(origin)]
     return _joined([*lines, "", *_findings(examination.findings)])
 
 
@@ -87,6 +96,25 @@ def _verdict(verdict: Verdict) -> Iterator[str]:
         ("other collectives per step", eager.other_collectives, ours.other_collectives),
     ):
         yield _row(name, f"{one:g}", f"{other:g}", f"{other - one:+g}" if other != one else "")
+
+
+def _origin(origin: Origin) -> Iterator[str]:
+    parts = ["a loss"] if origin.in_loss else []
+    if origin.groups:
+        parts.append(f"gradients of {some(list(origin.groups))}")
+    place = f"{' and '.join(parts)}, in step {origin.step}"
+    for name, text in (("differs first", place), ("whose difference that is", _whose(origin))):
+        head = name.ljust(ORIGIN)
+        yield from textwrap.wrap(head + text, WIDTH, subsequent_indent=" " * ORIGIN)
+
+
+def _whose(origin: Origin) -> str:
+    if origin.cause is Cause.AOTAUTOGRAD:
+        how = "has the same bits there" if origin.is_same else "differs there too, by about as much"
+        return f"AOTAutograd's, not sharding's: aot_eager {how}"
+    if origin.doubt is None:
+        return "not AOTAutograd's: aot_eager does not differ from eager FSDP2 so far"
+    return f"undecided: {DOUBTS[origin.doubt]}"
 
 
 def _row(name: str, *cells: str) -> str:

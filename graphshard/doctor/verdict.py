@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from graphshard.doctor.facts import Facts, GradientFacts, StepFacts
 from graphshard.doctor.findings import Finding, fault, some, warning
+from graphshard.doctor.origin import Cause, Origin
 
 # What the tests of graphshard allow a tensor to differ by, as a share of its norm, after a few
 # steps (docs/design.md, Numerics). By the dtype that compute sees.
 TOLERANCES = {"float64": 1e-3, "float32": 1e-3}
 NARROW_TOLERANCE = 5e-2
 FLOOR = 1e-3
+FIX_OF_AOTAUTOGRAD = (
+    "torch.compile(backend='aot_eager') differs as well: keep the code that is sensitive to it out "
+    "of graphs (torch.compiler.disable), or report it to PyTorch"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +155,13 @@ def _number(value: float | None) -> float:
     return 0.0 if value is None else value
 
 
+def same_number(x: float, y: float) -> bool:
+    return x == y or (math.isnan(x) and math.isnan(y))
+
+
 def _gap(x: float, y: float) -> float:
     """|x - y|; what is infinite or not a number in both runs is no difference between them."""
-    if x == y or (math.isnan(x) and math.isnan(y)):
+    if same_number(x, y):
         return 0.0
     gap = abs(x - y)
     return gap if math.isfinite(gap) else math.inf
@@ -170,15 +179,24 @@ def starts_alike(eager: Sequence[Facts], ours: Sequence[Facts]) -> bool:
     return not losses or losses[0] <= tolerance_of(eager)
 
 
+def repeats(eager: Sequence[Facts], again: Sequence[Facts]) -> bool:
+    """again: a second eager run, made where the first losses differ, else none. If it differs from
+    the first one too, the script does not repeat itself, and nothing can be said about graphshard.
+    """
+    return not again or starts_alike(eager, again)
+
+
 def compare(
-    eager: Sequence[Facts], ours: Sequence[Facts], again: Sequence[Facts] = ()
+    eager: Sequence[Facts],
+    ours: Sequence[Facts],
+    again: Sequence[Facts] = (),
+    origin: Origin | None = None,
 ) -> tuple[Finding, ...]:
     """What is wrong with the numbers, at most one finding.
 
-    again: a second eager run, made where the first losses differ: if it differs from the first one
-    too, the script does not repeat itself, and nothing can be said about graphshard.
+    again: as in `repeats`. origin: whose the difference is, if that was looked for.
     """
-    if again and not starts_alike(eager, again):
+    if not repeats(eager, again):
         gap = loss_differences(eager, again)[0]
         return (
             warning(
@@ -188,7 +206,10 @@ def compare(
                 "torch.manual_seed(0) at the start, and a fixed order of the data",
             ),
         )
-    return tuple(_differing(eager, ours, tolerance_of(eager)))
+    found = tuple(_differing(eager, ours, tolerance_of(eager)))
+    if origin is not None and origin.cause is Cause.AOTAUTOGRAD:
+        return tuple(replace(finding, fix=FIX_OF_AOTAUTOGRAD) for finding in found)
+    return found
 
 
 def _differing(eager: Sequence[Facts], ours: Sequence[Facts], allowed: float) -> Iterator[Finding]:

@@ -35,7 +35,8 @@ class StepWatch:
 
     world: rank and world size. replaced: parameters that `fully_shard` replaced, by id; weak, so
     that an unsharded model is freed. compiled: modules.
-    functions: how many functions were compiled for graphshard. stale: by the optimizer's id.
+    functions: how many functions were compiled for graphshard. graphs: that `aot_eager` compiled.
+    stale: by the optimizer's id.
     """
 
     mode: str
@@ -45,6 +46,7 @@ class StepWatch:
     replaced: dict[int, weakref.ref[nn.Parameter]] = field(default_factory=dict)
     compiled: list[nn.Module] = field(default_factory=list)
     functions: int = 0
+    graphs: int = 0
     late: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
     direct: dict[nn.Module, int] = field(default_factory=dict)
     stale: dict[int, tuple[str, int, int]] = field(default_factory=dict)
@@ -212,6 +214,8 @@ def facts_of(watch: StepWatch) -> Facts:
         late_children=tuple((name(child), name(parent)) for child, parent in watch.late),
         stale_optimizers=tuple(found for found in watch.stale.values() if found[1]),
         saves=tuple(watch.saves),
+        is_exact=describe.is_exact(roots),
+        aot_graphs=watch.graphs,
         failure=watch.failure,
     )
 

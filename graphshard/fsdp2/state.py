@@ -207,3 +207,9 @@ def forward_methods(state: FSDPState) -> Iterator[FunctionType]:
                 code = method.__code__
                 if code.co_name == "wrapped_method" and code.co_filename == home:
                     yield method
+
+
+def remove_hooks(state: FSDPState) -> None:
+    """FSDP2's own hooks no longer run around forward: nothing is gathered, cast or given back."""
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()

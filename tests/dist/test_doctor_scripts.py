@@ -1,9 +1,11 @@
-"""The doctor examines whole scripts: each fault of doctor_scripts/train.py, and the example.
+"""The doctor examines whole scripts: each fault of doctor_scripts/train.py, what AOTAutograd does
+to doctor_scripts/dropout.py, and the example.
 
 What needs no second rank runs on one, and faults that do not hide each other share a script.
 """
 
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from graphshard.cli import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "doctor_scripts/train.py"
+DROPOUT = Path(__file__).parent / "doctor_scripts/dropout.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -21,7 +24,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def doctor(capsys, monkeypatch, tmp_path):
-    """Examines `python COMMAND`: the exit status, and the findings by code."""
+    """Examines `python COMMAND`: the exit status, the verdict with the modes in which the command
+    ran and whose a difference is, and the findings by code."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GRAPHSHARD_CACHE_DIR", str(tmp_path / "cache"))
@@ -31,6 +35,9 @@ def doctor(capsys, monkeypatch, tmp_path):
         out, err = capsys.readouterr()
         told = json.loads(out)
         print(out, err)  # shown where a test fails
+        if told["verdict"] is not None:
+            modes = re.findall(r"running with (\w+)", err)
+            told["verdict"] |= {"modes": modes, "origin": told["origin"]}
         return status, told["verdict"], {found["code"]: found for found in told["findings"]}
 
     return run
@@ -38,7 +45,7 @@ def doctor(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def one_rank(doctor, monkeypatch):
-    """Examines the script with faults, as the only rank of its world."""
+    """Examines the script with faults, or another one, as the only rank of its world."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -47,10 +54,12 @@ def one_rank(doctor, monkeypatch):
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
     }.items():  # fmt: skip
         monkeypatch.setenv(name, str(value))
-    return lambda *faults: doctor(SCRIPT, *faults)
+    return lambda *faults, script=SCRIPT: doctor(script, *faults)
 
 
-def test_optimizer_and_compile_before_sharding_one_group_and_torch_save(one_rank):
+def test_optimizer_and_compile_before_sharding_one_group_and_torch_save(one_rank, monkeypatch):
+    """The numbers are equal to the last bit, so that there is no third run."""
+    monkeypatch.setenv("GRAPHSHARD_COMPUTE", "aten")
     status, verdict, found = one_rank("optimizer-first", "compile-first", "root-only", "torch-save")
     assert status == 1
     assert set(found) == {"GS1124", "GS1125", "GS1128"}
@@ -60,6 +69,24 @@ def test_optimizer_and_compile_before_sharding_one_group_and_torch_save(one_rank
     assert "for block in model.layers: fully_shard(block)" in found["GS1124"]["fix"]
     assert "14 sharded tensors to " in found["GS1128"]["what"]
     assert (verdict["groups"], verdict["in_graph"]) == (1, 1)
+    assert (verdict["modes"], verdict["origin"]) == (["eager", "graphshard"], None)
+    assert (verdict["loss_difference"], verdict["gradient_difference"]) == (0, 0)
+
+
+def test_what_aotautograd_does_to_dropout(one_rank, monkeypatch):
+    monkeypatch.setenv("GRAPHSHARD_COMPUTE", "aten")
+    status, verdict, found = one_rank(script=DROPOUT)
+    assert (status, found, verdict["in_graph"]) == (0, {}, 3)
+    assert verdict["modes"] == ["eager", "graphshard", "aot_eager"]
+    assert verdict["origin"] == {
+        "cause": "aotautograd",
+        "step": 0,
+        "in_loss": False,
+        "groups": ["(root)", "layers.0", "layers.1"],
+        "is_same": True,
+        "doubt": None,
+    }
+    assert 0 < verdict["gradient_difference"] <= verdict["tolerance"]
 
 
 def test_forward_called_directly_and_a_group_for_each_linear(one_rank):
@@ -96,6 +123,9 @@ def test_a_dropped_reduction_and_a_block_that_is_not_captured(doctor, monkeypatc
     assert "the gradients of layers.2 differ by" in found["GS1111"]["what"]
     assert "in step 1 (allowed 0.001); those of 3 other groups agree" in found["GS1111"]["what"]
     assert "layers.1 ran through eager FSDP2" in found["GS1129"]["what"]
+    assert verdict["modes"] == ["eager", "graphshard", "aot_eager"]
+    assert (verdict["origin"]["cause"], verdict["origin"]["step"]) == ("other", 1)
+    assert verdict["origin"]["groups"] == ["layers.2"]
     assert (verdict["ranks"], verdict["in_graph"]) == (2, 2)
     assert verdict["gradient_group"] == "layers.2"
     for side in (verdict["eager"], verdict["graphshard"]):
@@ -112,4 +142,5 @@ def test_nothing_is_found_in_the_example(doctor, tmp_path):
     assert (verdict["ranks"], verdict["groups"], verdict["in_graph"]) == (2, 3, 3)
     assert verdict["loss_difference"] <= verdict["tolerance"] == 1e-3
     assert verdict["gradient_difference"] <= verdict["tolerance"]
+    assert (verdict["modes"], verdict["origin"]) == (["eager", "graphshard"], None)
     assert list(tmp_path.glob("schedule*")) == []  # the doctor ended it before
