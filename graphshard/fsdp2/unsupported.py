@@ -24,8 +24,6 @@ def _reasons(group: FsdpGroup) -> Iterator[str]:
     mesh = raw.mesh_info
     if ranks_are_threads(group.gather_process_group, group.replicate_process_group):
         yield "its ranks are threads of one process, where one compiles while the others wait"
-    if type(raw._all_gather_comm).__name__ == "SymmMemAllGather":
-        yield "its buffers are symmetric memory (set_symm_mem_for_comm)"
     spreads = raw.post_forward_mesh_info not in (None, mesh)
     for param in group.params:
         if spreads and has_extensions(param.raw):

@@ -185,9 +185,6 @@ ROWS = [
         do.calling("set_symm_mem_for_comm"),
         covers=method("set_symm_mem_for_comm"),
         since=(2, 13),
-        compile=do.compile_or_warn,
-        outside=5,
-        falls_back="its buffers are symmetric memory",
         needs_cuda=True,
     ),
     Row(
