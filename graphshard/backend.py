@@ -23,6 +23,7 @@ from graphshard.errors import (
 from graphshard.options import Options, parse_options
 from graphshard.report.announce import announce
 from graphshard.runtime.agree import COMPILING, leave, mark, refuse
+from graphshard.runtime.company import compiles
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ def graphshard(
         return _without_groups(gm, example_inputs, settings)
     fallback.warn_near_recompile_limit()
     mark(compiler.ballots, COMPILING)
+    forward = compiler.groups[0].counters.forwards
+    compiles(compiler.ballots, forward, compiler.uses, _kind(gm, example_inputs))
     try:
         fallback.open_roots(compiler.root_states, settings)
         if compiler.is_eager:
@@ -65,6 +68,12 @@ def graphshard(
         return _give_up(compiler, error, settings)
     compiler.announce()
     return compiled
+
+
+def _kind(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
+    """What differs between graphs of one module: how many ops, and sizes that are constants."""
+    sizes = [list(x.shape) if isinstance(x, torch.Tensor) else "" for x in example_inputs]
+    return f"{len(gm.graph.nodes)} {sizes}"
 
 
 def _without_groups(

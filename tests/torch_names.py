@@ -44,6 +44,7 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch._C._dynamo.eval_frame._FrameAction": {
         "DEFAULT": None,
+        "RUN_ONLY": None,
     },
     "torch._decomp": {
         "decompositions": None,
@@ -390,9 +391,7 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_local_tensor": None,
         "_spec": None,
     },
-    "torch.distributed.utils": {
-        "_apply_to_tensors": "fn container",
-    },
+    "torch.distributed.utils": {},
     "torch.fx.Node": {
         "_rename": "self candidate",
     },

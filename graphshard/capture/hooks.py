@@ -8,12 +8,14 @@ few closures.
 
 from __future__ import annotations
 
+import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.utils import _apply_to_tensors
+from torch.nn.utils.rnn import PackedSequence
 
 from graphshard.capture.group_spec import CALLED, GroupSpec
 from graphshard.capture.root_state import CaptureHandle
@@ -82,27 +84,52 @@ def leave_group(module: nn.Module, ends: bool, output: Any) -> Any:
     for registered, name, param in replaced:
         registered[name] = param
     if spec.output_dtype is not None and (ends or LISTS_CAST_EACH):
-        output = _apply_to_tensors(_caster(spec.output_dtype), output)
+        output = _inside(_caster(spec.output_dtype), output)
     return output
 
 
 def _mapped(
     change: Callable[[Tensor], Tensor], args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`_apply_to_tensors`, which is long to trace, for those arguments only that need it."""
+    """`change`, applied to all tensors in the arguments of a call."""
     changed = []
     for value in args:
-        changed.append(change(value) if isinstance(value, Tensor) else _inside(change, value))
+        changed.append(_inside(change, value))
     named = {}
     for name, value in kwargs.items():
-        named[name] = change(value) if isinstance(value, Tensor) else _inside(change, value)
+        named[name] = _inside(change, value)
     return tuple(changed), named
 
 
 def _inside(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """What FSDP2's `_apply_to_tensors` makes of `value`: containers are copied, some are not.
+
+    That asks each number whether it is a dataclass, where Dynamo breaks the graph if the number
+    is a symbol (a length, say, that was another one in an earlier call).
+    """
+    if isinstance(value, Tensor):
+        return change(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return _apply_to_tensors(change, value)
+    if hasattr(value, "__dataclass_fields__"):
+        changes = {}
+        for field in dataclasses.fields(value):
+            changes[field.name] = _inside(change, getattr(value, field.name))
+        return dataclasses.replace(value, **changes)
+    if isinstance(value, OrderedDict):
+        ordered = value.__class__()
+        for name, item in value.items():
+            ordered[name] = _inside(change, item)
+        return ordered
+    if isinstance(value, PackedSequence):
+        return value
+    if isinstance(value, dict):
+        return {name: _inside(change, item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        items = [_inside(change, item) for item in value]
+        named = isinstance(value, tuple) and hasattr(value, "_fields")
+        return type(value)(*items) if named else type(value)(items)
+    return value
 
 
 def _boundary(tensor: Tensor) -> Tensor:

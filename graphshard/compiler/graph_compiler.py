@@ -35,6 +35,7 @@ from graphshard.compiler.partition import Found, find_groups, joint_graph_of
 from graphshard.compiler.planning import (
     PlanningInputs,
     apply,
+    plan_following,
 )
 from graphshard.compiler.planning_inputs import costs_of, may_tune, planning_inputs
 from graphshard.compiler.shared_graph import Shared, root_state_of
@@ -48,7 +49,7 @@ from graphshard.runtime.calls import Calls
 from graphshard.runtime.costs import lead_recompute
 from graphshard.runtime.live import LiveGroup, ballots_of, roots_of
 from graphshard.runtime.run import Body, guarded
-from graphshard.schedule.plan import Direction
+from graphshard.schedule.plan import Direction, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +163,8 @@ class GraphCompiler:
         posed = posed_by(planned) if tunes and whole_of(self.ballots) else None
         if posed is not None:
             planned = at_measured_costs(planned, posed, planning.policy.reshard)
-        placed, problem, plan = planned.parts.placed, planned.problem, planned.plan
-        if self.ballots:
-            terms, early = self._options.terms_of_calls(), self.ends_early
-            plan = agree_on_plan(self.ballots, plan, terms, uses=self.uses, ends_early=early)
+        placed, problem = planned.parts.placed, planned.problem
+        plan = self._agreed(planned, planning)
         if plan.reduces_apart:
             problem = reductions_apart(problem)
         is_measured = self._options.replan_after or tunes
@@ -200,6 +199,27 @@ class GraphCompiler:
             costs=costs_of(planning),
         )
         self._first = self._shared.let_in(self.groups)
+
+    def _agreed(self, planned: PlannedPartition, planning: PlanningInputs) -> Plan:
+        """What this rank runs in place of what it planned: see `agree_on_plan`."""
+        if not self.ballots:
+            return planned.plan
+        placed, policy = planned.parts.placed, planning.policy
+        return agree_on_plan(
+            self.ballots,
+            planned.plan,
+            self._options.terms_of_calls(),
+            uses=self.uses,
+            ends_early=self.ends_early,
+            follow=partial(
+                plan_following,
+                placed,
+                planned.problem,
+                policy.reshard,
+                policy.budget_bytes,
+                planned.plan,
+            ),
+        )
 
     def _code(self, running: Executable) -> dict[Direction, Callable[[list[Any]], Any]]:
         """What runs; if Inductor fails, say without a C++ compiler, the ops one by one."""

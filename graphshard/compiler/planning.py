@@ -23,6 +23,8 @@ from graphshard.passes.insert_offloads import insert_offloads
 from graphshard.passes.regroup import regroup
 from graphshard.planner.activations import DEARER
 from graphshard.planner.choices import Choices, choices_of, offloads_of
+from graphshard.planner.follow import as_fsdp2, following
+from graphshard.planner.plan_step import Planned
 from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import plan_best
 from graphshard.pricing.held import folded
@@ -233,14 +235,7 @@ def plan_with_costs(
     that is another problem: one that computes something else again. start: of a problem much like
     it.
     """
-    groups = tuple(
-        replace(
-            info,
-            resharded_by=reshard if group.reshard is None else Reshard.FSDP2,
-            gathers_in_place=all(part.gather.in_place for part in group.parts),
-        )
-        for info, group in zip(program.groups, problem.groups, strict=True)
-    )
+    groups = _groups(program, problem, reshard)
     if problem.near:  # quicker made than stored
         return _planned(program.name, groups, problem, baseline, None)
     version = torch_version()
@@ -255,6 +250,49 @@ def plan_with_costs(
     return plan
 
 
+def plan_following(
+    program: Program,
+    problem: Problem,
+    reshard: Reshard,
+    limit_bytes: int | None,
+    own: Plan,
+    agreed: Plan | None,
+) -> Plan | None:
+    """A plan of `program` that issues what `agreed` does, in its order; None: what FSDP2 does.
+
+    own: what was planned for it, which says what is computed again. None if there is no such plan,
+    or none within limit_bytes, if those are given.
+    """
+    if own.recompute.offloaded:
+        return None
+    if agreed is None:
+        planned: Planned | None = as_fsdp2(problem)
+    else:
+        planned = following(problem, agreed.schedules, agreed.across)
+    if planned is None:
+        return None
+    if limit_bytes is not None and planned.estimate.ours.peak_bytes > limit_bytes:
+        return None
+    plan = _plan_made(own.name, _groups(program, problem, reshard), problem, planned)
+    apart = agreed is not None and agreed.reduces_apart
+    found = replace(plan, recompute=own.recompute, priced_on=own.priced_on, reduces_apart=apart)
+    fits = agreed is None or found.collective_signature == agreed.collective_signature
+    return found if fits else None
+
+
+def _groups(
+    program: Program | GraphCosts, problem: Problem, reshard: Reshard
+) -> tuple[GroupInfo, ...]:
+    return tuple(
+        replace(
+            info,
+            resharded_by=reshard if group.reshard is None else Reshard.FSDP2,
+            gathers_in_place=all(part.gather.in_place for part in group.parts),
+        )
+        for info, group in zip(program.groups, problem.groups, strict=True)
+    )
+
+
 def _planned(
     name: str,
     groups: tuple[GroupInfo, ...],
@@ -262,7 +300,12 @@ def _planned(
     baseline: Problem | None,
     start: Choices | None,
 ) -> Plan:
-    planned = plan_best(problem, baseline, start)
+    return _plan_made(name, groups, problem, plan_best(problem, baseline, start))
+
+
+def _plan_made(
+    name: str, groups: tuple[GroupInfo, ...], problem: Problem, planned: Planned
+) -> Plan:
     held = {o.group: o.bytes for o in offloads_of(problem, Choices(offload=planned.offload))}
     groups = tuple(
         replace(

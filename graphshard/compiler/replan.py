@@ -17,7 +17,7 @@ from graphshard.compiler import measured_costs
 from graphshard.compiler.executable import Executable
 from graphshard.compiler.instrument import combined, samples_of, unwatch
 from graphshard.compiler.measured_costs import Posed
-from graphshard.compiler.planning import apply, plan_with_costs
+from graphshard.compiler.planning import apply, plan_following, plan_with_costs
 from graphshard.errors import InfeasibleBudget, PlanError
 from graphshard.files.information import printable
 from graphshard.graph.program import Program, copied
@@ -157,6 +157,15 @@ class Replanner:
         """The next launch plans with the costs that what runs was planned with."""
         if self.posed is not None:
             measured_costs.save(self.posed, self.running.problem)
+
+    def follow_order(self, plan: Plan, groups: Sequence[LiveGroup]) -> None:
+        """Issue what `plan` does from now on, which was made for a graph of other ops."""
+        running = self.running
+        own = plan_following(self.placed, running.problem, self.reshard, None, running.plan, plan)
+        if own is None:
+            logger.warning("%s: cannot issue what %s does", running.plan.name, plan.name)
+        else:
+            self.follow(own, groups)
 
     def follow(self, plan: Plan, groups: Sequence[LiveGroup]) -> None:
         """Run `plan`, which was made for a graph of the same structure, from now on."""

@@ -32,7 +32,7 @@ from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import simulated_as
 from graphshard.runtime.agree import lead_says
 from graphshard.runtime.ballot import Ballot
-from graphshard.runtime.claims import agreed_again, structure
+from graphshard.runtime.claims import agreed_again, structure, uses_alike
 from graphshard.runtime.company import whom_to_ask
 from graphshard.runtime.live import LiveGroup, ballots_of
 from graphshard.schedule.measured import Measured
@@ -246,7 +246,8 @@ class Tuning:
         of: Plan | None = None,
     ) -> None:
         """`own` runs `version` now, and all graphs of its structure its plan, also those that a
-        rank compiles from now on: at any forward others may run any of them."""
+        rank compiles from now on, and graphs of other ops issue the same: at any forward others may
+        run any of them."""
         shape, is_new = structure(own.running.plan), version.plan != own.running.plan
         own.change_to(version, groups, measured, of)
         if not is_new:
@@ -254,6 +255,8 @@ class Tuning:
         for graph in self.graphs:
             if graph is not own and structure(graph.running.plan) == shape:
                 graph.follow(version.plan, groups)
+            elif graph is not own and uses_alike(graph.running.plan, version.plan):
+                graph.follow_order(version.plan, groups)
         agreed_again(ballots_of(groups), version.plan)
 
     def _has_drifted(self, groups: Callable[[], Sequence[LiveGroup]]) -> bool:

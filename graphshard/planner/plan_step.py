@@ -108,6 +108,23 @@ def plan_step(
     )
 
 
+def as_placed(memo: Memo, placed: Candidate) -> Planned:
+    """`placed`, whatever its peak, as a plan of its problem."""
+    ours, with_all = simulated(memo, placed), with_copies(memo.problem)
+    run = Memo(with_all)
+    theirs = placed_as(run, fsdp2_choices(with_all))
+    budget = theirs.peak_bytes if memo.problem.budget_bytes is None else memo.problem.budget_bytes
+    return Planned(
+        schedules=schedules(memo, placed),
+        estimate=Estimate(
+            _figures(ours), _figures(simulated(run, theirs)), budget, lower_bound_us(memo.problem)
+        ),
+        across=placed.choices.across,
+        forecasts=forecasts(memo, placed),
+        fsdp2=Baseline(schedules(run, theirs), forecasts(run, theirs)),
+    )
+
+
 def fsdp2(problem: Problem, place: Place = fsdp2_placement) -> Candidate:
     """FSDP2's own choices and positions, whether they fit or not. place: its positions."""
     memo = Memo(with_copies(checked(problem)))

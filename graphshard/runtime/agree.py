@@ -14,10 +14,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from graphshard.errors import DivergedRanks, StoreLost
 from graphshard.runtime import claims
@@ -41,6 +41,7 @@ from graphshard.runtime.votes import (
     groups_error,
     is_running,
     leave_with,
+    may_part,
     other_groups,
     other_uses,
     stopped,
@@ -54,6 +55,9 @@ logger = logging.getLogger(__name__)
 SILENT_S = 10.0  # of a rank that is in the model and gets no further: FSDP2 runs it there
 COMPILING, IDLE = "compiling", "idle"
 STEP_LIMIT_S = 60.0  # for `verify="every"`: then they are an error
+# From a plan to one of another graph that issues the same, in the same order; from None to one that
+# issues what FSDP2 would. None if there is none.
+Follow: TypeAlias = Callable[[Plan | None], Plan | None]
 
 
 # -- the question --------------------------------------------------------------------------------
@@ -66,8 +70,10 @@ def agree_on_plan(
     *,
     uses: Sequence[str] = (),
     ends_early: bool = False,
+    follow: Follow = lambda plan: None,
 ) -> Plan:
-    """The plan to run in place of `plan`: the same on all ranks, up to its name.
+    """The plan to run in place of `plan`: the same on all ranks, up to its name, or, of graphs of
+    other ops, one that issues the same (`follow`).
 
     The plan of the lowest rank is taken where costs decided and it fits all ranks, if a mesh has
     all ranks of the others (`whole_of`); only then may reductions get a process group of their own.
@@ -80,7 +86,8 @@ def agree_on_plan(
     whole = whole_of(found)
     for ballot in sorted(found, key=lambda ballot: ballot is not whole):
         try:
-            settled = _settle(ballot, plan, vote, may_adopt=ballot is whole)
+            is_whole = ballot is whole
+            settled = _settle(ballot, plan, vote, follow if is_whole else None)
         except DivergedRanks as error:
             tell(set(found) - {ballot}, plan.name, error)
             raise
@@ -99,7 +106,10 @@ def tell(ballots: Iterable[Ballot], graph: str, error: DivergedRanks) -> None:
         ballot.slot += 1
 
 
-def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
+def _settle(ballot: Ballot, plan: Plan, vote: Vote, follow: Follow | None) -> Plan:
+    """follow: None where the ranks of the ballot only compare what they send."""
+    may_adopt = follow is not None
+
     def sent(one: Plan) -> str:
         """All that it sends, where it may be adopted, and else what it sends on this mesh."""
         return fingerprint(one.collective_signature if may_adopt else _part(ballot, one))
@@ -109,29 +119,41 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
     alike = next((known for known in agreed if own == sent(known)), None)
     if alike is not None:
         plan = replace(plan, reduces_apart=plan.reduces_apart and alike.reduces_apart)
-    if not agreed or plan.estimate is None or not may_adopt:
-        return _voted(ballot, plan, vote, may_adopt=may_adopt) if alike is None else plan
+    if not agreed or plan.estimate is None or follow is None:
+        return _voted(ballot, plan, vote, follow) if alike is None else plan
     shape = structure(plan)
     same = next((known for known in agreed if structure(known) == shape), None)
     if same is not None:  # costs changed with the batch; the ranks did not
         return plan if sent(same) == own else replace(same, name=plan.name)
+    # Other ranks may run what was agreed on for a graph of other ops beside this one.
+    first = next((known for known in agreed if claims.uses_alike(known, plan)), None)
+    if first is not None and (found := plan if sent(first) == own else follow(first)) is not None:
+        ballot.agreed.append((found, vote.terms))
+        return found
     key = claims.key_of(shape, vote.terms)
     found = claims.claimed(ballot, key, plan, is_known=alike is not None)
     if found is None:
-        found = _voted(ballot, plan, vote, may_adopt=may_adopt)
+        found = _voted(ballot, plan, vote, follow)
         note(ballot, key, found.to_json(indent=None))
     else:
         ballot.agreed.append((found, vote.terms))
     return found
 
 
-def _voted(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool) -> Plan:
+def _voted(ballot: Ballot, plan: Plan, vote: Vote, follow: Follow | None) -> Plan:
     number, lead = ballot.slot, ballot.ranks[0]
-    votes = _ask(ballot, plan, vote, may_adopt=may_adopt)
+    spare = None if follow is None or plan.estimate is None else follow(None)
+    if spare is not None:
+        vote = replace(vote, spare=fingerprint(_part(ballot, spare)))
+    votes = _ask(ballot, plan, vote, may_adopt=follow is not None)
     alike = len({vote.structure for vote in votes.values()}) == 1
     adopts = votes[lead].is_planned and alike and not is_running(votes)
-    compare(ballot, number, votes, signatures=not adopts)
-    if adopts:
+    parts = not adopts and spare is not None and may_part(votes)
+    compare(ballot, number, votes, signatures=not adopts and not parts)
+    if parts:
+        assert spare is not None
+        plan = spare
+    elif adopts:
         (text,) = ballot.store.multi_get([f"{number}/{lead}/plan"])
         plan = replace(Plan.from_json(text.decode()), name=plan.name)
     else:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from graphshard.errors import DivergedRanks, StoreLost
 from graphshard.runtime.job_store import JobStore, job_store
 from graphshard.runtime.leftovers import OwnStore, take_away
+from graphshard.runtime.pace import Pace
 from graphshard.schedule.group_signature import Groups, GroupSignature
 from graphshard.schedule.plan import Plan
 
@@ -49,7 +50,8 @@ class Ballot:
     name: in `shared`, the job's store. signature: reads what FSDP2 would send for the groups now.
     group_limit_s: time limit of the groups' collectives. is_open: the ranks have begun to run this
     root together (`graphshard.runtime.roll`). is_aside: this one without asking. is_lost: the store
-    did not answer. costs: what its plans are made with, once that was measured. also: what else is
+    did not answer. costs: what its plans are made with, once that was measured. pace: what this
+    rank has compiled so far (`graphshard.runtime.pace`). also: what else is
     answered while a collective is late (`graphshard.runtime.issued`).
     """
 
@@ -73,6 +75,7 @@ class Ballot:
     is_aside: bool = False
     is_lost: bool = False
     costs: str = ""
+    pace: Pace = field(default_factory=Pace)
     also: Callable[[], None] | None = None
 
     @property

@@ -34,6 +34,13 @@ def structure(plan: Plan) -> str:
     return hashlib.sha256(json.dumps([groups, stages]).encode()).hexdigest()
 
 
+def uses_alike(one: Plan, other: Plan) -> bool:
+    """Graphs of the same groups and directions, of whatever ops: ranks may run them at once."""
+    directions = [[schedule.direction for schedule in plan.schedules] for plan in (one, other)]
+    groups = [[group.fqn for group in plan.groups] for plan in (one, other)]
+    return directions[0] == directions[1] and groups[0] == groups[1]
+
+
 def key_of(shape: str, terms: Terms) -> str:
     """Where the plan of graphs of this structure stands."""
     return f"graph/{hashlib.sha256(json.dumps([shape, dict(terms)]).encode()).hexdigest()}"
@@ -55,9 +62,14 @@ def claimed(ballot: Ballot, key: str, plan: Plan, *, is_known: bool) -> Plan | N
 
 def agreed_again(ballots: Iterable[Ballot], plan: Plan) -> None:
     """All ranks run `plan` now in the place of what they had agreed on for graphs of its structure,
-    and so does whoever compiles one of them from now on."""
+    and so does whoever compiles one of them from now on; graphs of other ops follow it anew."""
     shape = structure(plan)
     for ballot in ballots:
+        ballot.agreed[:] = [
+            (known, terms)
+            for known, terms in ballot.agreed
+            if structure(known) == shape or not uses_alike(known, plan)
+        ]
         for place, (known, terms) in enumerate(ballot.agreed):
             if structure(known) == shape:
                 ballot.agreed[place] = plan, terms

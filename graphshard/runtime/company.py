@@ -1,4 +1,4 @@
-"""Who else runs a root.
+"""Who else runs a root, and whether they compile alike.
 
 In: a ballot. A rank that asks nobody (`verify="off"`) may be alone: the other ranks of its process
 group may be emulated, and never say anything.
@@ -6,9 +6,10 @@ group may be emulated, and never say anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from graphshard.runtime.ballot import Ballot, whole_of
+from graphshard.errors import StoreLost
+from graphshard.runtime.ballot import Ballot, note, whole_of
 
 
 def is_alone(ballot: Ballot) -> bool:
@@ -28,3 +29,23 @@ def whom_to_ask(ballots: Sequence[Ballot]) -> list[Ballot] | None:
     if whole is None:
         return None if ballots else []
     return [] if is_alone(whole) else [whole]
+
+
+def compiles(ballots: Iterable[Ballot], forward: int, uses: Sequence[str], kind: str) -> None:
+    """This rank compiles a graph for a forward of this number."""
+    for ballot in ballots:
+        ballot.pace = ballot.pace.after(forward, " ".join(uses), kind)
+        note(ballot, f"pace/{ballot.rank}", ballot.pace.text)
+
+
+def keep_step(ballots: Iterable[Ballot]) -> bool:
+    """All ranks have compiled the same at the same forwards, as far as anybody says. If not, each
+    has batches of its own, and none can take for granted that the others do now what it does."""
+    try:
+        return all(
+            said is None or said.decode() == ballot.pace.text
+            for ballot in ballots
+            for said in (ballot.store.get(f"pace/{rank}") for rank in ballot.others)
+        )
+    except StoreLost:
+        return True

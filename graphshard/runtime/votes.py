@@ -32,7 +32,8 @@ class Vote:
     """What one rank is about to run, or runs.
 
     structure: equal where one plan fits all (see `structure`). is_planned: the cost model made the
-    plan. runs: it is being run, too late to fall back. ends_early: the call goes on after it.
+    plan. spare: fingerprint of what FSDP2 would issue, as a plan of the same graph; "" if there is
+    none. runs: it is being run, too late to fall back. ends_early: the call goes on after it.
     refusal: why the rank cannot compile, or "". stops: it raises that, instead of falling back.
     uses: FQNs of the graph's groups, in the order of use; () if unknown.
     groups: fingerprint of what FSDP2 would send for the groups. terms: options that all ranks need
@@ -43,6 +44,7 @@ class Vote:
     fingerprint: str = ""
     structure: str = ""
     is_planned: bool = False
+    spare: str = ""
     runs: bool = False
     ends_early: bool = False
     refusal: str = ""
@@ -168,3 +170,9 @@ def _other_signatures(
 
 def is_running(votes: Mapping[int, Vote]) -> bool:
     return any(vote.runs for vote in votes.values())
+
+
+def may_part(votes: Mapping[int, Vote]) -> bool:
+    """What the ranks have planned differs, and each has the spare plan that the others have."""
+    said = {vote.fingerprint for vote in votes.values()}
+    return len(said) > 1 and "" not in said and len({vote.spare for vote in votes.values()}) == 1

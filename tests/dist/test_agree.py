@@ -145,9 +145,14 @@ def reordered(original: Any) -> Any:
     return choose
 
 
-def side_by_side(ctx: Ctx) -> tuple[str, float]:
-    """Two graphs that the ranks voted on, each rank in another one of them; the backward of one,
-    which has not run yet, reduces two heads in another order."""
+def unable(original: Any) -> Any:
+    """No graph can issue what another one does."""
+    return lambda *args: None
+
+
+def side_by_side(ctx: Ctx, follows: bool) -> tuple[str, float] | None:
+    """Two graphs, each rank in another one of them; of the second a plan was made that reduces two
+    heads in another order. follows: it may issue what the first one does."""
     groups = (Group(("heads.1",)), Group(("heads.0",)), Group(("",)))
     model = sharded(FuzzCase(TWO_HEADS, groups, ()), replace(ctx, mesh=own_mesh(ctx)))
     model.compile(backend="graphshard", options={"fallback": "error"})
@@ -157,18 +162,25 @@ def side_by_side(ctx: Ctx) -> tuple[str, float]:
         return first.square().mean() + second.square().mean()
 
     loss(2).backward()
-    with patched(plan_step, "_chosen", reordered):
+    kept = nullcontext() if follows else patched(planning, "following", unable)
+    with patched(plan_step, "_chosen", reordered), kept:
         loss(3)
     first, second = (
         [p.groups[s.groups[0]].fqn for s in p.backward.of_kind(StepKind.REDUCE_ISSUE)]
         for p in graphshard.plans(model)
     )
-    assert first != second
+    assert (first == second) is follows
+    if follows:
+        return loss(1 + ctx.rank).backward()
     return caught(lambda: loss(1 + ctx.rank).backward())
 
 
 def test_graphs_side_by_side_that_reduce_in_another_order_are_an_error(pool: Pool) -> None:
-    assert_alike(pool.run(2, side_by_side), "GS702: the ranks issue different collectives")
+    assert_alike(pool.run(2, side_by_side, False), "GS702: the ranks issue different collectives")
+
+
+def test_a_graph_of_other_ops_issues_what_the_first_one_does(pool: Pool) -> None:
+    pool.run(2, side_by_side, True)
 
 
 def broken_on_one(ctx: Ctx, mode: str, how: str) -> tuple[str, float]:

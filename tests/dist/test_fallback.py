@@ -438,7 +438,7 @@ def recompile_limit(ctx: Ctx) -> tuple[list[str], int]:
 def test_recompile_limit_is_said_aloud(pool: Pool) -> None:
     for texts, plans in pool.run(2, recompile_limit):
         assert any("limit" in t for t in texts)
-        assert plans == 3
+        assert plans > 3  # then its modules run in graphs of their own
 
 
 def shared_parameter(ctx: Ctx) -> None:

@@ -5,7 +5,7 @@ backend and nothing for eager FSDP2: the substitutes ask at trace time whose gra
 built, and the patched entry point acts only for contexts of this backend.
 """
 
-from graphshard.capture.dynamo.entry import install
+from graphshard.capture.dynamo.entry import Frames, install
 from graphshard.capture.dynamo.hooks import substitute_grouped_hooks
 from graphshard.capture.dynamo.state import (
     CONTROL_FLOW,
@@ -20,6 +20,7 @@ from graphshard.capture.dynamo.state import (
     inside_of,
     invisible,
     is_in_place,
+    most_variants,
     resets,
     skip_frame,
     tracing_context,
@@ -28,6 +29,7 @@ from graphshard.capture.dynamo.state import (
 
 __all__ = [
     "CONTROL_FLOW",
+    "Frames",
     "GraphBreak",
     "compile_as",
     "compile_variant",
@@ -40,6 +42,7 @@ __all__ = [
     "install",
     "invisible",
     "is_in_place",
+    "most_variants",
     "resets",
     "skip_frame",
     "substitute_grouped_hooks",

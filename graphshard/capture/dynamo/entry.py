@@ -34,8 +34,8 @@ def install(
 ) -> None:
     """Register the substitutes and patch the entry point, once per process.
 
-    enter: gets each function that `torch.compile` made for this backend, the options, and what is
-    to be told after a call whether it failed; returns the function that users call instead.
+    enter: gets each function that `torch.compile` made for this backend, the options, and the
+    `Frames` of it; returns the function that users call instead.
     unplugged: for GRAPHSHARD_DISABLE.
     """
     substitute_hooks()
@@ -57,7 +57,7 @@ def _patch_entry(
         if is_disabled():
             return unplugged(fn)  # as torch.compile(fn, disable=True) does
         settings = _settings(self.callback)
-        self.callback = _Unsplit(self.callback._torchdynamo_orig_backend, self.callback.hooks)
+        self.callback = Frames(self.callback._torchdynamo_orig_backend, self.callback.hooks)
         is_module = isinstance(fn, nn.Module) or isinstance(
             getattr(fn, "__self__", None), nn.Module
         )
@@ -66,21 +66,25 @@ def _patch_entry(
         is_done = isinstance(fn, nn.Module)  # by this function, when torch called it for the module
         if is_done:
             return compiled
-        return enter(compiled, settings, self.callback.try_again, dynamic=self._dynamic)
+        return enter(compiled, settings, self.callback, dynamic=self._dynamic)
 
     context.__call__ = call  # type: ignore[method-assign]
 
 
-class _Unsplit(CatchErrorsWrapper):
-    """Compiles a frame whole inside DistributedDataParallel too.
+class Frames(CatchErrorsWrapper):
+    """Compiles frames, whole inside DistributedDataParallel too.
 
     By default Dynamo splits such a graph by DDP's buckets, and each part would be a graph of its
     own that knows nothing of the others' groups.
+
+    goes_on: asked at Dynamo's recompile limit: whether to compile further nevertheless.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._skipped: dict[CodeType, None] = {}
+        self._beyond: set[CodeType] = set()
+        self.goes_on: Callable[[], bool] = lambda: False
         convert = self._torchdynamo_orig_backend
         # With `fullgraph` it is another one, and a break is an error.
         if isinstance(convert, ConvertFrame) and not isinstance(
@@ -94,10 +98,21 @@ class _Unsplit(CatchErrorsWrapper):
         # Recurrent modules have a substitute (`graphshard.capture.dynamo.recurrent`).
         later = torch._dynamo.config.patch(run_gc_after_compile=False, allow_rnn=True)
         with no_collections(), later, whole if splits else contextlib.nullcontext():
-            result = on_large_stack(super().__call__, frame, *args)
+            result = self._within_limit(frame, *args)
         if result.guarded_code is None and result.apply_to_code:
             self._skipped[frame.f_code] = None
         return result
+
+    def _within_limit(self, frame: Any, *args: Any) -> Any:
+        """Dynamo's limit, or where `goes_on`, the one of all graphs of a frame together."""
+        if frame.f_code not in self._beyond:
+            result = on_large_stack(super().__call__, frame, *args)
+            if result.frame_exec_strategy.cur_action != _FrameAction.RUN_ONLY or not self.goes_on():
+                return result
+            self._beyond.add(frame.f_code)
+        limit = torch._dynamo.config.accumulated_recompile_limit
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            return on_large_stack(super().__call__, frame, *args)
 
     def try_again(self, failed: bool) -> None:
         """After each call: what was skipped in one that `failed` is looked at again in the next.

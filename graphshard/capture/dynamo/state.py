@@ -65,16 +65,23 @@ def compile_variant() -> tuple[int, int]:
     return done, int(torch._dynamo.config.recompile_limit)
 
 
+def most_variants() -> int:
+    """How often Dynamo compiles one frame at most, whatever its limit for one object is."""
+    return int(torch._dynamo.config.accumulated_recompile_limit)
+
+
 @dataclass(frozen=True, slots=True)
 class GraphBreak:
     """Why Dynamo ended a graph early, and where in the user's code.
 
-    at_eager_group: it was at a group that runs through FSDP2's own hooks.
+    at_eager_group: it was at a group that runs through FSDP2's own hooks. at_limit: nothing was
+    traced, since the frame has as many variants as Dynamo allows.
     """
 
     reason: str
     where: str
     at_eager_group: bool
+    at_limit: bool
 
 
 def resets() -> int:
@@ -109,7 +116,8 @@ def _graph_break(found: Any) -> GraphBreak:
     frames = [f for f in found.user_stack or () if not f.filename.startswith(skipped)]
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
     own_hook = bool(found.user_stack) and found.user_stack[-1].filename == hooks.__file__
-    return GraphBreak(str(found.reason).split("\n", 1)[0], where, own_hook)
+    reason = str(found.reason).split("\n", 1)[0]
+    return GraphBreak(reason, where, own_hook, reason.startswith("Dynamo recompile limit"))
 
 
 def wrapped_module(fn: Any) -> nn.Module | None:

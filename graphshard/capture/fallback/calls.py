@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,11 @@ from torch import nn
 
 from graphshard import fsdp2
 from graphshard.capture import dynamo
-from graphshard.capture.fallback.causes import named_groups, warn_once
+from graphshard.capture.fallback.causes import (
+    named_groups,
+    warn_beyond_recompile_limit,
+    warn_once,
+)
 from graphshard.capture.fallback.promote import Request, wait_for_root, wait_no_longer
 from graphshard.capture.fallback.together import open_roots
 from graphshard.capture.fallback.watch import CallWatch
@@ -29,6 +34,7 @@ from graphshard.errors import CollectiveFailed, DivergedRanks, UnsupportedModel,
 from graphshard.options import Options
 from graphshard.runtime.agree import IDLE, mark
 from graphshard.runtime.calls import PendingGraph, current_task, pending_graphs
+from graphshard.runtime.company import keep_step
 from graphshard.runtime.graph_order import GraphOrder
 from graphshard.runtime.waiting import CLEAN_UP_S
 
@@ -38,7 +44,7 @@ logger = logging.getLogger(__name__)
 def protected(
     compiled: Callable[..., Any],
     options: Options,
-    try_again: Callable[[bool], None],
+    frames: dynamo.Frames,
     *,
     dynamic: bool | None = None,
 ) -> Callable[..., Any]:
@@ -46,14 +52,16 @@ def protected(
 
     Validates the model as FSDP2 would before anything is traced, looks after the groups that ran
     outside the graphs, and after an exception puts every group that was in the middle of its
-    forward back into the SHARDED state. try_again: see `dynamo.install`.
+    forward back into the SHARDED state. frames: what compiles it.
 
     Within a backward a call recomputes activations, and its end by an exception is no failure:
     PyTorch's checkpoint ends each recomputation so. FSDP2's state belongs to the backward then,
     and only what this call itself left half done is undone.
     """
     module = dynamo.wrapped_module(compiled)
-    keeper = Keeper(module, options, try_again)
+    keeper = Keeper(module, options, frames.try_again)
+    asked = weakref.ref(keeper)  # Dynamo may hold `frames` for longer than the model lives
+    frames.goes_on = lambda: (kept := asked()) is not None and kept.goes_on()
     if module is not None:
         wait_for_root(module, Request(options, dynamic, dynamo.is_in_place(compiled)))
 
@@ -84,6 +92,7 @@ class Keeper:
     (`_graphs`) waits for its backward.
 
     plain: runs instead of the compiled function, if the module has to be eager as a whole.
+    _at_limit: Dynamo compiles no more of it, and the modules inside do not run on their own yet.
     """
 
     def __init__(
@@ -94,7 +103,7 @@ class Keeper:
         self._try_again = try_again
         self._frames = -1
         self.plain: Callable[..., Any] | None = None
-        self._gone = False
+        self._gone = self._at_limit = False
         self._later: list[CaptureHandle] = []
         self._graphs: list[PendingGraph] = []
         self._orders: list[GraphOrder] = []
@@ -111,11 +120,17 @@ class Keeper:
         recomputes = current_task() >= 0
         if not recomputes:
             self._after_backward()
-        changed = self._frames != dynamo.frames_seen() and not self._gone
+        changed = (self._at_limit or self._frames != dynamo.frames_seen()) and not self._gone
         watch = None
         if changed or recomputes or self._later:
             plain = self.plain is not None
-            watch = CallWatch(self._module, self._options, plain=plain, compiles=changed)
+            watch = CallWatch(
+                self._module,
+                self._options,
+                plain=plain,
+                compiles=changed,
+                at_limit=self._at_limit,
+            )
         self._open(looks_again=changed)
         return watch
 
@@ -160,11 +175,22 @@ class Keeper:
         lives = [live for handle in self._later for live in handle.lives]
         return bool(self._graphs) or any(call.is_pending for live in lives for call in live.calls)
 
+    def goes_on(self) -> bool:
+        """Dynamo's limit is reached, and the other ranks may run graphs in this forward, beside
+        which eager FSDP2 cannot run: they do not compile when this one does."""
+        known = all_root_states() if self._module is None else root_states_under(self._module)
+        if all(keep_step(root_state.ballots) for root_state in known):
+            self._at_limit = True
+            return False
+        warn_beyond_recompile_limit()
+        return True
+
     @dynamo.hidden
     def after(self, watch: CallWatch, result: Any) -> None:
         self._try_again(False)
         if watch.compiles:
             self._later += [handle for handle in watch.report() if handle not in self._later]
+            self._at_limit = self._at_limit and watch.at_limit
         if self._later and not watch.recomputes:
             self._graphs += pending_graphs(result)
         _mark_idle(self._module)

@@ -29,9 +29,22 @@ def warn_near_recompile_limit() -> None:
     if done + 1 >= limit:
         warn_once(
             f"this is variant {done + 1} of one frame and Dynamo's limit is {limit}; further "
-            "variants will run through eager FSDP2. TORCH_LOGS=recompiles says what changes; "
+            "variants will run through eager FSDP2, unless ranks compile at different steps. "
+            "TORCH_LOGS=recompiles says what changes; "
             "torch._dynamo.config.recompile_limit raises the limit"
         )
+
+
+def warn_beyond_recompile_limit() -> None:
+    """Say so where Dynamo's limit does not end compiling."""
+    _, limit = dynamo.compile_variant()
+    most = dynamo.most_variants()
+    warn_once(
+        f"Dynamo's limit of {limit} variants of one frame is reached, and ranks compile at "
+        "different steps: eager FSDP2 cannot run beside the graphs of other ranks, so up to "
+        f"{most} variants are compiled (torch._dynamo.config.accumulated_recompile_limit). "
+        "TORCH_LOGS=recompiles says what changes"
+    )
 
 
 def named_groups(fqns: list[str]) -> str:

@@ -17,6 +17,9 @@ from graphshard.errors import CaptureError
 from graphshard.options import Options
 from graphshard.runtime.calls import current_task
 
+_AT_LIMIT = "Dynamo's recompile limit is reached"
+_NO_BREAK = "Dynamo did not compile the call (its recompile limit?)"
+
 
 class CallWatch:
     """Finds the groups that one call ran outside the graphs, says why, and helps the rest.
@@ -26,16 +29,23 @@ class CallWatch:
     eager FSDP2.
 
     recomputes: the call is a part of a backward. plain: it runs without Dynamo. compiles: perhaps,
-    so that there is something to report.
+    so that there is something to report. at_limit: Dynamo compiles no more; that is yet to be said.
     """
 
     def __init__(
-        self, module: nn.Module | None, options: Options, *, plain: bool, compiles: bool
+        self,
+        module: nn.Module | None,
+        options: Options,
+        *,
+        plain: bool,
+        compiles: bool,
+        at_limit: bool,
     ) -> None:
         self._module = module
         self._options = options
         self._breaks = len(dynamo.graph_breaks())
         self._plain = plain
+        self.at_limit = at_limit
         self.compiles = compiles
         self.recomputes = current_task() >= 0
         self._known = all_root_states() if module is None else root_states_under(module)
@@ -68,11 +78,15 @@ class CallWatch:
             message = f"{names} did not run inside a graph because {reason}"
             if self._options.fallback == "error":
                 raise CaptureError("GS211", message)
-            warn_once(message)
-            for handle in outside:
-                root_state.outside |= dict.fromkeys(handle.fqns, reason)
+            if not _is_known(root_state, outside, reason):
+                warn_once(message)
+                for handle in outside:
+                    root_state.outside |= dict.fromkeys(handle.fqns, reason)
+            self.at_limit = False  # this was said
             if self._plain or self._new_breaks():
                 apart += outside
+            elif reason == _AT_LIMIT:
+                apart += [handle for handle in outside if not handle.apart]
         return apart
 
     def unwind(self) -> None:
@@ -107,10 +121,21 @@ class CallWatch:
         if self._plain:
             return "the module around it runs as it is"
         breaks = self._new_breaks()
+        if not breaks and inside:
+            return None
+        if breaks[0].at_limit if breaks else self.at_limit:
+            return _AT_LIMIT
         if not breaks:
-            return None if inside else "Dynamo did not compile the call (its recompile limit?)"
+            return _NO_BREAK
         reason = f"the graph breaks at {breaks[0].where}"
         return reason if breaks[0].at_eager_group else f"{reason}: {breaks[0].reason}"
 
     def _new_breaks(self) -> list[dynamo.GraphBreak]:
         return dynamo.graph_breaks()[self._breaks :]
+
+
+def _is_known(root_state: RootState, outside: list[CaptureHandle], reason: str) -> bool:
+    """The same was said of all these groups. A block that runs the code of another one, in which
+    the graph breaks, has no break of its own."""
+    known = {root_state.outside.get(fqn) for handle in outside for fqn in handle.fqns}
+    return None not in known and (reason == _NO_BREAK or known == {reason})
