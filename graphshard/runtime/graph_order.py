@@ -13,10 +13,11 @@ ends. In a selective checkpoint that Dynamo does not trace each graph issues its
 has to see the same ops when it calls the graph again.
 
 Assumed: all ranks run graphs of the same groups in the same order, as eager FSDP2 needs it too
-(`graphshard.runtime.issued` compares what they issue). Who changes a shard between two graphs of
-one forward without a count (through `.data`, say) calls `reshard()`. And nobody reads a `.grad`
-before the backward is over, but hooks of that parameter; a backward that fails loses what was put
-off.
+(`graphshard.runtime.issued` compares what they issue), and runs of one key gather and reduce as
+often as the last one of it; where the ranks have changed plans together since, one run overlaps
+less, on all of them. Who changes a shard between two graphs of one forward without a count (through
+`.data`, say) calls `reshard()`. And nobody reads a `.grad` before the backward is over, but hooks of
+that parameter; a backward that fails loses what was put off.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ class GraphOrder:
     _task: int = -1  # the backward that is running, or -1
     _last: RunKey | None = None
     _following: dict[RunKey, _Following] = field(default_factory=dict)
+    # Not with the code that runs: one rank alone may compile another, for lengths of its own.
+    _counts: dict[RunKey, Counts] = field(default_factory=dict)
     _followed: set[RunKey] = field(default_factory=set)
     _ahead: list[_Ahead] = field(default_factory=list)
     _due: list[_Ahead] = field(default_factory=list)  # for the run that is running
@@ -184,8 +187,13 @@ class GraphOrder:
             wanted.append((gather, first.places))
         issue(wanted)
 
-    def leave(self, key: RunKey) -> None:
-        """It is over."""
+    def counts_of(self, key: RunKey) -> Counts | None:
+        """What the last run of `key` had."""
+        return self._counts.get(key)
+
+    def leave(self, key: RunKey, counts: Counts) -> None:
+        """It is over; this is what there was."""
+        self._counts[key] = counts
         if self._last is not None:
             self._followed.add(self._last)
         self._last = key
@@ -283,23 +291,26 @@ class Turn:
         self.order.put_off(reduction)
         return True
 
-    def leave(self) -> Counts:
-        """It is over; this is what there was."""
-        self.order.leave(self.key)
-        return Counts(self._waits, self._reductions)
+    def leave(self) -> None:
+        """It is over."""
+        self.order.leave(self.key, Counts(self._waits, self._reductions))
 
 
 def turn_of(
-    direction: Direction, first: LiveGroup, num_groups: int, expects: Counts | None
+    direction: Direction, first: LiveGroup, num_groups: int, *, overlaps: bool
 ) -> Turn | None:
-    """Of a run that begins, with `num_groups` groups; None if nothing is known of its order."""
+    """Of a run that begins, with `num_groups` groups; None if nothing is known of its order.
+
+    overlaps: beside what it holds, something of another graph may be under way.
+    """
     order = None if first.root is None else first.root.order
     if order is None or not order.enter(direction):
         return None
     if _in_selective_checkpoint():
         order.skip()
         return None
-    return Turn(order, (direction, first, num_groups), expects)
+    key = direction, first, num_groups
+    return Turn(order, key, order.counts_of(key) if overlaps else None)
 
 
 def _in_selective_checkpoint() -> bool:

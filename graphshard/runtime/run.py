@@ -20,7 +20,7 @@ from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_
 from graphshard.runtime.doubt import drop_stale, is_doubtful
 from graphshard.runtime.finish import finish_later
 from graphshard.runtime.gather import Gather, issue, prefetch, take_prefetched
-from graphshard.runtime.graph_order import Counts, FirstGather, Turn, turn_of
+from graphshard.runtime.graph_order import FirstGather, Turn, turn_of
 from graphshard.runtime.host_copies import HostCopy
 from graphshard.runtime.issued import ended
 from graphshard.runtime.live import LiveGroup, lookup
@@ -343,15 +343,13 @@ class GatherStep:
 class Body:
     """What one direction runs; replaced between steps, never during one.
 
-    exact_sums: see `Run`. overlaps: beside what it holds, something of another graph may be under
-    way (`graph_order`). counts: of one run, once it has run. watched: with marks, so that each run
+    exact_sums: see `Run`. overlaps: see `turn_of`. watched: with marks, so that each run
     leaves its stopwatch in `watches`.
     """
 
     call: Callable[[list[Any]], Any]
     exact_sums: bool = True
     overlaps: bool = True
-    counts: Counts | None = None
     watched: bool = False
     watches: list[Stopwatch] = field(default_factory=list)
 
@@ -378,8 +376,7 @@ def guarded(
         defined = ALL_DEFINED if calls is None else calls.take_mask()
         run = Run(direction, defined, body.exact_sums, own, device)
         if first is not None:
-            expects = body.counts if body.overlaps else None
-            run.turn = turn_of(direction, first, len(own), expects)
+            run.turn = turn_of(direction, first, len(own), overlaps=body.overlaps)
         if body.watched:
             run.stopwatch = stopwatch(device)
         args.insert(0, run)
@@ -388,7 +385,7 @@ def guarded(
                 outputs = body.call(args)
             ended(run.groups, is_backward=direction is Direction.BACKWARD)
             if run.turn is not None:
-                body.counts = run.turn.leave()
+                run.turn.leave()
         except BaseException as error:
             run.abort(error)
             raise
