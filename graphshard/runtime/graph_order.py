@@ -16,8 +16,8 @@ Assumed: all ranks run graphs of the same groups in the same order, as eager FSD
 (`graphshard.runtime.issued` compares what they issue), and runs of one key gather and reduce as
 often as the last one of it; where the ranks have changed plans together since, one run overlaps
 less, on all of them. Who changes a shard between two graphs of one forward without a count (through
-`.data`, say) calls `reshard()`. And nobody reads a `.grad` before the backward is over, but hooks of
-that parameter; a backward that fails loses what was put off.
+`.data`, say) calls `reshard()`. And nobody reads a `.grad` before the backward is over, but hooks
+of that parameter; a backward that fails loses what was put off.
 """
 
 from __future__ import annotations

@@ -20,6 +20,29 @@ CONV_AND_MLP = Part("branches", (Part("conv"), Part("mlp", hidden=7)))
 ONE_OF_TWO = Part("choice", (CONV_AND_MLP, Part("branches", (Part("dropout"),))))
 LINEARS = Tree(Part("sequence", (Part("linear"), Part("linear"))))
 FOUND = {
+    # One rank compiled anew for its lengths, and waited for a reduction that the other put off to
+    # its next graph.
+    "one-rank-recompiles-between-two-graphs-of-replicas": FuzzCase(
+        Tree(
+            Part(
+                "sequence",
+                (Part("norm"), Part("centred"), Part("wrapper", (Part("mlp"),)), Part("break")),
+            ),
+            width=3,
+            heads=(4, 1),
+            named=True,
+        ),
+        (
+            Group(("heads.1",)),
+            Group(("body.2",)),
+            Group(("body.1",), reshard=False),
+            Group(("body.0",)),
+            Group(("body",)),
+        ),
+        (Step(rows=3, length=4, ragged=True, sync="always"), Step(rows=3, length=4)),
+        compile="apart",
+        mesh="2x1",
+    ),
     # Costs made another order of waits, and so of all-reduces, on each rank; rank 1 knew its order
     # from the graph of the evaluations, and asked nobody.
     "ragged-batches-of-replicas-after-an-evaluation": FuzzCase(
