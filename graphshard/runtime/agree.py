@@ -127,11 +127,11 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, follow: Follow | None) -> Pl
         return plan if sent(same) == own else replace(same, name=plan.name)
     # Other ranks may run what was agreed on for a graph of other ops beside this one.
     first = next((known for known in agreed if claims.uses_alike(known, plan)), None)
-    if first is not None and (found := plan if sent(first) == own else follow(first)) is not None:
-        ballot.agreed.append((found, vote.terms))
-        return found
-    key = claims.key_of(shape, vote.terms)
-    found = claims.claimed(ballot, key, plan, is_known=alike is not None)
+    is_known = alike is not None
+    if first is not None and sent(first) != own and (followed := follow(first)) is not None:
+        plan, is_known = followed, True
+    key = claims.key_of(shape, vote.terms, beside="" if first is None else sent(first))
+    found = claims.claimed(ballot, key, plan, is_known=is_known)
     if found is None:
         found = _voted(ballot, plan, vote, follow)
         note(ballot, key, found.to_json(indent=None))

@@ -41,9 +41,10 @@ def uses_alike(one: Plan, other: Plan) -> bool:
     return directions[0] == directions[1] and groups[0] == groups[1]
 
 
-def key_of(shape: str, terms: Terms) -> str:
-    """Where the plan of graphs of this structure stands."""
-    return f"graph/{hashlib.sha256(json.dumps([shape, dict(terms)]).encode()).hexdigest()}"
+def key_of(shape: str, terms: Terms, beside: str = "") -> str:
+    """Where the plan of graphs of this structure stands. beside: what is issued by graphs of other
+    ops that ranks may run at the same time."""
+    return f"graph/{hashlib.sha256(json.dumps([shape, dict(terms), beside]).encode()).hexdigest()}"
 
 
 def claimed(ballot: Ballot, key: str, plan: Plan, *, is_known: bool) -> Plan | None:
