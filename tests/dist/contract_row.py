@@ -22,7 +22,7 @@ class Row:
     it; empty if the user left them out. fewer_gathers: graphshard gathers less often than FSDP2.
     counts_bytes: what it plans to gather is compared, in bytes, with what FSDP2 gathers.
     whole: for what eager FSDP2 does wrong: shards nothing, or in a way that it does right; that is
-    what graphshard is compared with.
+    what graphshard is compared with (compared_with).
     """
 
     area: str
@@ -44,6 +44,7 @@ class Row:
     counts_bytes: bool = False
     needs_cuda: bool = False
     whole: Callable[[nn.Module, Ctx], nn.Module] | None = None
+    compared_with: str = "the model without FSDP2"
 
 
 def method(*names: str) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+ALL_RANKS = "`reshard_after_forward=True`"
+
 
 class Flattening(nn.Module):
     """Works on rows and returns them as a view."""
@@ -114,6 +116,7 @@ ROWS = (
         ranks=4,
         micro_steps=2,
         whole=partial(columns, reshard=True),
+        compared_with=ALL_RANKS,
     ),
     Row(
         "What eager FSDP2 gets wrong",
@@ -123,5 +126,6 @@ ROWS = (
         case=MLPS,
         ranks=4,
         whole=partial(tensor_parallel, shape=(4, 1), reshard_after_forward=True),
+        compared_with=ALL_RANKS,
     ),
 )

@@ -230,7 +230,7 @@ def _line(row: Row) -> str:
     if row.counts_bytes:
         runs = f"{runs}, {seen['bytes'][0]:,} bytes in the all-gathers of a forward"
     if row.whole is not None:
-        runs = f"{runs}, equal to the model without FSDP2; eager FSDP2 is wrong here"
+        runs = f"{runs}, equal to {row.compared_with}; eager FSDP2 is wrong here"
     if row.outside:
         inside, groups = seen["captured"], seen["groups"]
         why = f"because {row.falls_back}" if row.falls_back else "as they were left uncompiled"
