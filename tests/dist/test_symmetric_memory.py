@@ -8,12 +8,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from models import CASES
 from parity import assert_equal, build, train
-from patching import patched
 from pool import Ctx, Pool, device_type
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
@@ -50,8 +50,11 @@ class Symmetric:
 @contextlib.contextmanager
 def symmetric() -> Iterator[Symmetric]:
     memory = Symmetric()
-    pool = patched(torch.cuda, "use_mem_pool", lambda original: contextlib.nullcontext)
-    with patched(_fsdp_collectives, "symm_mem", lambda original: memory), pool:
+    with contextlib.ExitStack() as stack:
+        for module in (torch.cuda, torch.cpu):  # torch 2.15 asks the device's module
+            pool = patch.object(module, "use_mem_pool", contextlib.nullcontext, create=True)
+            stack.enter_context(pool)
+        stack.enter_context(patch.object(_fsdp_collectives, "symm_mem", memory))
         yield memory
 
 
