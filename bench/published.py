@@ -1,0 +1,170 @@
+"""Predicted training steps beside those that others published (`bench/published.toml`).
+
+    python bench/published.py --json bench/results/published.json
+
+FSDP2's own schedule, gradients clipped, AdamW; nothing runs, no GPU is needed. One table on stdout:
+errors by row and in the mean, of the fitted rows and of those held out; progress on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common names
+
+from bench import rounds  # noqa: E402
+from bench.published_models import build  # noqa: E402
+from graphshard.compiler.planning_inputs import policy_of  # noqa: E402
+from graphshard.cost.optimizer import adamw_us  # noqa: E402
+from graphshard.cost.presets import preset  # noqa: E402
+from graphshard.cost.reserved import reserved_bytes  # noqa: E402
+from graphshard.offline.study import Point, Study  # noqa: E402
+from graphshard.offline.target import made_of  # noqa: E402
+from graphshard.options import parse_options  # noqa: E402
+from graphshard.schedule.estimate import Category  # noqa: E402
+from graphshard.schedule.plan import Plan  # noqa: E402
+
+ROWS = ROOT / "bench" / "published.toml"
+RANKS_PER_NODE = 8
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One published step; see the head of `bench/published.toml`."""
+
+    source: str
+    machine: str
+    family: str
+    model: str
+    gpus: int
+    seq: int
+    batch: int
+    recompute: str
+    tokens_per_s: int
+    split: str
+    accumulate: int = 1
+    compiled: bool = False
+    precision: str = "mixed"
+    memory_gib: float | None = None
+
+    @property
+    def name(self) -> str:
+        compute = "compiled" if self.compiled else "eager"
+        return (
+            f"{self.family} {self.model}, {self.gpus} {self.machine}, {self.batch} x {self.seq:,}, "
+            f"{self.recompute}, {compute}, {self.precision}"
+        )
+
+    @property
+    def is_priced(self) -> bool:
+        """The cost model has no price for products in float8."""
+        return self.precision != "float8"
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A whole step: forward, backward, gradients clipped, optimizer."""
+
+    tokens_per_s: float
+    reserved_gib: float
+
+
+def published() -> list[Row]:
+    found = []
+    for source in tomllib.loads(ROWS.read_text())["source"]:
+        shared = {k: v for k, v in source.items() if k not in ("id", "url", "says", "rows")}
+        found += [Row(source=source["id"], **{**shared, **row}) for row in source["rows"]]
+    return found
+
+
+def predictions(rows: Sequence[Row]) -> Iterator[tuple[Row, Predicted]]:
+    """One capture for all rows of a model, a length, and what is computed again."""
+    for key, found in groupby(sorted(rows, key=_model), key=_model):
+        alike = list(found)
+        rounds.say(f"{' '.join(map(str, key))}: {len(alike)} rows")
+
+        def made(sizes: Any, key: tuple[Any, ...] = key) -> Any:
+            return made_of(key[1], build(*key, **dict(sizes)))
+
+        study = Study(alike[0].model, made, tuple(map(_point, alike)))
+        for row, answer in zip(alike, study.answers(), strict=True):
+            assert answer.plan is not None
+            yield row, predicted(row, answer.plan)
+
+
+def _model(row: Row) -> tuple[str, str, int, str, str]:
+    return row.family, row.model, row.seq, row.recompute, row.precision
+
+
+def _point(row: Row) -> Point:
+    machine = preset(row.machine)
+    policy = policy_of(parse_options({"schedule": "fsdp2"}), machine)
+    return Point(row.gpus, RANKS_PER_NODE, machine, policy, (("batch", row.batch),), row.compiled)
+
+
+def predicted(row: Row, plan: Plan) -> Predicted:
+    """FSDP2's own schedule, which is what the publishers ran."""
+    assert plan.estimate is not None
+    assert plan.fsdp2 is not None
+    held = dict(plan.estimate.fsdp2.peak_by_category)
+    optimizer_us = adamw_us(preset(row.machine).processor, held[Category.SHARDED_PARAM], clips=True)
+    step_us = row.accumulate * plan.estimate.fsdp2.step_time_us + float(optimizer_us)
+    tokens = row.accumulate * row.batch * row.seq
+    return Predicted(tokens / step_us * 1e6, reserved_bytes(plan.fsdp2.forecasts) / GIB)
+
+
+def error_of(found: float, row_value: float) -> float:
+    return found / row_value - 1
+
+
+def render(found: Sequence[tuple[Row, Predicted]]) -> str:
+    lines = [f"{'':<72}{'published':>10}{'predicted':>10}{'error':>8}{'GiB':>8}{'':>8}{'error':>8}"]
+    for row, told in sorted(found, key=lambda pair: (pair[0].split, pair[0].source)):
+        line = f"{row.name:<72}{row.tokens_per_s:>10,}{told.tokens_per_s:>10,.0f}"
+        line += f"{error_of(told.tokens_per_s, row.tokens_per_s):>+8.1%}"
+        if row.memory_gib is not None:
+            memory = error_of(told.reserved_gib, row.memory_gib)
+            line += f"{row.memory_gib:>8.1f}{told.reserved_gib:>8.1f}{memory:>+8.1%}"
+        lines.append(f"{line}  {row.split}")
+    lines.append("")
+    for split in ("fitted", "held_out", "seen"):
+        lines.append(f"{split}: {summary([pair for pair in found if pair[0].split == split])}")
+    return "\n".join(lines)
+
+
+def summary(found: Sequence[tuple[Row, Predicted]]) -> str:
+    tokens = [abs(error_of(p.tokens_per_s, r.tokens_per_s)) for r, p in found]
+    memory = [abs(error_of(p.reserved_gib, r.memory_gib)) for r, p in found if r.memory_gib]
+    text = f"{len(tokens)} rows, tokens/s off by {_mean(tokens):.1%}, at most {max(tokens):.1%}"
+    return f"{text}; memory of {len(memory)} by {_mean(memory):.1%}" if memory else text
+
+
+def _mean(errors: Sequence[float]) -> float:
+    return sum(errors) / len(errors)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Predictions beside published figures.")
+    parser.add_argument("--source", help="only rows of this source")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    args = parser.parse_args()
+    rows = [row for row in published() if row.is_priced and args.source in (None, row.source)]
+    found = list(predictions(rows))
+    if args.json:
+        result = [{**asdict(row), "predicted": asdict(told)} for row, told in found]
+        rounds.write(args.json, {**rounds.header("published.py"), "rows": result})
+    print(render(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The models of published figures, on the meta device, sharded as their publishers did.
+
+In: the family and size of a model, the length, what is computed again, the dtype of reductions.
+Out: a sharded model and the inputs of one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from examples.llama import LLAMA3_8B, LLAMA3_70B, Config, Llama
+
+# Llama 2: arXiv 2307.09288 and its published configurations; 34B is Code Llama's, arXiv 2308.12950.
+LLAMA = {
+    ("llama3", "8b"): LLAMA3_8B,
+    ("llama3", "70b"): LLAMA3_70B,
+    ("llama2", "7b"): Config(4_096, 32, 32, 11_008, 32, 32_000),
+    ("llama2", "13b"): Config(5_120, 40, 40, 13_824, 40, 32_000),
+    ("llama2", "34b"): Config(8_192, 48, 64, 22_016, 8, 32_000),
+    ("llama2", "70b"): Config(8_192, 80, 64, 28_672, 8, 32_000),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MptConfig:
+    """llm-foundry 061f2c7, scripts/train/yamls/pretrain/mpt-*.yaml."""
+
+    dim: int
+    num_heads: int
+    num_layers: int
+    vocabulary: int = 50_368
+    recompute: str = "none"
+
+
+MPT = {
+    "1b": MptConfig(2_048, 16, 24),
+    "3b": MptConfig(2_560, 20, 32),
+    "7b": MptConfig(4_096, 32, 32),
+    "13b": MptConfig(5_120, 40, 40),
+    "30b": MptConfig(7_168, 56, 48),
+    "70b": MptConfig(8_192, 64, 80),
+}
+
+
+class MptBlock(nn.Module):
+    def __init__(self, config: MptConfig) -> None:
+        super().__init__()
+        dim = config.dim
+        self.recompute, self.num_heads = config.recompute, config.num_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(dim, bias=False), nn.LayerNorm(dim, bias=False)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = (nn.Linear(*s, bias=False) for s in ((dim, 4 * dim), (4 * dim, dim)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute == "none":
+            return self.compute(x)
+        return checkpoint(self.compute, x, use_reentrant=False)
+
+    def compute(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+        heads = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Mpt(nn.Module):
+    """Tokens and targets in, the mean loss out. The head is the embedding's weight."""
+
+    def __init__(self, config: MptConfig, length: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocabulary, config.dim)
+        self.positions = nn.Embedding(length, config.dim)
+        self.layers = nn.ModuleList(MptBlock(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.dim, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def build(
+    family: str, model: str, seq: int, recompute: str, precision: str, batch: int
+) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """Torchtitan's last block stays gathered until backward; FSDP1's is its root's."""
+    with torch.device("meta"):
+        net: Llama | Mpt
+        if family == "mpt":
+            config = replace(MPT[model], recompute=recompute)
+            net, vocabulary = Mpt(config, seq), config.vocabulary
+        else:
+            shape = replace(LLAMA[family, model], recompute=recompute)
+            net, vocabulary = Llama(shape, seq), shape.vocabulary
+        tokens, targets = torch.randint(vocabulary, (2, batch, seq))
+    reduce_dtype = torch.bfloat16 if precision == "pure" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    *others, last = net.layers
+    for layer in others:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(last, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(net, mp_policy=policy)
+    return net, (tokens, targets)
