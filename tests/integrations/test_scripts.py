@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples/integrations"
 PAGE = ROOT / "docs/integrations/README.md"
 RUNNER = Path(__file__).parent / "run_script.py"
+OWN = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
 TORCHTITAN = ROOT / "tests/dist/framework_scripts/torchtitan_blocks.py"
 BEGIN, END = "<!-- written by tests/integrations -->\n", "<!-- end -->\n"
 LIMIT_S = 240.0
@@ -75,10 +76,9 @@ CLIENTS = {
 def run(*words: str | Path, folder: Path, ranks: int = 2, **environment: str) -> Any:
     """What rank 0 of a script says. ranks: 0: the script starts its own workers."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, *(torchrun if ranks else []), *map(str, words)],
-        env={**os.environ, **own, **environment},
+        env={**os.environ, **OWN, **environment},
         cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
