@@ -37,11 +37,11 @@ from graphshard.runtime.company import is_alone
 from graphshard.runtime.votes import (
     FSDP2_RUNS,
     Vote,
+    all_have_spare,
     compare,
     groups_error,
     is_running,
     leave_with,
-    may_part,
     other_groups,
     other_uses,
     stopped,
@@ -148,9 +148,9 @@ def _voted(ballot: Ballot, plan: Plan, vote: Vote, follow: Follow | None) -> Pla
     votes = _ask(ballot, plan, vote, may_adopt=follow is not None)
     alike = len({vote.structure for vote in votes.values()}) == 1
     adopts = votes[lead].is_planned and alike and not is_running(votes)
-    parts = not adopts and spare is not None and may_part(votes)
-    compare(ballot, number, votes, signatures=not adopts and not parts)
-    if parts:
+    takes_spare = not adopts and spare is not None and all_have_spare(votes)
+    compare(ballot, number, votes, signatures=not adopts and not takes_spare)
+    if takes_spare:
         assert spare is not None
         plan = spare
     elif adopts:

@@ -160,7 +160,8 @@ class PackedGather(_Collective):
 class OwnCopy:
     """What one rank has to itself, on its way from the host: no collective, but under way like one.
 
-    Made where the host's copies are issued (`graphshard.runtime.host_copies`)."""
+    Made where the host's copies are issued (`graphshard.runtime.host_copies`).
+    """
 
     __slots__ = ("_buffer", "_done", "_load")
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """uses, kinds: digests of the graphs' groups, and of what else they
-    are, with the forwards. varies: the graphs use different groups (layers are dropped, say), which
-    all ranks have to do alike: then nothing else matters."""
+    """uses: digest of the groups of each graph, with its forward. kinds: of what else tells graphs
+    apart. last: the groups of the last one. varies: the graphs use different groups (layers are
+    dropped, say), which all ranks have to do alike: then nothing else matters.
+    """
 
     uses: str = ""
     kinds: str = ""

@@ -172,7 +172,7 @@ def is_running(votes: Mapping[int, Vote]) -> bool:
     return any(vote.runs for vote in votes.values())
 
 
-def may_part(votes: Mapping[int, Vote]) -> bool:
+def all_have_spare(votes: Mapping[int, Vote]) -> bool:
     """What the ranks have planned differs, and each has the spare plan that the others have."""
     said = {vote.fingerprint for vote in votes.values()}
     return len(said) > 1 and "" not in said and len({vote.spare for vote in votes.values()}) == 1
