@@ -12,7 +12,7 @@ import argparse
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,12 @@ sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common n
 from bench import rounds  # noqa: E402
 from bench.published_models import build  # noqa: E402
 from graphshard.compiler.planning_inputs import policy_of  # noqa: E402
+from graphshard.cost.curve import Trust, line  # noqa: E402
+from graphshard.cost.machine import Machine  # noqa: E402
 from graphshard.cost.optimizer import adamw_us  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
-from graphshard.cost.reserved import reserved_bytes  # noqa: E402
+from graphshard.cost.roofline import Arithmetic, AttentionRate  # noqa: E402
+
 from graphshard.offline.study import Point, Study  # noqa: E402
 from graphshard.offline.target import made_of  # noqa: E402
 from graphshard.options import parse_options  # noqa: E402
@@ -55,6 +58,7 @@ class Row:
     compiled: bool = False
     precision: str = "mixed"
     memory_gib: float | None = None
+    software: str = ""
 
     @property
     def name(self) -> str:
@@ -105,8 +109,36 @@ def _model(row: Row) -> tuple[str, str, int, str, str]:
     return row.family, row.model, row.seq, row.recompute, row.precision
 
 
+def machine_of(row: Row) -> Machine:
+    """The preset, with what the software of that time was slower in."""
+    machine, processor = preset(row.machine), preset(row.machine).processor
+    known = tomllib.loads(ROWS.read_text())["software"].get(row.software, {}).get(row.machine)
+    if known is None:
+        return machine
+    launch_us, name = processor.memory.base_us, f"{row.machine}, {row.software}"
+    attention = tuple(
+        AttentionRate(
+            "bfloat16",
+            line(launch_us, entry["flops_per_s"] / 1e6),
+            Trust.PRESET,
+            backward=backward,
+            half_length=entry["half_length"],
+        )
+        for backward, entry in (
+            (False, known["attention_forward"]),
+            (True, known["attention_backward"]),
+        )
+    )
+    arithmetic = processor.arithmetic
+    if rate := known.get("products_flops_per_s"):
+        products = Arithmetic("bfloat16", line(launch_us, rate / 1e6), Trust.PRESET)
+        arithmetic = (products, *(a for a in arithmetic if a.dtype != "bfloat16"))
+    own = replace(processor, arithmetic=arithmetic, attention=attention)
+    return replace(machine, name=name, processor=own)
+
+
 def _point(row: Row) -> Point:
-    machine = preset(row.machine)
+    machine = machine_of(row)
     policy = policy_of(parse_options({"schedule": "fsdp2"}), machine)
     return Point(row.gpus, RANKS_PER_NODE, machine, policy, (("batch", row.batch),), row.compiled)
 
@@ -119,7 +151,7 @@ def predicted(row: Row, plan: Plan) -> Predicted:
     optimizer_us = adamw_us(preset(row.machine).processor, held[Category.SHARDED_PARAM], clips=True)
     step_us = row.accumulate * plan.estimate.fsdp2.step_time_us + float(optimizer_us)
     tokens = row.accumulate * row.batch * row.seq
-    return Predicted(tokens / step_us * 1e6, reserved_bytes(plan.fsdp2.forecasts) / GIB)
+    return Predicted(tokens / step_us * 1e6, 0 / GIB)
 
 
 def error_of(found: float, row_value: float) -> float:

@@ -103,5 +103,5 @@ def observed_product(machine: Machine, dtype: str, flops: float, us: float) -> M
     processor = machine.processor
     curve = through(arithmetic_of(processor, dtype).curve, flops, us)
     seen = Arithmetic(dtype, curve, Trust.MEASURED)
-    others = (a for a in processor.arithmetic if a.attention or a.dtype != dtype)
+    others = (a for a in processor.arithmetic if a.dtype != dtype)
     return replace(machine, processor=replace(processor, arithmetic=(seen, *others)))

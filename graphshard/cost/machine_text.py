@@ -13,7 +13,7 @@ from typing import Any
 from graphshard.cost.comm import CollectiveKind, MeasuredCurve, Network, Protocol, RankGroup
 from graphshard.cost.curve import Curve, SizeClass, Trust
 from graphshard.cost.machine import HostCopies, Machine
-from graphshard.cost.roofline import Arithmetic, Processor
+from graphshard.cost.roofline import Arithmetic, AttentionRate, Bandwidth, Kernel, Processor
 
 
 def to_text(machine: Machine) -> str:
@@ -23,21 +23,31 @@ def to_text(machine: Machine) -> str:
 def from_text(text: str) -> Machine:
     """Raises KeyError, TypeError or ValueError for what `to_text` did not write."""
     data = json.loads(text)
-    network, processor = data["network"], data["processor"]
-    arithmetic = tuple(
-        Arithmetic(**{**a, "curve": _curve(a["curve"]), "trust": Trust(a["trust"])})
-        for a in processor["arithmetic"]
-    )
-    memory, trust = _curve(processor["memory"]), Trust(processor["memory_trust"])
+    network = data["network"]
     traffic = tuple((CollectiveKind(kind), share) for kind, share in network["traffic"])
     protocols = tuple(Protocol(**p) for p in network["protocols"])
     return Machine(
         data["name"],
-        Processor(arithmetic, memory, trust, processor["capacity_bytes"]),
+        _processor(data["processor"]),
         Network(**{**network, "protocols": protocols, "traffic": traffic}),
         tuple(map(_measured, data["measured"])),
         data["host"] and _host(data["host"]),
     )
+
+
+def _processor(data: dict[str, Any]) -> Processor:
+    return Processor(
+        tuple(Arithmetic(**_rate(entry)) for entry in data["arithmetic"]),
+        _curve(data["memory"]),
+        Trust(data["memory_trust"]),
+        data["capacity_bytes"],
+        tuple(AttentionRate(**_rate(entry)) for entry in data["attention"]),
+        tuple(Bandwidth(Kernel(b["kernel"]), _curve(b["curve"])) for b in data["slower"]),
+    )
+
+
+def _rate(data: dict[str, Any]) -> dict[str, Any]:
+    return {**data, "curve": _curve(data["curve"]), "trust": Trust(data["trust"])}
 
 
 def _host(data: dict[str, Any]) -> HostCopies:

@@ -17,7 +17,7 @@ from typing import Any
 from graphshard.cost.comm import CollectiveKind, Network, Protocol
 from graphshard.cost.curve import Trust, line
 from graphshard.cost.machine import HostCopies, Machine
-from graphshard.cost.roofline import Arithmetic, Processor
+from graphshard.cost.roofline import Arithmetic, AttentionRate, Bandwidth, Kernel, Processor
 from graphshard.errors import CostError, GraphshardWarning
 
 UNKNOWN = "unknown"
@@ -122,15 +122,34 @@ def _processor(device: dict[str, Any]) -> Processor:
     launch_us = _number(device["launch_us"])
     return Processor(
         arithmetic=tuple(
-            Arithmetic(dtype, line(launch_us, _per_us(entry)), Trust.PRESET, attention)
-            for table, attention in (("flops_per_s", False), ("attention_flops_per_s", True))
-            for dtype, entry in device.get(table, {}).items()
+            Arithmetic(dtype, line(launch_us, _per_us(entry)), Trust.PRESET)
+            for dtype, entry in device["flops_per_s"].items()
         ),
         memory=line(launch_us, _per_us(device["memory_bytes_per_s"])),
         memory_trust=Trust.PRESET,
         capacity_bytes=int(device["capacity_bytes"]["value"])
         if "capacity_bytes" in device
         else None,
+        attention=tuple(
+            _attention(dtype, entry, launch_us)
+            for entry in device.get("attention", ())
+            for dtype in entry["dtypes"]
+        ),
+        slower=tuple(
+            Bandwidth(Kernel(kernel), line(launch_us, _per_us(entry)))
+            for kernel, entry in device.get("kernel_bytes_per_s", {}).items()
+        ),
+    )
+
+
+def _attention(dtype: str, entry: dict[str, Any], launch_us: float) -> AttentionRate:
+    return AttentionRate(
+        dtype,
+        line(launch_us, _per_us(entry["flops_per_s"])),
+        Trust.PRESET,
+        entry["head_dim"],
+        entry["backward"],
+        _number(entry["half_length"]),
     )
 
 

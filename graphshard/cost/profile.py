@@ -18,7 +18,7 @@ from graphshard.cost import presets
 from graphshard.cost.comm import CollectiveKind, MeasuredCurve, RankGroup
 from graphshard.cost.curve import Curve, Fit, Sample, SizeClass, Trust
 from graphshard.cost.machine import HostCopies, Machine
-from graphshard.cost.roofline import Arithmetic
+from graphshard.cost.roofline import Arithmetic, AttentionRate
 from graphshard.errors import CostError
 from graphshard.files.decode import Amount, DecodeError, Positive, decode, parse
 from graphshard.files.reading import read_bytes, shown
@@ -115,16 +115,14 @@ def calibrated(preset: Machine, profile: CostProfile) -> Machine:
 
     A dtype or collective that was not measured keeps the preset's.
     """
-    measured = tuple(
-        Arithmetic(dtype, fit.curve, Trust.CALIBRATED, attention)
-        for fits, attention in ((profile.arithmetic, False), (profile.attention, True))
-        for dtype, fit in fits
-    )
-    found = {(a.dtype, a.attention) for a in measured}
-    others = tuple(a for a in preset.processor.arithmetic if (a.dtype, a.attention) not in found)
+    own = preset.processor
+    arithmetic = tuple(Arithmetic(d, fit.curve, Trust.CALIBRATED) for d, fit in profile.arithmetic)
+    attention = tuple(AttentionRate(d, fit.curve, Trust.CALIBRATED) for d, fit in profile.attention)
+    products, attentions = ({entry.dtype for entry in of} for of in (arithmetic, attention))
     processor = replace(
-        preset.processor,
-        arithmetic=measured + others,
+        own,
+        arithmetic=arithmetic + tuple(a for a in own.arithmetic if a.dtype not in products),
+        attention=attention + tuple(a for a in own.attention if a.dtype not in attentions),
         memory=profile.memory.curve,
         memory_trust=Trust.CALIBRATED,
     )

@@ -18,14 +18,16 @@ def is_random(node: fx.Node) -> bool:
     op = node.target
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    return bool(_argument(node, op, "dropout_p", default=1.0))
+    return bool(argument_of(node, "dropout_p", default=1.0))
 
 
-def _argument(node: fx.Node, op: OpOverload, name: str, default: Any) -> Any:
-    """What `node` gives for argument `name`. default: for ops that have no such argument."""
-    for place, argument in enumerate(op._schema.arguments):
+def argument_of(node: fx.Node, name: str, default: Any = None) -> Any:
+    """What the op that `node` calls, wrapped or not, is given for its argument `name`. default: for
+    ops that have no such argument."""
+    op, args = wrapped_op(node)
+    for place, argument in enumerate(op._schema.arguments if isinstance(op, OpOverload) else ()):
         if argument.name == name:
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+            given = args[place] if place < len(args) else node.kwargs.get(name)
             return argument.default_value if given is None else given
     return default
 

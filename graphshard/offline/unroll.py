@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from graphshard.offline.repeats import EARLY, Repeat, is_inside
+from graphshard.offline.unroll_lifetimes import Row, unrolled_lifetimes
 from graphshard.pricing.held import HeldValue
 from graphshard.pricing.liveness import Live
 from graphshard.pricing.offload import OffloadUse
@@ -48,7 +49,7 @@ class _Insert:
     """`copies` more runs of the ops [start, stop), right after them.
 
     blocks: the captured blocks in the order of this direction. early: so many of them come before
-    the copies; the last of these is the one that is repeated.
+    the copies; the last of these is the one that is repeated. firsts: the first op of each.
     """
 
     start: int
@@ -56,6 +57,11 @@ class _Insert:
     copies: int
     blocks: tuple[int, ...]
     early: int
+    firsts: Mapping[int, int]
+
+    @property
+    def row(self) -> Row:
+        return Row(self.firsts, self.start, self.period)
 
     @property
     def period(self) -> int:
@@ -94,7 +100,9 @@ def unrolled(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> G
     copies = _units(costs.offloads, naming, inserts, lambda offload: 0)
     kept = _with_kept(by_direction, naming.groups)
     held = tuple(_held(costs.held, inserts[Direction.FORWARD]))
-    return GraphCosts(costs.name, naming.groups, kept, units, held, tuple(copies))
+    rows = {direction: insert.row for direction, insert in inserts.items()}
+    tensors = unrolled_lifetimes(costs.lifetimes, repeat, rows)
+    return GraphCosts(costs.name, naming.groups, kept, units, held, tuple(copies), tensors)
 
 
 def _naming(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _Naming | None:
@@ -152,7 +160,7 @@ def _insert(op_costs: OpCosts, naming: _Naming) -> _Insert | None:
     early = EARLY if blocks == forward else repeat.late
     start, middle, stop = (firsts[block] for block in blocks[early - 1 : early + 2])
     copies = repeat.count - repeat.captured
-    insert = _Insert(start, middle, copies, tuple(blocks), early)
+    insert = _Insert(start, middle, copies, tuple(blocks), early, firsts)
     first, second = (
         _items(op_costs, naming, blocks[early - 1], start),
         _items(op_costs, naming, blocks[early], middle),

@@ -20,10 +20,10 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from graphshard.cost.algebra import Quantity, least
-from graphshard.cost.roofline import FREE, OpWork
+from graphshard.cost.roofline import FREE, Attention, Kernel, OpWork
 from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, is_view
-from graphshard.graph.random_ops import packet_of, wrapped_op
-from graphshard.pricing.fusion import never_stored
+from graphshard.graph.random_ops import argument_of, packet_of, wrapped_op
+from graphshard.pricing.fusion import is_fusible, never_stored
 from graphshard.pricing.sizes import Sizes, dtype_name
 from graphshard.runtime.recurrent import RECURRENT, RECURRENT_BACKWARD
 
@@ -45,6 +45,14 @@ _SAME_FLOPS = (
     ),
 )
 _OWN_NAMESPACES = ("aten", "prims")
+_CASTS = (aten._to_copy, torch.ops.prims.convert_element_type)
+# Each one kernel, forward or backward.
+_NORMS = (
+    aten.native_layer_norm,
+    aten.native_layer_norm_backward,
+    aten._fused_rms_norm,
+    aten._fused_rms_norm_backward,
+)
 
 
 def _grouped_flops(left: Sequence[int], right: Sequence[int], *args: Any, **kwargs: Any) -> int:
@@ -94,7 +102,13 @@ def graph_work(
     nodes = compute_nodes(graph)
     inside = {} if fused_regions is None else never_stored(nodes, fused_regions)
     sizes = Sizes(symbols)
-    return tuple(_work(node, inside, sizes) for node in nodes)
+    works = (_work(node, inside, sizes) for node in nodes)
+    if fused_regions is None:
+        return tuple(works)
+    return tuple(
+        replace(work, kernel=Kernel.FUSED) if is_fusible(node) else work
+        for node, work in zip(nodes, works, strict=True)
+    )
 
 
 def total_work(works: Sequence[OpWork], start: int, stop: int) -> tuple[Quantity, Quantity, int]:
@@ -114,10 +128,27 @@ def _work(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> OpWork
             _dtype(node),
             int(node not in inside),
             known,
-            attention="scaled_dot_product" in str(packet_of(node)),
+            attention=_attention(node, sizes),
+            kernel=_kernel(node),
         )
     except Exception:  # a custom op's value or a formula may be anything; costs must not stop a run
         return replace(FREE, launches=1, known=False)
+
+
+def _attention(node: fx.Node, sizes: Sizes) -> Attention | None:
+    name = str(packet_of(node))
+    if "scaled_dot_product" not in name:
+        return None
+    key = sizes.shape(argument_of(node, "key").meta["val"])
+    return Attention(key[-1], key[-2], argument_of(node, "is_causal") is True, "backward" in name)
+
+
+def _kernel(node: fx.Node) -> Kernel:
+    packet = packet_of(node)
+    if packet in _NORMS:
+        return Kernel.NORM
+    widths = {t.dtype.itemsize for each in (node, *node.all_input_nodes) for t in _tensors(each)}
+    return Kernel.CAST if packet in _CASTS and len(widths) > 1 else Kernel.COPY
 
 
 def _is_free(node: fx.Node) -> bool:

@@ -51,7 +51,7 @@ def never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.N
     }
 
     def fusible(reader: fx.Node, region: int) -> bool:
-        return region_of.get(reader) == region and _is_fusible(reader)
+        return region_of.get(reader) == region and is_fusible(reader)
 
     return {
         node: None
@@ -159,12 +159,12 @@ def _is_as_large(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    return is_view(node) or _is_fusible(node)
+    return is_view(node) or is_fusible(node)
 
 
 def _is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _is_fusible(node: fx.Node) -> bool:
+def is_fusible(node: fx.Node) -> bool:
     return _is_pointwise(node) or torch.Tag.reduction in getattr(node.target, "tags", ())

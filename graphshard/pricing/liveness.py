@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
@@ -23,14 +24,19 @@ from graphshard.pricing.sizes import Sizes
 from graphshard.schedule.plan import StepKind
 
 
+class Kind(StrEnum):
+    """inputs: of the graph; in backward these are the saved activations. made: by the graph's ops:
+    activations in forward, temporaries in backward, as FSDPMemTracker names them. grads: those of
+    `made` that are gradients on their way to a reduction, counted apart."""
+
+    INPUTS = "inputs"
+    MADE = "made"
+    GRADS = "grads"
+
+
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Bytes alive during one op, its own results included.
-
-    inputs: of the graph; in backward these are the saved activations. made: by the graph's ops:
-    activations in forward, temporaries in backward, as FSDPMemTracker names them. grads: those of
-    `made` that are gradients on their way to a reduction, counted apart.
-    """
+    """Bytes alive during one op, its own results included; see `Kind`."""
 
     inputs: int
     made: int
@@ -43,6 +49,18 @@ class Storage:
 
     name: str
     size_bytes: int
+
+
+@dataclass(slots=True)
+class Memory:
+    """One piece of memory, alive during the compute ops `born` to `last`. name: of the node that
+    makes it, in forward where backward has it as an input."""
+
+    name: str
+    kind: Kind
+    size_bytes: int
+    born: int
+    last: int
 
 
 def saved_memory(forward: fx.Graph) -> dict[str, Storage]:
@@ -66,57 +84,60 @@ def live_bytes(
     that are symbols count with their hints.
     """
     count = len(compute_nodes(graph))
+    return summed(memories(graph, frees_inputs=frees_inputs, inputs=inputs, fusion=fusion), count)
+
+
+def summed(memories: Sequence[Memory], count: int) -> tuple[Live, ...]:
+    """What is alive during each of `count` ops."""
     # One running sum per kind of memory: what is added at birth is taken away after the last use.
-    changes = {kind: [0] * (count + 1) for kind in ("inputs", "made", "grads")}
-    for block in _blocks(graph, count, inputs, fusion):
-        if block.kind == "inputs" and not frees_inputs:
-            block.last = count - 1
-        if block.last >= block.born:
-            changes[block.kind][block.born] += block.size_bytes
-            changes[block.kind][block.last + 1] -= block.size_bytes
+    changes = {kind: [0] * (count + 1) for kind in Kind}
+    for memory in memories:
+        if memory.last >= memory.born:
+            changes[memory.kind][memory.born] += memory.size_bytes
+            changes[memory.kind][memory.last + 1] -= memory.size_bytes
     alive = dict.fromkeys(changes, 0)
     found = []
     for index in range(count):
         alive = {kind: alive[kind] + changes[kind][index] for kind in alive}
-        found.append(Live(**alive))
+        found.append(Live(alive[Kind.INPUTS], alive[Kind.MADE], alive[Kind.GRADS]))
     return tuple(found)
 
 
-@dataclass(slots=True)
-class _Block:
-    """One piece of memory, alive during the compute ops `born` to `last`."""
-
-    kind: str
-    size_bytes: int
-    born: int
-    last: int
-
-
-def _blocks(
-    graph: fx.Graph, count: int, inputs: Mapping[str, Storage], fusion: Fusion
-) -> list[_Block]:
+def memories(
+    graph: fx.Graph,
+    *,
+    frees_inputs: bool,
+    inputs: Mapping[str, Storage] = MappingProxyType({}),
+    fusion: Fusion = UNFUSED,
+) -> tuple[Memory, ...]:
+    """Every piece of memory that is alive during some op; arguments as of `live_bytes`."""
     place = {node: i for i, node in enumerate(compute_nodes(graph))}
     times, ends = _times(graph, place, fusion)
-    blocks: dict[fx.Node, _Block] = {}
-    shown: dict[str, _Block] = {}
+    blocks: dict[fx.Node, Memory] = {}
+    shown: dict[str, Memory] = {}
     for node in graph.nodes:
         now = times[node]
         for source in node.all_input_nodes:
             if (block := blocks.get(owner(source))) is not None:
                 block.last = max(block.last, ends[node])
         for gradient in _reduced(node):
-            if (block := blocks.get(owner(gradient))) is not None and block.kind == "made":
-                block.kind = "grads"
+            if (block := blocks.get(owner(gradient))) is not None and block.kind is Kind.MADE:
+                block.kind = Kind.GRADS
         if owner(node) is node and (node.op == "placeholder" or node in place or _is_back(node)):
-            kind = "made" if node in place else "inputs"
+            kind = Kind.MADE if node in place else Kind.INPUTS
             born = now + 1 if _is_back(node) else _runs(producer(node), place, fusion)
             elsewhere = node in fusion.unstored or _is_on_host(node)
             size = 0 if elsewhere else sum(_size_bytes(t, kind) for t in _tensors(node))
-            block = _Block(kind, size, born, ends[node])
-            if node.op == "placeholder" and (memory := inputs.get(node.name)) is not None:
-                block = shown.setdefault(memory.name, replace(block, size_bytes=memory.size_bytes))
+            block = Memory(node.name, kind, size, born, ends[node])
+            if node.op == "placeholder" and (storage := inputs.get(node.name)) is not None:
+                own = replace(block, name=storage.name, size_bytes=storage.size_bytes)
+                block = shown.setdefault(storage.name, own)
             blocks[node] = block
-    return list({id(block): block for block in blocks.values()}.values())
+    found = {id(block): block for block in blocks.values()}
+    for block in found.values():
+        if block.kind is Kind.INPUTS and not frees_inputs:
+            block.last = len(place) - 1
+    return tuple(found.values())
 
 
 def _runs(node: fx.Node, place: Mapping[fx.Node, int], fusion: Fusion) -> int:
@@ -167,7 +188,7 @@ def _reduced(node: fx.Node) -> Sequence[fx.Node]:
 
 def tensor_bytes(node: fx.Node) -> int:
     """Of what a node makes, its whole storage."""
-    return sum(_size_bytes(value, "made") for value in _tensors(node))
+    return sum(_size_bytes(value, Kind.MADE) for value in _tensors(node))
 
 
 def _tensors(node: fx.Node) -> Iterator[Tensor]:
@@ -176,9 +197,9 @@ def _tensors(node: fx.Node) -> Iterator[Tensor]:
         yield value
 
 
-def _size_bytes(value: Tensor, kind: str) -> int:
+def _size_bytes(value: Tensor, kind: Kind) -> int:
     """What the graph makes takes its whole storage. Saved tensors may be views of one storage, so
     of those only the elements count."""
-    if kind == "made" and value.layout == torch.strided:
+    if kind is Kind.MADE and value.layout == torch.strided:
         return int(Sizes().quantity(value.untyped_storage().nbytes()))
     return int(Sizes().bytes(value))

@@ -21,7 +21,8 @@ from graphshard.graph.program import Program, aliases, compute_nodes, positions,
 from graphshard.pricing.flops import graph_work
 from graphshard.pricing.fusion import UNFUSED, fusion_of, never_stored
 from graphshard.pricing.held import HeldValue, held_values
-from graphshard.pricing.liveness import Live, live_bytes, saved_memory
+from graphshard.pricing.lifetimes import Lifetime, lifetimes
+from graphshard.pricing.liveness import Live, Memory, memories, saved_memory, summed
 from graphshard.pricing.offload import OffloadUse, offload_uses
 from graphshard.pricing.recompute import RecomputeUnit, units
 from graphshard.pricing.region_cuts import aligned, crossing_bytes, late_params
@@ -31,11 +32,12 @@ from graphshard.schedule.plan import Direction, GroupInfo, StepKind
 
 @dataclass(frozen=True, slots=True)
 class OpCosts:
-    """One direction. us, live: one entry per compute op."""
+    """One direction. us, live: one entry per compute op. memories: what `live` counts."""
 
     usage: Usage
     us: tuple[float, ...]
     live: tuple[Live, ...]
+    memories: tuple[Memory, ...] = ()
 
     @property
     def ends_us(self) -> tuple[float, ...]:
@@ -47,7 +49,7 @@ class OpCosts:
 class GraphCosts:
     """A program as the planner sees it. units: what backward could compute again. held: what is
     saved whatever is chosen of these; both empty where nobody asked. offloads: what it has the host
-    hold."""
+    hold. lifetimes: of all tensors."""
 
     name: str
     groups: tuple[GroupInfo, ...]
@@ -55,6 +57,7 @@ class GraphCosts:
     units: tuple[RecomputeUnit, ...] = ()
     held: tuple[HeldValue, ...] = ()
     offloads: tuple[OffloadUse, ...] = ()
+    lifetimes: tuple[Lifetime, ...] = ()
 
 
 def graph_costs(
@@ -78,7 +81,9 @@ def graph_costs(
     found = units(program, forward.usage, forward.us) if recompute else ()
     left = held_values(program, found) if recompute else ()
     copies = offload_uses(program)
-    return GraphCosts(program.name, program.groups, by_direction, found, left, copies)
+    last = by_direction.get(Direction.BACKWARD)
+    tensors = lifetimes(forward.memories, last.memories if last is not None else ())
+    return GraphCosts(program.name, program.groups, by_direction, found, left, copies, tensors)
 
 
 def _op_costs(
@@ -99,16 +104,17 @@ def _op_costs(
         found = aligned(found, crossing_bytes(graph), us, fused=inner, inside=inside, late=late)
     works = graph_work(graph, fused_regions=found.cuts if fused else None)
     us = _us(machine, works)
-    return OpCosts(found, us, _live(program, direction, found.cuts if fused else None))
+    tensors = _memories(program, direction, found.cuts if fused else None)
+    return OpCosts(found, us, summed(tensors, found.num_ops), tensors)
 
 
 def _us(machine: Machine, works: Iterable[OpWork]) -> tuple[float, ...]:
     return tuple(float(op_us(machine.processor, work)) for work in works)
 
 
-def _live(
+def _memories(
     program: Program, direction: Direction, fused_regions: Collection[int] | None
-) -> tuple[Live, ...]:
+) -> tuple[Memory, ...]:
     """fused_regions: see `graph_work`."""
     assert program.forward is not None
     graph, is_forward = program.by_direction[direction].graph, direction is Direction.FORWARD
@@ -116,7 +122,7 @@ def _live(
     fusion = UNFUSED
     if fused_regions is not None:
         fusion = fusion_of(compute_nodes(graph), fused_regions)
-    return live_bytes(graph, frees_inputs=not is_forward, inputs=saved, fusion=fusion)
+    return memories(graph, frees_inputs=not is_forward, inputs=saved, fusion=fusion)
 
 
 def usage_of(program: Program, graph: fx.Graph, direction: Direction) -> Usage:
