@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common names
 
 from bench import rounds  # noqa: E402
-from bench.published_models import build  # noqa: E402
+from bench.published_models import LLAMA, build  # noqa: E402
+from graphshard.compiler.planning import Posed  # noqa: E402
 from graphshard.compiler.planning_inputs import policy_of  # noqa: E402
 from graphshard.cost.curve import Trust, line  # noqa: E402
 from graphshard.cost.machine import Machine  # noqa: E402
@@ -32,8 +33,10 @@ from graphshard.cost.roofline import Arithmetic, AttentionRate  # noqa: E402
 from graphshard.offline.study import Point, Study  # noqa: E402
 from graphshard.offline.target import made_of  # noqa: E402
 from graphshard.options import parse_options  # noqa: E402
+from graphshard.pricing.lifetimes import Lifetime  # noqa: E402
+from graphshard.pricing.reserved import reserved_bytes  # noqa: E402
 from graphshard.schedule.estimate import Category  # noqa: E402
-from graphshard.schedule.plan import Plan  # noqa: E402
+from graphshard.schedule.plan import Direction, Plan  # noqa: E402
 
 ROWS = ROOT / "bench" / "published.toml"
 RANKS_PER_NODE = 8
@@ -59,6 +62,7 @@ class Row:
     precision: str = "mixed"
     memory_gib: float | None = None
     software: str = ""
+    keeps_logits: bool = False
 
     @property
     def name(self) -> str:
@@ -102,7 +106,7 @@ def predictions(rows: Sequence[Row]) -> Iterator[tuple[Row, Predicted]]:
         study = Study(alike[0].model, made, tuple(map(_point, alike)))
         for row, answer in zip(alike, study.answers(), strict=True):
             assert answer.plan is not None
-            yield row, predicted(row, answer.plan)
+            yield row, predicted(row, answer.plan, study.posed(answer.point))
 
 
 def _model(row: Row) -> tuple[str, str, int, str, str]:
@@ -143,7 +147,7 @@ def _point(row: Row) -> Point:
     return Point(row.gpus, RANKS_PER_NODE, machine, policy, (("batch", row.batch),), row.compiled)
 
 
-def predicted(row: Row, plan: Plan) -> Predicted:
+def predicted(row: Row, plan: Plan, posed: Posed) -> Predicted:
     """FSDP2's own schedule, which is what the publishers ran."""
     assert plan.estimate is not None
     assert plan.fsdp2 is not None
@@ -151,7 +155,27 @@ def predicted(row: Row, plan: Plan) -> Predicted:
     optimizer_us = adamw_us(preset(row.machine).processor, held[Category.SHARDED_PARAM], clips=True)
     step_us = row.accumulate * plan.estimate.fsdp2.step_time_us + float(optimizer_us)
     tokens = row.accumulate * row.batch * row.seq
-    return Predicted(tokens / step_us * 1e6, 0 / GIB)
+    tensors = kept_by_eager(row, posed.costs.lifetimes)
+    reserved = reserved_bytes(plan.fsdp2.schedules, posed.problem, posed.costs.groups, tensors)
+    return Predicted(tokens / step_us * 1e6, reserved / GIB)
+
+
+def kept_by_eager(row: Row, tensors: Sequence[Lifetime]) -> list[Lifetime]:
+    """What autograd and the script keep until backward, but the captured graph does not: products
+    that selective checkpointing stores unread, and the logits, where the script held them."""
+    logits_bytes = row.batch * row.seq * LLAMA[row.family, row.model].vocabulary * 4 if row.keeps_logits else 0
+    last = max(one.last for one in tensors if one.last.direction is Direction.BACKWARD)
+    found, saved = [], last
+    for one in tensors:
+        is_saved = one.last.direction is Direction.BACKWARD
+        if is_saved and one.born.direction is Direction.FORWARD:
+            saved = one.last
+        if one.size_bytes == logits_bytes:
+            one, logits_bytes = replace(one, last=last), 0
+        elif one.is_wanted and not is_saved and not row.compiled:
+            one = replace(one, last=saved)  # with what was saved before it
+        found.append(one)
+    return found
 
 
 def error_of(found: float, row_value: float) -> float:
@@ -168,7 +192,8 @@ def render(found: Sequence[tuple[Row, Predicted]]) -> str:
             line += f"{row.memory_gib:>8.1f}{told.reserved_gib:>8.1f}{memory:>+8.1%}"
         lines.append(f"{line}  {row.split}")
     lines.append("")
-    for split in ("fitted", "held_out", "seen"):
+    splits = {row.split for row, _ in found}
+    for split in sorted(splits):
         lines.append(f"{split}: {summary([pair for pair in found if pair[0].split == split])}")
     return "\n".join(lines)
 

@@ -163,10 +163,20 @@ class Study:
             plan_s=self._times["plan"],
         )
 
-    def _answer(self, point: Point) -> Answer:
+    def posed(self, point: Point) -> Posed:
+        """What one of the points poses as the user's checkpoints have it, once it was answered."""
+        planning = self._planning(point)
+        if self._repeats:
+            return self._posed_short(point, planning)
+        return pose(self._cut_for(point), planning)
+
+    def _planning(self, point: Point) -> PlanningInputs:
         world = self._worlds[point.world_size, point.ranks_per_node]
         settings = tuple(replace(s, exact_sums=not point.fused) for s in world.settings)
-        planning = PlanningInputs(settings, point.machine, point.policy, point.fused)
+        return PlanningInputs(settings, point.machine, point.policy, point.fused)
+
+    def _answer(self, point: Point) -> Answer:
+        planning = self._planning(point)
         planned = self._planned_short if self._repeats else self._planned_whole
         try:
             plan = planned(point, planning)

@@ -16,12 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graphshard.graph.origins import origin_of
 from graphshard.graph.owners import maker, owner
 from graphshard.graph.program import Program, compute_nodes, step_of
-from graphshard.pricing.liveness import tensor_bytes
+from graphshard.pricing.liveness import WANTED, tensor_bytes
 from graphshard.pricing.recompute import RecomputeUnit, returned
 from graphshard.schedule.plan import Origin
 from graphshard.schedule.shortage import Held
-
-_WANTED = "graphshard_wanted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ def note_wanted(joint: fx.Graph) -> None:
     """Before the partition, which has what one region hands to the next saved by the same tag."""
     for node in joint.nodes:
         if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
-            node.meta[_WANTED] = True
+            node.meta[WANTED] = True
 
 
 def held_values(program: Program, units: Sequence[RecomputeUnit]) -> tuple[HeldValue, ...]:
@@ -53,7 +51,7 @@ def held_values(program: Program, units: Sequence[RecomputeUnit]) -> tuple[HeldV
         memory = owner(node)
         if node.name in freed or memory not in places or step_of(memory) is not None:
             continue
-        wanted = _WANTED in node.meta or _WANTED in memory.meta
+        wanted = WANTED in node.meta or WANTED in memory.meta
         origin = origin_of(maker(memory))
         found[memory] = HeldValue(places[memory], origin, tensor_bytes(memory), wanted)
     return tuple(found.values())

@@ -23,12 +23,14 @@ class At(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """is_gradient: of a parameter, on its way to a reduction."""
+    """is_gradient: of a parameter, on its way to a reduction. is_wanted: as of `Memory`; eager
+    selective checkpointing stores it also where backward does not read it."""
 
     size_bytes: int
     born: At
     last: At
     is_gradient: bool = False
+    is_wanted: bool = False
 
 
 def lifetimes(forward: Sequence[Memory], backward: Sequence[Memory]) -> tuple[Lifetime, ...]:
@@ -46,7 +48,8 @@ def _of_forward(forward: Sequence[Memory], saved: dict[str, Memory]) -> Iterator
         last = At(Direction.FORWARD, memory.last)
         if (later := saved.get(memory.name)) is not None:
             last = At(Direction.BACKWARD, later.last)
-        yield Lifetime(memory.size_bytes, At(Direction.FORWARD, memory.born), last)
+        born = At(Direction.FORWARD, memory.born)
+        yield Lifetime(memory.size_bytes, born, last, is_wanted=memory.is_wanted)
 
 
 def _of_backward(backward: Sequence[Memory]) -> Iterator[Lifetime]:

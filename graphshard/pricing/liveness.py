@@ -24,6 +24,10 @@ from graphshard.pricing.sizes import Sizes
 from graphshard.schedule.plan import StepKind
 
 
+# In a node's `meta`: the user's checkpoint policy says MUST_SAVE.
+WANTED = "graphshard_wanted"
+
+
 class Kind(StrEnum):
     """inputs: of the graph; in backward these are the saved activations. made: by the graph's ops:
     activations in forward, temporaries in backward, as FSDPMemTracker names them. grads: those of
@@ -54,13 +58,15 @@ class Storage:
 @dataclass(slots=True)
 class Memory:
     """One piece of memory, alive during the compute ops `born` to `last`. name: of the node that
-    makes it, in forward where backward has it as an input."""
+    makes it, in forward where backward has it as an input. is_wanted: the user's checkpoint policy
+    says that it be saved."""
 
     name: str
     kind: Kind
     size_bytes: int
     born: int
     last: int
+    is_wanted: bool = False
 
 
 def saved_memory(forward: fx.Graph) -> dict[str, Storage]:
@@ -128,7 +134,7 @@ def memories(
             born = now + 1 if _is_back(node) else _runs(producer(node), place, fusion)
             elsewhere = node in fusion.unstored or _is_on_host(node)
             size = 0 if elsewhere else sum(_size_bytes(t, kind) for t in _tensors(node))
-            block = Memory(node.name, kind, size, born, ends[node])
+            block = Memory(node.name, kind, size, born, ends[node], WANTED in node.meta)
             if node.op == "placeholder" and (storage := inputs.get(node.name)) is not None:
                 own = replace(block, name=storage.name, size_bytes=storage.size_bytes)
                 block = shown.setdefault(storage.name, own)
