@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from examples.llama import LLAMA3_8B, LLAMA3_70B, Config, Llama
 
@@ -25,6 +26,14 @@ LLAMA = {
     ("llama2", "34b"): Config(8_192, 48, 64, 22_016, 8, 32_000),
     ("llama2", "70b"): Config(8_192, 80, 64, 28_672, 8, 32_000),
 }
+
+
+# Torchtitan's: every linear but the head, and all-gathers in float8.
+FLOAT8 = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+
+
+def _is_float8(module: nn.Module, fqn: str) -> bool:
+    return isinstance(module, nn.Linear) and fqn != "head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,8 @@ def build(
             net, vocabulary = Llama(shape, seq), shape.vocabulary
         tokens, targets = torch.randint(vocabulary, (2, batch, seq))
     reduce_dtype = torch.bfloat16 if precision == "pure" else torch.float32
+    if precision == "float8":
+        convert_to_float8_training(net, config=FLOAT8, module_filter_fn=_is_float8)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     *others, last = net.layers
     for layer in others:

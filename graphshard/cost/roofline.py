@@ -17,6 +17,9 @@ from graphshard.cost.algebra import Quantity, is_number, most
 from graphshard.cost.curve import Curve, Trust, curve_us
 
 
+FLOAT8 = "float8"  # how torch's names of them start
+
+
 class Kernel(StrEnum):
     """Kernels that move memory, by how near they come to its bandwidth."""
 
@@ -153,10 +156,12 @@ def copy_us(processor: Processor, size_bytes: Quantity) -> Quantity:
 def arithmetic_of(processor: Processor, dtype: str) -> Arithmetic:
     """The table's entry for products in `dtype`.
 
-    A dtype that is not listed gets the slowest entry, by the time of a large product, so that it is
-    not thought fast.
+    Every format of 8 bits runs at the rate of the one that is listed. Another dtype that is not
+    listed gets the slowest entry, by the time of a large product, so that it is not thought fast.
     """
-    entries = [a for a in processor.arithmetic if a.dtype == dtype]
+    entries = [a for a in processor.arithmetic if a.dtype == dtype] or [
+        a for a in processor.arithmetic if a.dtype.startswith(FLOAT8) and dtype.startswith(FLOAT8)
+    ]
     return entries[0] if entries else max(processor.arithmetic, key=lambda a: _slope(a.curve))
 
 

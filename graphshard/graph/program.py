@@ -196,14 +196,14 @@ def _views(op: torch._ops.OpOverload) -> bool:
     )
 
 
-_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def cast_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype to which `node` casts, if a dtype cast is all it does."""
-    if node.op != "call_function" or node.target not in _CASTS:
+    if node.op != "call_function" or node.target not in CASTS:
         return None
-    if node.target is _CASTS[1]:
+    if node.target is CASTS[1]:
         return node.args[1]  # type: ignore[return-value]
     if set(node.kwargs) != {"dtype"}:
         return None

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from graphshard.cost.algebra import Quantity, least
 from graphshard.cost.roofline import FREE, Attention, Kernel, OpWork
-from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, is_view
+from graphshard.graph.program import CASTS, compute_nodes, is_reduce, is_unshard, is_view
 from graphshard.graph.random_ops import argument_of, packet_of, wrapped_op
 from graphshard.pricing.fusion import is_fusible, never_stored
 from graphshard.pricing.sizes import Sizes, dtype_name
@@ -45,7 +45,6 @@ _SAME_FLOPS = (
     ),
 )
 _OWN_NAMESPACES = ("aten", "prims")
-_CASTS = (aten._to_copy, torch.ops.prims.convert_element_type)
 # Each one kernel, forward or backward.
 _NORMS = (
     aten.native_layer_norm,
@@ -148,7 +147,7 @@ def _kernel(node: fx.Node) -> Kernel:
     if packet in _NORMS:
         return Kernel.NORM
     widths = {t.dtype.itemsize for each in (node, *node.all_input_nodes) for t in _tensors(each)}
-    return Kernel.CAST if packet in _CASTS and len(widths) > 1 else Kernel.COPY
+    return Kernel.CAST if node.target in CASTS and len(widths) > 1 else Kernel.COPY
 
 
 def _is_free(node: fx.Node) -> bool:

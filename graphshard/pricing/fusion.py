@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphshard.graph.owners import owner
-from graphshard.graph.program import is_view
+from graphshard.graph.program import CASTS, is_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,8 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    """By torch's tag, which a cast lacks until it is decomposed."""
+    return node.target in CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def is_fusible(node: fx.Node) -> bool:
