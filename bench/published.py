@@ -29,7 +29,6 @@ from graphshard.cost.machine import Machine  # noqa: E402
 from graphshard.cost.optimizer import adamw_us  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
 from graphshard.cost.roofline import Arithmetic, AttentionRate  # noqa: E402
-
 from graphshard.offline.study import Point, Study  # noqa: E402
 from graphshard.offline.target import made_of  # noqa: E402
 from graphshard.options import parse_options  # noqa: E402
@@ -163,7 +162,9 @@ def predicted(row: Row, plan: Plan, posed: Posed) -> Predicted:
 def kept_by_eager(row: Row, tensors: Sequence[Lifetime]) -> list[Lifetime]:
     """What autograd and the script keep until backward, but the captured graph does not: products
     that selective checkpointing stores unread, and the logits, where the script held them."""
-    logits_bytes = row.batch * row.seq * LLAMA[row.family, row.model].vocabulary * 4 if row.keeps_logits else 0
+    logits_bytes = (
+        row.batch * row.seq * LLAMA[row.family, row.model].vocabulary * 4 if row.keeps_logits else 0
+    )
     last = max(one.last for one in tensors if one.last.direction is Direction.BACKWARD)
     found, saved = [], last
     for one in tensors:

@@ -28,7 +28,7 @@ sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common n
 
 from bench import rounds  # noqa: E402
 from graphshard.cost.presets import preset_for  # noqa: E402
-from graphshard.cost.roofline import OpWork, Processor, op_us  # noqa: E402
+from graphshard.cost.roofline import Attention, Kernel, OpWork, Processor, op_us  # noqa: E402
 
 TOKENS = (2048, 8192, 16384)
 # Inputs x outputs of Llama's linears: 1 B; 8 B (attention, its keys, MLP, head); 70 B.
@@ -112,9 +112,11 @@ def attentions(device: torch.device) -> Iterator[Op]:
             return torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
         shape = f"{HEADS} heads of {dim}, {length} tokens"
-        work = OpWork(flops, 4 * read, "bfloat16", attention=True)
+        kind = Attention(dim, length)
+        work = OpWork(flops, 4 * read, "bfloat16", attention=kind)
         yield Op("attention", shape, forward, work)
-        work = OpWork(2.5 * flops, 8 * read, "bfloat16", attention=True)
+        kind = Attention(dim, length, backward=True)
+        work = OpWork(2.5 * flops, 8 * read, "bfloat16", attention=kind)
         yield Op("attention, backward", shape, backward, work)
 
 
@@ -137,10 +139,14 @@ def moves(device: torch.device) -> Iterator[Op]:
         yield Op("a + b", shape, lambda a=a, b=b: a + b, OpWork(0, 6.0 * size))
         yield Op("silu(a) * b", shape, parts, OpWork(0, 10.0 * size, launches=2))
         yield Op(
-            "silu(a) * b, fused", shape, lambda a=a, b=b, f=fused: f(a, b), OpWork(0, 6.0 * size)
+            "silu(a) * b, fused",
+            shape,
+            lambda a=a, b=b, f=fused: f(a, b),
+            OpWork(0, 6.0 * size, kernel=Kernel.FUSED),
         )
-        yield Op("rms_norm", shape, norm, OpWork(0, 4.0 * size))
-        yield Op("to float32", shape, lambda a=a: a.float(), OpWork(0, 6.0 * size))
+        yield Op("rms_norm", shape, norm, OpWork(0, 4.0 * size, kernel=Kernel.NORM))
+        cast = OpWork(0, 6.0 * size, kernel=Kernel.CAST)
+        yield Op("to float32", shape, lambda a=a: a.float(), cast)
 
 
 def measured(op: Op, processor: Processor, least_s: float) -> Rate:

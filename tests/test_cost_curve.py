@@ -13,6 +13,10 @@ from graphshard.cost.curve import Curve, Sample, SizeClass, Trust, curve_us, lin
 from graphshard.cost.roofline import (
     FREE,
     Arithmetic,
+    Attention,
+    AttentionRate,
+    Bandwidth,
+    Kernel,
     OpWork,
     Processor,
     arithmetic_of,
@@ -136,13 +140,69 @@ def test_an_unlisted_dtype_is_not_thought_fast():
     assert arithmetic_of(TOY, "float64").dtype == "float32"
 
 
+def test_every_format_of_8_bits_has_the_rate_of_the_listed_one():
+    float8 = Arithmetic("float8_e4m3fn", line(5.0, 2000.0), Trust.PRESET)
+    fast = replace(TOY, arithmetic=(float8, *TOY.arithmetic))
+    assert arithmetic_of(fast, "float8_e5m2") is float8
+    assert arithmetic_of(TOY, "float8_e5m2").dtype == "float32"
+
+
+LONG = Attention(head_dim=128, length=10**9)
+
+
+def with_attention(*rates):
+    return replace(TOY, attention=rates)
+
+
 def test_attention_has_its_own_rate_where_it_was_measured():
-    slow = Arithmetic("bfloat16", line(5.0, 500.0), Trust.CALIBRATED, attention=True)
-    both = replace(TOY, arithmetic=(slow, *TOY.arithmetic))
-    work = OpWork(50_000, 0, "bfloat16", attention=True)
+    work = OpWork(50_000, 0, "bfloat16", attention=LONG)
+    slow = with_attention(AttentionRate("bfloat16", line(5.0, 500.0), Trust.CALIBRATED))
     assert op_us(TOY, work) == 5 + 50
-    assert op_us(both, work) == 5 + 100
-    assert op_us(both, replace(work, attention=False)) == 5 + 50
+    assert op_us(slow, work) == 5 + 100
+    assert op_us(slow, replace(work, attention=None)) == 5 + 50
+    assert op_us(slow, replace(work, dtype="float32")) == 5 + 500
+
+
+def test_attention_without_a_mask_does_twice_as_much():
+    slow = with_attention(AttentionRate("bfloat16", line(5.0, 500.0), Trust.CALIBRATED))
+    work = OpWork(50_000, 0, "bfloat16", attention=replace(LONG, causal=False))
+    assert op_us(slow, work) == 5 + 200
+
+
+def test_attention_is_slower_over_few_keys():
+    rate = AttentionRate("bfloat16", line(5.0, 500.0), Trust.PRESET, half_length=1000)
+    work = OpWork(50_000, 0, "bfloat16", attention=replace(LONG, length=1000))
+    assert op_us(with_attention(rate), work) == 5 + 200
+
+
+def test_the_rate_of_attention_is_that_of_its_direction_and_of_the_nearest_heads():
+    rates = [
+        AttentionRate("bfloat16", line(5.0, rate), Trust.PRESET, dim, backward)
+        for dim, backward, rate in ((64, False, 500.0), (64, True, 250.0), (128, False, 1000.0))
+    ]
+    us = {
+        (dim, backward): op_us(
+            with_attention(*rates),
+            OpWork(50_000, 0, "bfloat16", attention=Attention(dim, 10**9, backward=backward)),
+        )
+        for dim in (32, 80, 120, 256)
+        for backward in (False, True)
+    }
+    assert {dim: us[dim, False] - 5 for dim in (32, 80, 120, 256)} == {
+        32: 100,
+        80: 100,
+        120: 50,
+        256: 50,
+    }
+    assert {us[dim, True] - 5 for dim in (32, 80, 120, 256)} == {200}
+
+
+def test_some_kernels_stay_below_the_memory():
+    slow = replace(TOY, slower=(Bandwidth(Kernel.CAST, line(5.0, 5.0)),))
+    assert op_us(slow, OpWork(0, 100, kernel=Kernel.CAST)) == 5 + 20
+    assert op_us(slow, OpWork(0, 100)) == 5 + 10
+    # A product that is bound by arithmetic is not slowed down by its traffic.
+    assert op_us(slow, OpWork(50_000, 100, "bfloat16", kernel=Kernel.CAST)) == 5 + 50
 
 
 def test_a_region_is_the_sum_of_its_ops():

@@ -1,6 +1,7 @@
 """Flops and bytes of real captured graphs, and ops that nobody knows."""
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from graphshard.cost.roofline import FREE, OpWork
+from graphshard.cost.roofline import FREE, Attention, Kernel, OpWork
 from graphshard.cost.symbolic import BATCH, LENGTH, formula
 from graphshard.graph.program import compute_nodes
 from graphshard.pricing.flops import graph_work, total_work
@@ -199,7 +200,48 @@ def test_fused_results_stay_out_of_memory():
     size = 4 * 4 * 16
     mm, *fused = works(graph, total, fused_regions=[0])
     assert mm.launches == 1
-    assert fused == [OpWork(0, size, launches=0), OpWork(0, 0, launches=0), OpWork(0, 4)]
+    kept = OpWork(0, 4, kernel=Kernel.FUSED)
+    assert fused == [
+        replace(kept, bytes=size, launches=0),
+        replace(kept, bytes=0, launches=0),
+        kept,
+    ]
+
+
+def test_a_cast_is_a_kernel_of_its_own_unless_it_is_fused():
+    def cast_and_more():
+        graph, x, _ = op_costs()
+        cast = graph.op(aten._to_copy.default, x, dtype=torch.bfloat16)
+        return graph, graph.op(aten.relu.default, cast)
+
+    assert [work.kernel for work in works(*cast_and_more())] == [Kernel.CAST, Kernel.COPY]
+    cast, _ = works(*cast_and_more(), fused_regions=[0])
+    assert cast == OpWork(0, 4 * 32, launches=0, kernel=Kernel.FUSED)
+    graph, x, _ = op_costs()
+    copy = graph.op(aten._to_copy.default, x, dtype=torch.int32)  # of the same size
+    assert works(graph, copy)[0].kernel is Kernel.COPY
+
+
+def test_a_normalisation_is_a_kernel_of_its_own():
+    with FakeTensorMode():
+        graph = make_fx(lambda x: functional.layer_norm(x, (8,)))(torch.empty(4, 8)).graph
+    assert graph_work(graph)[0].kernel is Kernel.NORM
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_attention_says_what_it_is(causal):
+    def loss(q, k, v):
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal).sum()
+
+    def grads(*heads):
+        return torch.autograd.grad(loss(*heads), heads)
+
+    with FakeTensorMode():
+        heads = [torch.empty(2, 4, n, 16, requires_grad=True) for n in (32, 64, 64)]
+        graph = make_fx(grads)(*heads).graph
+    found = [work.attention for work in graph_work(graph) if work.attention is not None]
+    forward = Attention(16, 64, causal)
+    assert found == [forward, replace(forward, backward=True)]
 
 
 def test_fusion_ends_where_a_region_ends():
@@ -207,14 +249,6 @@ def test_fusion_ends_where_a_region_ends():
     shifted = graph.op(aten.add.Tensor, x, 1.0)
     active = graph.op(aten.relu.default, graph.op(aten.view.default, shifted, [32]))
     assert [w.launches for w in works(graph, active, fused_regions=[0, 1])] == [1, 0, 1]
-
-
-def test_attention_is_marked_since_it_reaches_other_rates():
-    graph = Sketch()
-    heads = [graph.input(name, 1, 2, 8, 16) for name in "qkv"]
-    attention = graph.op(aten._scaled_dot_product_flash_attention_for_cpu.default, *heads)
-    active = graph.op(aten.relu.default, graph.op(operator.getitem, attention, 0, name="out"))
-    assert [w.attention for w in works(graph, active) if w.launches] == [True, False]
 
 
 def experts(x, weights, offsets):

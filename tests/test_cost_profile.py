@@ -11,7 +11,7 @@ from graphshard.cost.machine import collective_us, host_copy_us
 from graphshard.cost.machine_text import from_text, to_text
 from graphshard.cost.presets import preset, preset_names
 from graphshard.cost.profile import CommFit, CostProfile, Origin, calibrated, read_profile
-from graphshard.cost.roofline import OpWork, arithmetic_of, op_us
+from graphshard.cost.roofline import Attention, OpWork, arithmetic_of, op_us
 from graphshard.errors import CostError
 from graphshard.view.costs import profile_lines
 
@@ -38,7 +38,7 @@ def test_round_trip():
 def test_what_was_measured_wins():
     machine = calibrated(preset("cpu"), PROFILE)
     assert op_us(machine.processor, OpWork(1e6, 0)) == 2 + 20
-    assert op_us(machine.processor, OpWork(1e6, 0, attention=True)) == 3 + 100
+    assert op_us(machine.processor, OpWork(1e6, 0, attention=Attention(64, 1024))) == 3 + 100
     assert op_us(machine.processor, OpWork(0, 20_000)) == 1 + 1
     assert arithmetic_of(machine.processor, "float32").trust is Trust.CALIBRATED
     assert arithmetic_of(machine.processor, "bfloat16").trust is Trust.PRESET

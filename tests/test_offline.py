@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,6 +207,7 @@ def test_what_a_few_blocks_say_is_what_the_whole_says(build):
             assert ours.us == theirs.us
             assert ours.live == theirs.live
         assert without_nodes(short.units) == without_nodes(whole.units)
+        assert Counter(short.lifetimes) == Counter(whole.lifetimes)
 
 
 def test_the_plan_is_the_same_too():

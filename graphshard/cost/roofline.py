@@ -16,7 +16,6 @@ from itertools import accumulate
 from graphshard.cost.algebra import Quantity, is_number, most
 from graphshard.cost.curve import Curve, Trust, curve_us
 
-
 FLOAT8 = "float8"  # how torch's names of them start
 
 
@@ -166,7 +165,7 @@ def arithmetic_of(processor: Processor, dtype: str) -> Arithmetic:
 
 
 def attention_of(processor: Processor, work: OpWork) -> AttentionRate | None:
-    """The entry for `work`'s dtype and direction with the nearest size of heads, if there is one."""
+    """The entry for the dtype and direction of `work` with the nearest size of heads, if any."""
     asked = work.attention
     assert asked is not None
     entries = [

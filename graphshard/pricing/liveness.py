@@ -23,7 +23,6 @@ from graphshard.pricing.fusion import UNFUSED, Fusion
 from graphshard.pricing.sizes import Sizes
 from graphshard.schedule.plan import StepKind
 
-
 # In a node's `meta`: the user's checkpoint policy says MUST_SAVE.
 WANTED = "graphshard_wanted"
 
