@@ -18,6 +18,7 @@ from pathlib import Path
 
 from graphshard.errors import GraphshardError, OptionsError
 from graphshard.files.configuration import IN_CODE, Given, Origin, configured
+from graphshard.files.reading import names_file
 
 DISABLE = "GRAPHSHARD_DISABLE"
 
@@ -265,7 +266,7 @@ def _machine(key: str, given: Given) -> str | None:
         return None
     if not isinstance(value, str | Path) or not str(value):
         raise OptionsError("GS103", f"option machine={value!r} is no preset and no path")
-    return str(given.origin.path(value) if Path(value).suffix else value)
+    return str(given.origin.path(value) if names_file(str(value)) else value)
 
 
 def _look_up(name: str, machine: Callable[[str], object]) -> None:

@@ -200,6 +200,31 @@ def test_an_unknown_machine(cli):
     assert "GS501: " in error
 
 
+def test_a_network_by_its_rate(cli, tmp_path):
+    status, out, _ = cli(
+        "good", "--network", "ib400,200Gbit,12.5GB/s", "--json", world="16", hw="h100"
+    )
+    assert status == 0
+    rows = json.loads(out)["rows"]
+    assert [row["hardware"] for row in rows] == ["h100-ib400", "h100-200gbit", "h100-100gbit"]
+    times = [row["fsdp2_step_time_us"] for row in rows]
+    assert times == sorted(times)
+    assert len(set(times)) == 3
+    for network, hw in (("200Gbit", "h100-ib400"), ("200", "h100")):
+        status, _, (error,) = cli("good", "--network", network, hw=hw)
+        assert status == 2
+        assert "GS501: " in error
+
+
+def test_ranks_of_a_node_are_the_machines(cli, tmp_path):
+    status, out, _ = cli("good", world="144", hw="gb200")
+    assert status == 0
+    assert "144 ranks (2 x 72), gb200" in out
+    assert Plan.from_json((tmp_path / "good.plan.json").read_text()).priced_on.ranks_per_node == 72
+    _, out, _ = cli("good", "--per-node", "4", world="144", hw="gb200")
+    assert "144 ranks (36 x 4), gb200" in out
+
+
 def test_inside_a_process_group_the_command_fails_too(cli):
     with pretended(2):
         status, _, (error,) = cli("good")

@@ -50,7 +50,15 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         metavar="NAME",
         type=lambda text: text.split(","),
         required=True,
-        help="machine: a preset such as h100-ib400, or a profile from `graphshard calibrate`",
+        help="machine: a preset such as h100-ib400 (see `graphshard machines`), or a profile from "
+        "`graphshard calibrate`",
+    )
+    plan.add_argument(
+        "--network",
+        metavar="NAME",
+        type=lambda text: text.split(","),
+        help="between nodes: a network such as ib400, or the rate that each GPU has, as 200Gbit or "
+        "25GB/s; default: the one that --hw names, or that such machines usually have",
     )
     plan.add_argument(
         "--budget",
@@ -62,7 +70,12 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     plan.add_argument("--batch", metavar="N", type=_counts, help="sequences per rank")
     plan.add_argument("--seq", metavar="N", type=_counts, help="tokens per sequence")
-    plan.add_argument("--per-node", metavar="N", type=count, help="ranks per node (default: 8)")
+    plan.add_argument(
+        "--per-node",
+        metavar="N",
+        type=count,
+        help="ranks per node (default: the machine's, 8 for most)",
+    )
     _add_options(plan)
     plan.add_argument(
         "--compute",
@@ -137,20 +150,25 @@ def _plan(args: argparse.Namespace) -> int:
 def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     """Every combination of what is asked for."""
     from graphshard.compiler.planning_inputs import policy_of
-    from graphshard.offline.api import RANKS_PER_NODE, is_fused, machine_of
+    from graphshard.offline.api import is_fused, machine_of
     from graphshard.offline.study import Point
     from graphshard.options import parse_options
 
-    machines = [machine_of(name) for name in args.hw]
+    machines = [machine_of(name) for name in _machines(args.hw, args.network)]
     names = ("schedule", "reshard", "micro_steps", "recompute", "offload")
     given = {name: getattr(args, name) for name in names}
     asked = [parse_options({**given, "memory_budget": size}, elsewhere={}) for size in args.budget]
     batches: list[dict[str, int]] = [{"batch": n} for n in args.batch or ()] or [{}]
     lengths: list[dict[str, int]] = [{"seq": n} for n in args.seq or ()] or [{}]
-    per_node, fused = args.per_node or RANKS_PER_NODE, is_fused(args.compute)
+    fused = is_fused(args.compute)
     points = tuple(
         Point(
-            world, per_node, machine, policy_of(options, machine), target.sizes(batch | seq), fused
+            world,
+            args.per_node or machine.ranks_per_node,
+            machine,
+            policy_of(options, machine),
+            target.sizes(batch | seq),
+            fused,
         )
         for world, machine, options, batch, seq in product(
             args.world, machines, asked, batches, lengths
@@ -159,6 +177,15 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     if len(points) == 1:
         return points
     return tuple(replace(point, policy=replace(point.policy, near=NEAR)) for point in points)
+
+
+def _machines(names: list[str], networks: list[str] | None) -> list[str]:
+    """Each with each network. Raises CostError (GS501) for what has its own."""
+    if networks is None:
+        return names
+    from graphshard.cost.presets import with_network
+
+    return [with_network(name, network) for name in names for network in networks]
 
 
 def _one(args: argparse.Namespace, effort: Effort, answer: Answer, name: str) -> None:

@@ -17,6 +17,7 @@ from graphshard.cost.machine import Machine, observed_collective, observed_produ
 from graphshard.cost.machine_text import from_text, to_text
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
+from graphshard.files.reading import names_file
 from graphshard.fsdp2.settings import GroupSettings, settings_of
 from graphshard.options import Device, Options
 from graphshard.pricing.problem import PlanningPolicy
@@ -137,7 +138,7 @@ def may_tune(options: Options, machine: Machine) -> bool:
 
 def machine_for(given: str | None, device: torch.device) -> Machine:
     """The machine that costs are taken from: a preset, a calibrated profile, or the device's."""
-    if given is not None and not Path(given).suffix:
+    if given is not None and not names_file(given):
         return preset(given)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     machine = preset_for(name)

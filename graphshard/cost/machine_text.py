@@ -37,6 +37,7 @@ def from_text(text: str) -> Machine:
         Network(**{**network, "protocols": protocols, "traffic": traffic}),
         tuple(map(_measured, data["measured"])),
         data["host"] and _host(data["host"]),
+        data["ranks_per_node"],
     )
 
 
