@@ -23,13 +23,11 @@ sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common n
 from bench import rounds  # noqa: E402
 from bench.published_models import build  # noqa: E402
 from graphshard.compiler.planning_inputs import policy_of  # noqa: E402
-from graphshard.cost.optimizer import adamw_us  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
 from graphshard.cost.reserved import reserved_bytes  # noqa: E402
 from graphshard.offline.study import Point, Study  # noqa: E402
 from graphshard.offline.target import made_of  # noqa: E402
 from graphshard.options import parse_options  # noqa: E402
-from graphshard.schedule.estimate import Category  # noqa: E402
 from graphshard.schedule.plan import Plan  # noqa: E402
 
 ROWS = ROOT / "bench" / "published.toml"
@@ -107,7 +105,7 @@ def _model(row: Row) -> tuple[str, str, int, str, str]:
 
 def _point(row: Row) -> Point:
     machine = preset(row.machine)
-    policy = policy_of(parse_options({"schedule": "fsdp2"}), machine)
+    policy = policy_of(parse_options({"schedule": "fsdp2", "clip": True}), machine)
     return Point(row.gpus, RANKS_PER_NODE, machine, policy, (("batch", row.batch),), row.compiled)
 
 
@@ -115,9 +113,8 @@ def predicted(row: Row, plan: Plan) -> Predicted:
     """FSDP2's own schedule, which is what the publishers ran."""
     assert plan.estimate is not None
     assert plan.fsdp2 is not None
-    held = dict(plan.estimate.fsdp2.peak_by_category)
-    optimizer_us = adamw_us(preset(row.machine).processor, held[Category.SHARDED_PARAM], clips=True)
-    step_us = row.accumulate * plan.estimate.fsdp2.step_time_us + float(optimizer_us)
+    passes_us = row.accumulate * plan.estimate.fsdp2.step_time_us
+    step_us = passes_us + plan.estimate.optimizer_us
     tokens = row.accumulate * row.batch * row.seq
     return Predicted(tokens / step_us * 1e6, reserved_bytes(plan.fsdp2.forecasts) / GIB)
 

@@ -19,7 +19,8 @@ from graphshard.schedule.plan import Reshard
 
 KEYS = (
     "compute, fallback, dump_dir, memory_budget, reshard, machine, micro_steps, "
-    "overlap_optimizer, replan_after, verify, schedule, report_dir, promote, recompute, offload"
+    "overlap_optimizer, replan_after, verify, schedule, report_dir, promote, recompute, offload, "
+    "optimizer, clip"
 )
 
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"

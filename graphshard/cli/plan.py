@@ -22,6 +22,7 @@ from graphshard.cli.common import (
     write_text,
 )
 from graphshard.cli.front import marked, panels
+from graphshard.schedule.estimate import OptimizerKind
 from graphshard.view.front import Panel, front_svg
 from graphshard.view.offline import Effort, SweepRow, plan_text, sweep_text
 
@@ -119,6 +120,19 @@ def _add_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--micro-steps", metavar="N", type=count, default=1, help="per optimizer step"
     )
+    plan.add_argument(
+        "--optimizer",
+        choices=[kind.value for kind in OptimizerKind],
+        default=OptimizerKind.ADAMW.value,
+        help="what steps the parameters, in the step's time and memory (default: adamw, torch's "
+        "foreach)",
+    )
+    plan.add_argument(
+        "--clip",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="gradients are clipped by their norm before the optimizer (default: they are not)",
+    )
 
 
 def _budgets(text: str) -> list[int | str | None]:
@@ -155,7 +169,7 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     from graphshard.options import parse_options
 
     machines = [machine_of(name) for name in _machines(args.hw, args.network)]
-    names = ("schedule", "reshard", "micro_steps", "recompute", "offload")
+    names = ("schedule", "reshard", "micro_steps", "recompute", "offload", "optimizer", "clip")
     given = {name: getattr(args, name) for name in names}
     asked = [parse_options({**given, "memory_budget": size}, elsewhere={}) for size in args.budget]
     batches: list[dict[str, int]] = [{"batch": n} for n in args.batch or ()] or [{}]
@@ -189,16 +203,14 @@ def _machines(names: list[str], networks: list[str] | None) -> list[str]:
 
 
 def _one(args: argparse.Namespace, effort: Effort, answer: Answer, name: str) -> None:
-    if answer.plan is None:
-        assert answer.infeasible is not None
-        raise answer.infeasible
+    plan = answer.fitting()
     path = args.output or Path(f"{name}.plan.json")
-    write_text(path, answer.plan.to_json())
+    write_text(path, plan.to_json())
     if args.json:
-        told = {"path": str(path), "effort": asdict(effort), **answer.plan.summary()}
+        told = {"path": str(path), "effort": asdict(effort), **plan.summary()}
         print_json(told)
     else:
-        print_text(plan_text(answer.plan, _where(answer.point), effort, str(path)))
+        print_text(plan_text(plan, _where(answer.point), effort, str(path)))
 
 
 def _many(
@@ -241,15 +253,18 @@ def _row(answer: Answer) -> SweepRow:
     if answer.plan is None or answer.plan.estimate is None:
         return replace(row, why_not=str(answer.infeasible))
     estimate, sizes = answer.plan.estimate, dict(point.sizes)
-    tokens = sizes["batch"] * sizes["seq"] if {"batch", "seq"} <= sizes.keys() else None
+    tokens = None
+    if {"batch", "seq"} <= sizes.keys():
+        tokens = point.policy.micro_steps * sizes["batch"] * sizes["seq"]
     return replace(
         row,
         step_time_us=estimate.step_time_us,
+        optimizer_us=estimate.optimizer_us,
         exposed_us=estimate.exposed_us,
         peak_bytes=estimate.peak_bytes,
         fsdp2_step_time_us=estimate.fsdp2.step_time_us,
         fsdp2_peak_bytes=estimate.fsdp2.peak_bytes,
-        tokens_per_s=None if tokens is None else tokens / estimate.step_time_us * 1e6,
+        tokens_per_s=None if tokens is None else tokens / estimate.whole_step_us * 1e6,
     )
 
 

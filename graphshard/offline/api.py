@@ -39,6 +39,8 @@ def plan(
     recompute: str | None = None,
     offload: str = "auto",
     micro_steps: int = 1,
+    optimizer: str = "adamw",
+    clip: bool = False,
     compute: str = "aten",
     shard: Callable[[nn.Module], Any] | None = None,
     name: str = "plan",
@@ -49,8 +51,8 @@ def plan(
     inputs: the arguments of one call on one rank, as a tuple, a dict or one tensor.
     world_size: ranks. hardware: a preset such as "h100-ib400", one with a rate between nodes such
     as "h100-200gbit", or a profile that `graphshard calibrate` wrote. ranks_per_node: None: as many
-    as that hardware has. memory_budget, schedule, reshard, recompute, offload, micro_steps: as in
-    `options=`.
+    as that hardware has. memory_budget, schedule, reshard, recompute, offload, micro_steps,
+    optimizer, clip: as in `options=`.
     compute: "aten" prices the captured ops one by one, as the backend runs them with that option;
     "inductor" as fused between two points of communication, about as the backend runs them by
     default. shard: calls `fully_shard` on the model's parts and on the model.
@@ -69,6 +71,8 @@ def plan(
         "recompute": recompute,
         "offload": offload,
         "micro_steps": micro_steps,
+        "optimizer": optimizer,
+        "clip": clip,
         "schedule": schedule,
     }
     given = {key: value for key, value in options.items() if value is not None}
@@ -80,11 +84,7 @@ def plan(
     def build(sizes: Sizes) -> Made:
         return made_of(name, (_fresh(model), inputs, *(() if shard is None else (shard,))))
 
-    answer = next(Study(name, build, (point,)).answers())
-    if answer.infeasible is not None:
-        raise answer.infeasible
-    assert answer.plan is not None
-    return answer.plan
+    return next(Study(name, build, (point,)).answers()).fitting()
 
 
 def is_fused(compute: str) -> bool:

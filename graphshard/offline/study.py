@@ -102,6 +102,13 @@ class Answer:
     plan: Plan | None
     infeasible: InfeasibleBudget | None = None
 
+    def fitting(self) -> Plan:
+        """The plan. Raises InfeasibleBudget if nothing fits."""
+        if self.plan is None:
+            assert self.infeasible is not None
+            raise self.infeasible
+        return self.plan
+
 
 class _NotCounted(Exception):
     """The whole graph cannot be had from a few of its blocks."""
@@ -223,11 +230,7 @@ class Study:
         study = Study(
             self.name, self.build, (point,), self.say, whole=True, freed=freed, baseline=baseline
         )
-        answer = next(study.answers())
-        if answer.infeasible is not None:
-            raise answer.infeasible
-        assert answer.plan is not None
-        return Decided(None, posed.problem, answer.plan)
+        return Decided(None, posed.problem, next(study.answers()).fitting())
 
     # -- captures and worlds -------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from graphshard.schedule.groups import received_bytes
 from graphshard.schedule.plan import Estimate, Plan
 from graphshard.schedule.reasons import Gain
 from graphshard.view.names import shown
+from graphshard.view.optimizer import optimizer_text
 from graphshard.view.reasons import DECISIONS
 from graphshard.view.recomputed import recomputed_text
 from graphshard.view.text import WIDTH, bytes_text, count_text
@@ -39,6 +40,7 @@ class Effort:
 class SweepRow:
     """One point of a sweep; times and bytes are None where nothing fits.
 
+    step_time_us, fsdp2_step_time_us: of forward and backward; the optimizer comes on top of both.
     tokens_per_s: of one rank, None if the point does not say how many tokens a step has.
     """
 
@@ -47,6 +49,7 @@ class SweepRow:
     budget_bytes: int | None
     sizes: tuple[tuple[str, int], ...]
     step_time_us: float | None = None
+    optimizer_us: float = 0.0
     exposed_us: float | None = None
     peak_bytes: int | None = None
     fsdp2_step_time_us: float | None = None
@@ -76,7 +79,7 @@ def sweep_text(
     lines = [name, "", *_effort(effort), ""]
     names = list(dict.fromkeys(key for row in rows for key, _ in row.sizes))
     heads = ["world", "hardware", "budget", *names]
-    heads += ["step", "exposed", "peak", "FSDP2 step", "its peak", "tokens/s/rank", ""]
+    heads += ["step", "optimizer", "exposed", "peak", "FSDP2 step", "its peak", "tokens/s/rank", ""]
     front = pareto(rows)
     table = [heads, *(_cells(row, names, index in front) for index, row in enumerate(rows))]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -103,7 +106,7 @@ def pareto(rows: Sequence[SweepRow]) -> frozenset[int]:
 def _cost(row: SweepRow) -> float:
     if row.tokens_per_s:
         return 1e6 / row.tokens_per_s
-    return row.step_time_us or 0.0
+    return (row.step_time_us or 0.0) + row.optimizer_us
 
 
 def _effort(effort: Effort) -> Iterator[str]:
@@ -127,12 +130,11 @@ def _comparison(plan: Plan, estimate: Estimate) -> Iterator[str]:
     their_schedules = plan.fsdp2.schedules if plan.fsdp2 else ()
     received = [received_bytes(plan.groups, s) for s in (their_schedules, plan.schedules)]
     yield _line("", "FSDP2", "graphshard", "change")
-    yield _line(
-        "step time",
-        _time(theirs.step_time_us),
-        _time(ours.step_time_us),
-        _percent(theirs.step_time_us, ours.step_time_us),
-    )
+    whole = estimate.whole_fsdp2_us, estimate.whole_step_us
+    yield _line("step time", *map(_time, whole), _percent(*whole))
+    if estimate.optimizer is not None:
+        own = _time(estimate.optimizer_us)
+        yield _line("  of it optimizer", own, own, "") + f"   {optimizer_text(estimate)}"
     yield _line(
         "exposed communication",
         _time(theirs.exposed_us),
@@ -159,7 +161,7 @@ def _comparison(plan: Plan, estimate: Estimate) -> Iterator[str]:
         bytes_text(received[1]),
         _difference(*received),
     )
-    yield _line("no schedule is below", "", _time(estimate.lower_bound_us), "")
+    yield _line("no schedule is below", "", _time(estimate.whole_bound_us), "")
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
@@ -190,16 +192,17 @@ def _cells(row: SweepRow, names: Sequence[str], best: bool) -> list[str]:
     cells = [f"{row.world_size:,}", row.hardware, budget]
     cells += [f"{sizes[name]:,}" if name in sizes else "-" for name in names]
     if row.step_time_us is None or row.exposed_us is None or row.peak_bytes is None:
-        return [*cells, "does not fit", "", "", "", "", "", ""]
+        return [*cells, "does not fit", "", "", "", "", "", "", ""]
     assert row.fsdp2_step_time_us is not None
     assert row.fsdp2_peak_bytes is not None
     tokens = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
     return [
         *cells,
-        _time(row.step_time_us),
+        _time(row.step_time_us + row.optimizer_us),
+        _time(row.optimizer_us),
         _time(row.exposed_us),
         bytes_text(row.peak_bytes),
-        _time(row.fsdp2_step_time_us),
+        _time(row.fsdp2_step_time_us + row.optimizer_us),
         bytes_text(row.fsdp2_peak_bytes),
         tokens,
         BEST if best else "",
