@@ -228,6 +228,16 @@ def test_a_sweep_counts_the_optimizer_once_for_all_micro_steps(cli):
     assert rows["1"]["optimizer_us"] == rows["4"]["optimizer_us"] > 0
 
 
+def test_stragglers_of_as_many_ranks_as_there_are(cli):
+    lists = ("--batch", "1,2", "--seq", "4")
+    _, out, _ = cli("good", *lists, "--json", world="8,512")
+    late = [row["stragglers_us"] for row in json.loads(out)["rows"]]
+    assert 0 < late[0] < late[2]
+    _, out, _ = cli("good", *lists, world="8,512")
+    (heads,) = [line.split() for line in out.splitlines() if line.strip().startswith("world")]
+    assert heads[5:9] == ["step", "optimizer", "stragglers", "exposed"]
+
+
 def test_a_network_by_its_rate(cli, tmp_path):
     status, out, _ = cli(
         "good", "--network", "ib400,200Gbit,12.5GB/s", "--json", world="16", hw="h100"

@@ -260,6 +260,7 @@ def _row(answer: Answer) -> SweepRow:
         row,
         step_time_us=estimate.step_time_us,
         optimizer_us=estimate.optimizer_us,
+        stragglers_us=None if estimate.stragglers is None else estimate.stragglers.ours_us,
         exposed_us=estimate.exposed_us,
         peak_bytes=estimate.peak_bytes,
         fsdp2_step_time_us=estimate.fsdp2.step_time_us,

@@ -38,6 +38,7 @@ class Machine:
     """Everything that turns bytes and flops into time. `measured` wins over `network`.
 
     host: None where the device has no memory of its own, or nobody knows how it is reached.
+    compute_spread: standard deviation of compute times among ranks, as a share of their mean.
     ranks_per_node: as many share the fast links, where nobody says otherwise.
     """
 
@@ -47,6 +48,7 @@ class Machine:
     measured: tuple[MeasuredCurve, ...] = ()
     host: HostCopies | None = None
     ranks_per_node: int = 8
+    compute_spread: float = 0.0
 
 
 def host_copy_us(host: HostCopies, size_bytes: Quantity) -> Quantity:

@@ -38,6 +38,7 @@ def from_text(text: str) -> Machine:
         tuple(map(_measured, data["measured"])),
         data["host"] and _host(data["host"]),
         data["ranks_per_node"],
+        data["compute_spread"],
     )
 
 

@@ -74,6 +74,7 @@ def preset(name: str) -> Machine:
         _network(device, network, library),
         host=_host(device),
         ranks_per_node=int(device.get("ranks_per_node", {"value": RANKS_PER_NODE})["value"]),
+        compute_spread=float(device.get("compute_spread", {"value": 0.0})["value"]),
     )
 
 

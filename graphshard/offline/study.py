@@ -34,6 +34,7 @@ from graphshard.compiler.partition import (
 )
 from graphshard.compiler.planning import PlanningInputs, Posed, best_plans, problem_of
 from graphshard.cost.machine import Machine
+from graphshard.cost.stragglers import with_stragglers
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import copy_of
@@ -176,7 +177,7 @@ class Study:
         planning = PlanningInputs(settings, point.machine, point.policy, point.fused)
         planned = self._planned_short if self._repeats else self._planned_whole
         try:
-            plan = planned(point, planning)
+            plan = with_stragglers(planned(point, planning), point.machine, point.world_size)
         except InfeasibleBudget as error:
             return Answer(point, None, error)
         return Answer(point, replace(plan, name=self.name))
@@ -377,8 +378,7 @@ class Study:
         return self._cuts[id(captured), key]
 
     def _key(self, point: Point, *, freed: bool) -> _CostsKey:
-        policy = point.policy
-        name = point.machine.name
+        policy, name = point.policy, point.machine.name
         return point.sizes, name, policy.recompute, point.fused, point.in_parts, freed
 
     def _short_costs(self, point: Point, *, freed: bool) -> GraphCosts:

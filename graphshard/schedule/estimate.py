@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from graphshard.files.decode import Amount, Count
+from graphshard.files.decode import Amount, Count, Positive
 from graphshard.schedule.steps import Direction
 
 
@@ -50,6 +50,17 @@ class OptimizerStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Stragglers:
+    """`ranks` wait for the slowest of them; their compute times have a standard deviation of
+    `spread`, as a share of the mean. So the plan's step is `ours_us` longer, FSDP2's `fsdp2_us`."""
+
+    ranks: Positive
+    spread: Amount
+    ours_us: Amount
+    fsdp2_us: Amount
+
+
+@dataclass(frozen=True, slots=True)
 class Moment:
     """During step `step` of the schedule of `direction`."""
 
@@ -87,7 +98,8 @@ class Estimate:
     """The figures of the plan and of FSDP2's own schedule, both of the same graph.
 
     lower_bound_us: no forward and backward of this graph is faster, whatever its memory. optimizer:
-    None where the graph does not train, and for what was planned before it was priced.
+    None where the graph does not train, and for what was planned before it was priced. stragglers:
+    expected on top of all other figures, which are of ranks that are all alike; None: not known.
 
     Plans are made, and measured, by forward and backward (`step_time_us`); people wait for the
     optimizer too (`whole_step_us`).
@@ -98,6 +110,7 @@ class Estimate:
     budget_bytes: Count
     lower_bound_us: Amount
     optimizer: OptimizerStep | None = None
+    stragglers: Stragglers | None = None
 
     @property
     def step_time_us(self) -> float:
@@ -144,6 +157,7 @@ def estimate_summary(estimate: Estimate) -> dict[str, Any]:
         "gap": estimate.gap,
         "optimizer": None if estimate.optimizer is None else asdict(estimate.optimizer),
         "whole_step_us": estimate.whole_step_us,
+        "stragglers": None if estimate.stragglers is None else asdict(estimate.stragglers),
         "fsdp2": {
             **_figures_to_dict(estimate.fsdp2),
             "whole_step_us": estimate.whole_fsdp2_us,

@@ -41,6 +41,7 @@ class SweepRow:
     """One point of a sweep; times and bytes are None where nothing fits.
 
     step_time_us, fsdp2_step_time_us: of forward and backward; the optimizer comes on top of both.
+    stragglers_us: expected on top of all; None: not known.
     tokens_per_s: of one rank, None if the point does not say how many tokens a step has.
     """
 
@@ -50,6 +51,7 @@ class SweepRow:
     sizes: tuple[tuple[str, int], ...]
     step_time_us: float | None = None
     optimizer_us: float = 0.0
+    stragglers_us: float | None = None
     exposed_us: float | None = None
     peak_bytes: int | None = None
     fsdp2_step_time_us: float | None = None
@@ -79,7 +81,17 @@ def sweep_text(
     lines = [name, "", *_effort(effort), ""]
     names = list(dict.fromkeys(key for row in rows for key, _ in row.sizes))
     heads = ["world", "hardware", "budget", *names]
-    heads += ["step", "optimizer", "exposed", "peak", "FSDP2 step", "its peak", "tokens/s/rank", ""]
+    heads += [
+        "step",
+        "optimizer",
+        "stragglers",
+        "exposed",
+        "peak",
+        "FSDP2 step",
+        "its peak",
+        "tokens/s/rank",
+        "",
+    ]
     front = pareto(rows)
     table = [heads, *(_cells(row, names, index in front) for index, row in enumerate(rows))]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -133,8 +145,13 @@ def _comparison(plan: Plan, estimate: Estimate) -> Iterator[str]:
     whole = estimate.whole_fsdp2_us, estimate.whole_step_us
     yield _line("step time", *map(_time, whole), _percent(*whole))
     if estimate.optimizer is not None:
-        own = _time(estimate.optimizer_us)
-        yield _line("  of it optimizer", own, own, "") + f"   {optimizer_text(estimate)}"
+        took = _time(estimate.optimizer_us)
+        yield _line("  of it optimizer", took, took, "") + f"   {optimizer_text(estimate)}"
+    if (late := estimate.stragglers) is not None:
+        their, own = whole[0] + late.fsdp2_us, whole[1] + late.ours_us
+        share = _percent(whole[1], own).replace("%", " %")
+        row = _line("  with stragglers", _time(their), _time(own), _percent(their, own))
+        yield f"{row}   {share} at {late.ranks:,} ranks"
     yield _line(
         "exposed communication",
         _time(theirs.exposed_us),
@@ -192,7 +209,7 @@ def _cells(row: SweepRow, names: Sequence[str], best: bool) -> list[str]:
     cells = [f"{row.world_size:,}", row.hardware, budget]
     cells += [f"{sizes[name]:,}" if name in sizes else "-" for name in names]
     if row.step_time_us is None or row.exposed_us is None or row.peak_bytes is None:
-        return [*cells, "does not fit", "", "", "", "", "", "", ""]
+        return [*cells, "does not fit", "", "", "", "", "", "", "", ""]
     assert row.fsdp2_step_time_us is not None
     assert row.fsdp2_peak_bytes is not None
     tokens = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
@@ -200,6 +217,7 @@ def _cells(row: SweepRow, names: Sequence[str], best: bool) -> list[str]:
         *cells,
         _time(row.step_time_us + row.optimizer_us),
         _time(row.optimizer_us),
+        _stragglers(row),
         _time(row.exposed_us),
         bytes_text(row.peak_bytes),
         _time(row.fsdp2_step_time_us + row.optimizer_us),
@@ -207,6 +225,14 @@ def _cells(row: SweepRow, names: Sequence[str], best: bool) -> list[str]:
         tokens,
         BEST if best else "",
     ]
+
+
+def _stragglers(row: SweepRow) -> str:
+    """How much longer they make the step."""
+    if row.stragglers_us is None or row.step_time_us is None:
+        return "-"
+    whole_us = row.step_time_us + row.optimizer_us
+    return _percent(whole_us, whole_us + row.stragglers_us)
 
 
 def _line(name: str, *cells: str) -> str:
