@@ -26,7 +26,6 @@ from graphshard.compiler.planning import Posed  # noqa: E402
 from graphshard.compiler.planning_inputs import policy_of  # noqa: E402
 from graphshard.cost.curve import Trust, line  # noqa: E402
 from graphshard.cost.machine import Machine  # noqa: E402
-from graphshard.cost.optimizer import adamw_us  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
 from graphshard.cost.roofline import Arithmetic, AttentionRate  # noqa: E402
 from graphshard.offline.study import Point, Study  # noqa: E402
@@ -34,7 +33,6 @@ from graphshard.offline.target import made_of  # noqa: E402
 from graphshard.options import parse_options  # noqa: E402
 from graphshard.pricing.lifetimes import Lifetime  # noqa: E402
 from graphshard.pricing.reserved import reserved_bytes  # noqa: E402
-from graphshard.schedule.estimate import Category  # noqa: E402
 from graphshard.schedule.plan import Direction, Plan  # noqa: E402
 
 ROWS = ROOT / "bench" / "published.toml"
@@ -142,7 +140,7 @@ def machine_of(row: Row) -> Machine:
 
 def _point(row: Row) -> Point:
     machine = machine_of(row)
-    policy = policy_of(parse_options({"schedule": "fsdp2"}), machine)
+    policy = policy_of(parse_options({"schedule": "fsdp2", "clip": True}), machine)
     return Point(row.gpus, RANKS_PER_NODE, machine, policy, (("batch", row.batch),), row.compiled)
 
 
@@ -150,9 +148,8 @@ def predicted(row: Row, plan: Plan, posed: Posed) -> Predicted:
     """FSDP2's own schedule, which is what the publishers ran."""
     assert plan.estimate is not None
     assert plan.fsdp2 is not None
-    held = dict(plan.estimate.fsdp2.peak_by_category)
-    optimizer_us = adamw_us(preset(row.machine).processor, held[Category.SHARDED_PARAM], clips=True)
-    step_us = row.accumulate * plan.estimate.fsdp2.step_time_us + float(optimizer_us)
+    passes_us = row.accumulate * plan.estimate.fsdp2.step_time_us
+    step_us = passes_us + plan.estimate.optimizer_us
     tokens = row.accumulate * row.batch * row.seq
     tensors = kept_by_eager(row, posed.costs.lifetimes)
     reserved = reserved_bytes(plan.fsdp2.schedules, posed.problem, posed.costs.groups, tensors)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from graphshard.errors import GraphshardError, OptionsError
 from graphshard.files.configuration import IN_CODE, Given, Origin, configured
+from graphshard.files.reading import names_file
 
 DISABLE = "GRAPHSHARD_DISABLE"
 
@@ -27,6 +28,7 @@ _CHOICES = {
     "compute": ("aten", "inductor"),
     "fallback": ("warn", "error"),
     "offload": ("auto", "never"),
+    "optimizer": ("adamw", "adamw_fused", "adamw_8bit", "sgd", "sgd_momentum"),
     "recompute": ("auto", "user"),
     "reshard": ("fsdp2", "auto"),
     "schedule": ("fsdp2", "planned"),
@@ -65,6 +67,8 @@ class Options:
     call; "off": on nothing.
     machine: what costs are taken from: a preset's name or the path of a calibrated profile; None:
     the preset of the device.
+    optimizer, clip: what steps the parameters, and whether gradients are clipped by their norm
+    before: part of the predicted step and peak.
     micro_steps: forward and backward runs per optimizer step, of which the last one synchronises
     gradients (`set_requires_gradient_sync`).
     overlap_optimizer: the first gathers of the next step are issued as soon as the optimizer has
@@ -90,6 +94,8 @@ class Options:
     promote: bool = True
     recompute: str | None = None
     offload: str = "auto"
+    optimizer: str = "adamw"
+    clip: bool = False
     inductor: tuple[tuple[str, object], ...] = ()
     given: tuple[tuple[str, Given], ...] = field(default=(), compare=False)
 
@@ -112,7 +118,8 @@ class Options:
     def terms(self) -> dict[str, object]:
         """By name, what all ranks need alike: it decides what they ask each other and send, or
         what they do when one of them cannot go on."""
-        names = ("verify", "fallback", "compute", "schedule", "reshard", "micro_steps", "promote")
+        decide = ("verify", "fallback", "compute", "schedule", "reshard", "micro_steps", "promote")
+        names = (*decide, "optimizer", "clip")
         own = {name: getattr(self, name) for name in names}
         budget = self.memory_budget
         said = budget.value if isinstance(budget, Device) else budget
@@ -265,7 +272,7 @@ def _machine(key: str, given: Given) -> str | None:
         return None
     if not isinstance(value, str | Path) or not str(value):
         raise OptionsError("GS103", f"option machine={value!r} is no preset and no path")
-    return str(given.origin.path(value) if Path(value).suffix else value)
+    return str(given.origin.path(value) if names_file(str(value)) else value)
 
 
 def _look_up(name: str, machine: Callable[[str], object]) -> None:
@@ -327,6 +334,8 @@ _PARSERS: dict[str, Callable[[str, Given], object]] = {
     "promote": partial(_switch, default=True),
     "recompute": _recompute,
     "offload": _choice,
+    "optimizer": _choice,
+    "clip": partial(_switch, default=False),
 }
 
 

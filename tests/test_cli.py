@@ -123,6 +123,7 @@ from graphshard import cli
 from graphshard.cli import main
 assert main(["show", {str(file)!r}]) == 0
 assert main(["view", {str(file)!r}, "-o", {str(tmp_path / "x.html")!r}]) == 0
+assert main(["machines"]) == main(["machines", "h100"]) == 0
 try:
     main(["--version"])
 except SystemExit as done:

@@ -200,6 +200,69 @@ def test_an_unknown_machine(cli):
     assert "GS501: " in error
 
 
+def test_the_optimizer_is_part_of_the_step(cli, tmp_path):
+    def planned(*more):
+        assert cli("good", "--json", *more)[0] == 0
+        return Plan.from_json((tmp_path / "good.plan.json").read_text()).estimate
+
+    usual, clipped = planned(), planned("--clip")
+    fused = planned("--optimizer", "adamw_fused", "--no-clip")
+    assert usual.optimizer_us > fused.optimizer_us > 0
+    assert clipped.optimizer_us > usual.optimizer_us
+    assert (clipped.optimizer.clips, fused.optimizer.kind) == (True, "adamw_fused")
+    assert usual.step_time_us == clipped.step_time_us == fused.step_time_us
+    _, out, _ = cli("good", "--clip")
+    (row,) = [line for line in out.splitlines() if line.startswith("  of it optimizer")]
+    share = clipped.optimizer_us / clipped.whole_step_us
+    assert row.endswith(f"{share:.1%}: adamw, clipped".replace("%", " %"))
+
+
+def test_a_sweep_counts_the_optimizer_once_for_all_micro_steps(cli):
+    rows = {}
+    for count in ("1", "4"):
+        more = ("--batch", "1,2", "--seq", "4", "--micro-steps", count, "--json")
+        _, out, _ = cli("good", *more)
+        rows[count] = json.loads(out)["rows"][0]
+        whole_us = rows[count]["step_time_us"] + rows[count]["optimizer_us"]
+        assert rows[count]["tokens_per_s"] == pytest.approx(int(count) * 4 / whole_us * 1e6)
+    assert rows["1"]["optimizer_us"] == rows["4"]["optimizer_us"] > 0
+
+
+def test_stragglers_of_as_many_ranks_as_there_are(cli):
+    lists = ("--batch", "1,2", "--seq", "4")
+    _, out, _ = cli("good", *lists, "--json", world="8,512")
+    late = [row["stragglers_us"] for row in json.loads(out)["rows"]]
+    assert 0 < late[0] < late[2]
+    _, out, _ = cli("good", *lists, world="8,512")
+    (heads,) = [line.split() for line in out.splitlines() if line.strip().startswith("world")]
+    assert heads[5:9] == ["step", "optimizer", "stragglers", "exposed"]
+
+
+def test_a_network_by_its_rate(cli, tmp_path):
+    status, out, _ = cli(
+        "good", "--network", "ib400,200Gbit,12.5GB/s", "--json", world="16", hw="h100"
+    )
+    assert status == 0
+    rows = json.loads(out)["rows"]
+    assert [row["hardware"] for row in rows] == ["h100-ib400", "h100-200gbit", "h100-100gbit"]
+    times = [row["fsdp2_step_time_us"] for row in rows]
+    assert times == sorted(times)
+    assert len(set(times)) == 3
+    for network, hw in (("200Gbit", "h100-ib400"), ("200", "h100")):
+        status, _, (error,) = cli("good", "--network", network, hw=hw)
+        assert status == 2
+        assert "GS501: " in error
+
+
+def test_ranks_of_a_node_are_the_machines(cli, tmp_path):
+    status, out, _ = cli("good", world="144", hw="gb200")
+    assert status == 0
+    assert "144 ranks (2 x 72), gb200" in out
+    assert Plan.from_json((tmp_path / "good.plan.json").read_text()).priced_on.ranks_per_node == 72
+    _, out, _ = cli("good", "--per-node", "4", world="144", hw="gb200")
+    assert "144 ranks (36 x 4), gb200" in out
+
+
 def test_inside_a_process_group_the_command_fails_too(cli):
     with pretended(2):
         status, _, (error,) = cli("good")

@@ -159,7 +159,7 @@ def test_presets_are_complete():
         assert math.isfinite(network.intra_bytes_per_us * network.inter_bytes_per_us)
         assert network.protocols
         if name not in ("cpu", "unknown"):
-            assert processor.capacity_bytes >= 80e9
+            assert processor.capacity_bytes >= 40e9
 
 
 def test_every_number_has_a_source():

@@ -134,7 +134,7 @@ def test_the_text_is_a_screen_and_adds_up():
     lines = diff_text(found).splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[0].split() == ["before", "after", "change"]
-    assert lines[1].startswith("step time")
+    assert lines[1].startswith("forward and backward")
     assert any(line.startswith("what moved") for line in lines)
     assert lines[-1].startswith("  together")
 
@@ -171,7 +171,7 @@ def files(tmp_path):
 
 def test_the_command_compares_plans(files, capsys):
     assert main(["diff", files["a"], files["b"]]) == 0
-    assert "why the step time differs" in capsys.readouterr().out
+    assert "why forward and backward differ by" in capsys.readouterr().out
     assert main(["diff", files["a"], files["b"], "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads(json.dumps(diff_dict(diff(*pair()))))

@@ -30,7 +30,7 @@ def test_the_block_has_the_costs_and_the_largest_waits_with_their_cause():
     plan = slow()
     lines = log_text(plan).splitlines()
     own = predicted(plan)
-    assert lines[1].startswith("  predicted: step ")
+    assert lines[1].startswith("  predicted: forward and backward ")
     assert f"{own.exposed_us / own.us:.1%}" in lines[1]
     assert lines[1].count("FSDP2") == 1
     waits = [line for line in lines if line.startswith("  exposed ")]
@@ -44,9 +44,12 @@ def test_the_block_has_the_costs_and_the_largest_waits_with_their_cause():
 def test_what_was_measured_is_a_line():
     plan = slow()
     measured = as_predicted(plan)
-    assert "measured before this plan: step" in log_text(plan, measured).splitlines()[-1]
+    assert (
+        "measured before this plan: forward and backward "
+        in log_text(plan, measured).splitlines()[-1]
+    )
     text = log_text(replace(plan, measured=measured), measured).splitlines()[-1]
-    assert text.startswith("  measured: step ")
+    assert text.startswith("  measured: forward and backward ")
     assert "(+0.0 % against predicted)" in text
 
 

@@ -19,7 +19,8 @@ from graphshard.schedule.plan import Reshard
 
 KEYS = (
     "compute, fallback, dump_dir, memory_budget, reshard, machine, micro_steps, "
-    "overlap_optimizer, replan_after, verify, schedule, report_dir, promote, recompute, offload"
+    "overlap_optimizer, replan_after, verify, schedule, report_dir, promote, recompute, offload, "
+    "optimizer, clip"
 )
 
 DUMP, DISABLE = "GRAPHSHARD_DUMP_DIR", "GRAPHSHARD_DISABLE"
@@ -208,7 +209,8 @@ def test_who_decides_about_the_schedule():
     assert policy(recompute="auto") == freely
     device = policy(memory_budget="device")
     assert replace(device, budget_bytes=10) == tightly
-    assert 0.9 * 80e9 - STEP_BYTES < device.budget_bytes <= 0.9 * 80e9
+    capacity = preset("h100").processor.capacity_bytes
+    assert 0.9 * capacity - STEP_BYTES < device.budget_bytes <= 0.9 * capacity
     assert policy(reshard="auto") == replace(planned, reshard=Reshard.AUTO)
 
 

@@ -12,7 +12,7 @@ from graphshard.cost.comm import CollectiveKind, MeasuredCurve, RankGroup
 from graphshard.cost.curve import line
 from graphshard.cost.presets import preset
 from graphshard.errors import PlanError
-from graphshard.fsdp2.settings import GroupSettings
+from graphshard.fsdp2.settings import GroupSettings, TrainableShards
 from graphshard.passes import PLACEMENT
 from graphshard.planner.choices import Bucket, Choices
 from graphshard.planner.events import gather_events
@@ -25,7 +25,7 @@ from graphshard.pricing.problem import MAX_PARTS, PlanningPolicy, price
 from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Direction, Schedule
 
-OWN = GroupSettings(None, False, 2, 2, "lane 0", "lane 0", 64, 128, 4)
+OWN = GroupSettings(None, False, 2, 2, "lane 0", "lane 0", 64, TrainableShards(64, 16), 4)
 
 
 def groups_of(*counts):

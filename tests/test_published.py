@@ -7,12 +7,8 @@ printed (`pytest -s`) and explained in docs/cost-model.md. All rows: `python ben
 from collections import Counter
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.published import error_of, predictions, published
-from graphshard.cost.optimizer import ADAMW_PASSES, CLIP_PASSES, adamw_us
-from graphshard.cost.presets import preset
 from graphshard.cost.reserved import reserved_bytes
 from graphshard.schedule.estimate import Category
 from graphshard.schedule.forecast import Forecast
@@ -53,47 +49,6 @@ def test_published(row, found):
     # A captured graph saves less than eager selective checkpointing does.
     if row.compiled:
         assert abs(memory) <= MEMORY
-
-
-class Passes(TorchDispatchMode):
-    """Counts the tensors of `numel` elements that ops read and write."""
-
-    def __init__(self, numel):
-        super().__init__()
-        self.numel, self.count = numel, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        read = torch.utils._pytree.tree_leaves((args, kwargs))
-        large = {id(t) for t in read if isinstance(t, torch.Tensor) and t.numel() == self.numel}
-        if large:
-            # What is written in place was an argument, and is not returned.
-            made = torch.utils._pytree.tree_leaves(out)
-            writes = func._schema.is_mutable or any(
-                isinstance(t, torch.Tensor) and t.numel() == self.numel for t in made
-            )
-            self.count += len(large) + writes
-        return out
-
-
-def test_passes_of_the_optimizer_are_those_of_torch():
-    parameter = torch.nn.Parameter(torch.randn(1_000))
-    parameter.grad = torch.randn(1_000)
-    optimizer = torch.optim.AdamW([parameter], foreach=True)
-    optimizer.step()  # makes its state
-    with Passes(1_000) as step:
-        optimizer.step()
-    with Passes(1_000) as clip:
-        torch.nn.utils.clip_grad_norm_([parameter], 0.1, foreach=True)
-    assert (step.count, clip.count) == (ADAMW_PASSES, CLIP_PASSES)
-
-
-def test_an_optimizer_step_takes_its_bytes_over_the_bandwidth():
-    h100 = preset("h100").processor
-    shards = 8.03e9 * 4 / 8
-    us = adamw_us(h100, shards)
-    assert us == pytest.approx(20 * shards / (0.85 * 3.35e12) * 1e6, rel=1e-3)
-    assert adamw_us(h100, shards, clips=True) == pytest.approx(us * 23 / 20, rel=1e-3)
 
 
 def test_reserved_memory_is_that_of_each_stream_at_its_own_peak():

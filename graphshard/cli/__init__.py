@@ -1,4 +1,4 @@
-"""The command line: `graphshard plan`, `show`, `view`, `diff`, `calibrate` and `doctor`.
+"""The command line: `graphshard plan`, `machines`, `show`, `view`, `diff`, `calibrate`, `doctor`.
 
 Only plan, calibrate and doctor import torch, when they run. Results go to stdout, everything else
 to stderr. Exit status: 0 ok, 1 the model cannot be built or captured or doctor found a fault, 2
@@ -28,6 +28,7 @@ from graphshard.cli.common import (
 from graphshard.cli.diff import add_diff
 from graphshard.cli.doctor import add_doctor
 from graphshard.cli.look import add_show, add_view
+from graphshard.cli.machines import add_machines
 from graphshard.cli.plan import add_plan
 from graphshard.errors import (
     CostError,
@@ -92,6 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"graphshard {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
-    for add in (add_plan, add_show, add_view, add_diff, add_calibrate, add_doctor):
+    for add in (
+        add_plan,
+        add_machines,
+        add_show,
+        add_view,
+        add_diff,
+        add_calibrate,
+        add_doctor,
+    ):
         add(verbs)
     return parser

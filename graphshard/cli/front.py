@@ -24,7 +24,13 @@ def marked(points: Sequence[Point]) -> list[Point]:
 
     found = []
     for point in {_key(point): point for point in points}.values():
-        own = PlanningPolicy(NO_LIMIT, most_ahead=1, micro_steps=point.policy.micro_steps)
+        theirs = point.policy
+        own = PlanningPolicy(
+            NO_LIMIT,
+            most_ahead=1,
+            micro_steps=theirs.micro_steps,
+            optimizer=theirs.optimizer,
+        )
         nothing = replace(own, replaces_checkpoints=True)
         found += [replace(point, policy=own), replace(point, policy=nothing)]
     return found
@@ -47,8 +53,8 @@ def panels(name: str, answers: Sequence[Answer], marks: Sequence[Answer]) -> lis
 def _spots(answer: Answer) -> list[Spot]:
     if answer.plan is None or answer.plan.estimate is None:
         return []
-    figures = answer.plan.estimate.ours
-    return [Spot(figures.peak_bytes, figures.step_time_us)]
+    estimate = answer.plan.estimate
+    return [Spot(estimate.peak_bytes, estimate.whole_step_us)]
 
 
 def _title(name: str, point: Point) -> str:

@@ -22,6 +22,7 @@ from graphshard.cli.common import (
     write_text,
 )
 from graphshard.cli.front import marked, panels
+from graphshard.schedule.estimate import OptimizerKind
 from graphshard.view.front import Panel, front_svg
 from graphshard.view.offline import Effort, SweepRow, plan_text, sweep_text
 
@@ -50,7 +51,15 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         metavar="NAME",
         type=lambda text: text.split(","),
         required=True,
-        help="machine: a preset such as h100-ib400, or a profile from `graphshard calibrate`",
+        help="machine: a preset such as h100-ib400 (see `graphshard machines`), or a profile from "
+        "`graphshard calibrate`",
+    )
+    plan.add_argument(
+        "--network",
+        metavar="NAME",
+        type=lambda text: text.split(","),
+        help="between nodes: a network such as ib400, or the rate that each GPU has, as 200Gbit or "
+        "25GB/s; default: the one that --hw names, or that such machines usually have",
     )
     plan.add_argument(
         "--budget",
@@ -62,7 +71,12 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     plan.add_argument("--batch", metavar="N", type=_counts, help="sequences per rank")
     plan.add_argument("--seq", metavar="N", type=_counts, help="tokens per sequence")
-    plan.add_argument("--per-node", metavar="N", type=count, help="ranks per node (default: 8)")
+    plan.add_argument(
+        "--per-node",
+        metavar="N",
+        type=count,
+        help="ranks per node (default: the machine's, 8 for most)",
+    )
     _add_options(plan)
     plan.add_argument(
         "--compute",
@@ -106,6 +120,19 @@ def _add_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--micro-steps", metavar="N", type=count, default=1, help="per optimizer step"
     )
+    plan.add_argument(
+        "--optimizer",
+        choices=[kind.value for kind in OptimizerKind],
+        default=OptimizerKind.ADAMW.value,
+        help="what steps the parameters, in the step's time and memory (default: adamw, torch's "
+        "foreach)",
+    )
+    plan.add_argument(
+        "--clip",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="gradients are clipped by their norm before the optimizer (default: they are not)",
+    )
 
 
 def _budgets(text: str) -> list[int | str | None]:
@@ -137,20 +164,25 @@ def _plan(args: argparse.Namespace) -> int:
 def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     """Every combination of what is asked for."""
     from graphshard.compiler.planning_inputs import policy_of
-    from graphshard.offline.api import RANKS_PER_NODE, is_fused, machine_of
+    from graphshard.offline.api import is_fused, machine_of
     from graphshard.offline.study import Point
     from graphshard.options import parse_options
 
-    machines = [machine_of(name) for name in args.hw]
-    names = ("schedule", "reshard", "micro_steps", "recompute", "offload")
+    machines = [machine_of(name) for name in _machines(args.hw, args.network)]
+    names = ("schedule", "reshard", "micro_steps", "recompute", "offload", "optimizer", "clip")
     given = {name: getattr(args, name) for name in names}
     asked = [parse_options({**given, "memory_budget": size}, elsewhere={}) for size in args.budget]
     batches: list[dict[str, int]] = [{"batch": n} for n in args.batch or ()] or [{}]
     lengths: list[dict[str, int]] = [{"seq": n} for n in args.seq or ()] or [{}]
-    per_node, fused = args.per_node or RANKS_PER_NODE, is_fused(args.compute)
+    fused = is_fused(args.compute)
     points = tuple(
         Point(
-            world, per_node, machine, policy_of(options, machine), target.sizes(batch | seq), fused
+            world,
+            args.per_node or machine.ranks_per_node,
+            machine,
+            policy_of(options, machine),
+            target.sizes(batch | seq),
+            fused,
         )
         for world, machine, options, batch, seq in product(
             args.world, machines, asked, batches, lengths
@@ -161,17 +193,24 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     return tuple(replace(point, policy=replace(point.policy, near=NEAR)) for point in points)
 
 
+def _machines(names: list[str], networks: list[str] | None) -> list[str]:
+    """Each with each network. Raises CostError (GS501) for what has its own."""
+    if networks is None:
+        return names
+    from graphshard.cost.presets import with_network
+
+    return [with_network(name, network) for name in names for network in networks]
+
+
 def _one(args: argparse.Namespace, effort: Effort, answer: Answer, name: str) -> None:
-    if answer.plan is None:
-        assert answer.infeasible is not None
-        raise answer.infeasible
+    plan = answer.fitting()
     path = args.output or Path(f"{name}.plan.json")
-    write_text(path, answer.plan.to_json())
+    write_text(path, plan.to_json())
     if args.json:
-        told = {"path": str(path), "effort": asdict(effort), **answer.plan.summary()}
+        told = {"path": str(path), "effort": asdict(effort), **plan.summary()}
         print_json(told)
     else:
-        print_text(plan_text(answer.plan, _where(answer.point), effort, str(path)))
+        print_text(plan_text(plan, _where(answer.point), effort, str(path)))
 
 
 def _many(
@@ -214,15 +253,19 @@ def _row(answer: Answer) -> SweepRow:
     if answer.plan is None or answer.plan.estimate is None:
         return replace(row, why_not=str(answer.infeasible))
     estimate, sizes = answer.plan.estimate, dict(point.sizes)
-    tokens = sizes["batch"] * sizes["seq"] if {"batch", "seq"} <= sizes.keys() else None
+    tokens = None
+    if {"batch", "seq"} <= sizes.keys():
+        tokens = point.policy.micro_steps * sizes["batch"] * sizes["seq"]
     return replace(
         row,
         step_time_us=estimate.step_time_us,
+        optimizer_us=estimate.optimizer_us,
+        stragglers_us=None if estimate.stragglers is None else estimate.stragglers.ours_us,
         exposed_us=estimate.exposed_us,
         peak_bytes=estimate.peak_bytes,
         fsdp2_step_time_us=estimate.fsdp2.step_time_us,
         fsdp2_peak_bytes=estimate.fsdp2.peak_bytes,
-        tokens_per_s=None if tokens is None else tokens / estimate.step_time_us * 1e6,
+        tokens_per_s=None if tokens is None else tokens / estimate.whole_step_us * 1e6,
     )
 
 

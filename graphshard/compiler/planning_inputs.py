@@ -15,8 +15,10 @@ from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.curve import Trust
 from graphshard.cost.machine import Machine, observed_collective, observed_product
 from graphshard.cost.machine_text import from_text, to_text
+from graphshard.cost.optimizer import Optimizer
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
+from graphshard.files.reading import names_file
 from graphshard.fsdp2.settings import GroupSettings, settings_of
 from graphshard.options import Device, Options
 from graphshard.pricing.problem import PlanningPolicy
@@ -25,7 +27,7 @@ from graphshard.runtime.ballot import Ballot, whole_of
 from graphshard.runtime.costs import agreed_recompute, lead_costs, say_costs
 from graphshard.runtime.live import LiveGroup, roots_of
 from graphshard.runtime.probe import probe
-from graphshard.schedule.plan import Reshard
+from graphshard.schedule.plan import OptimizerKind, Reshard
 
 GRID = 1.03
 
@@ -112,9 +114,12 @@ def policy_of(options: Options, machine: Machine) -> PlanningPolicy:
     In FSDP2's own schedule only the waits: what it keeps is kept, and like FSDP2 one group ahead.
     Raises OptionsError (GS103) for the budget of a machine that does not say what it has.
     """
-    count = options.micro_steps
+    count, optimizer = (
+        options.micro_steps,
+        Optimizer(OptimizerKind(options.optimizer), options.clip),
+    )
     if not options.is_planned:
-        return PlanningPolicy(most_ahead=1, micro_steps=count)
+        return PlanningPolicy(most_ahead=1, micro_steps=count, optimizer=optimizer)
     budget = options.memory_budget
     if isinstance(budget, Device):
         budget = device_budget(machine)
@@ -126,6 +131,7 @@ def policy_of(options: Options, machine: Machine) -> PlanningPolicy:
         regroup=True,
         micro_steps=count,
         offload=options.offloads,
+        optimizer=optimizer,
     )
 
 
@@ -137,7 +143,7 @@ def may_tune(options: Options, machine: Machine) -> bool:
 
 def machine_for(given: str | None, device: torch.device) -> Machine:
     """The machine that costs are taken from: a preset, a calibrated profile, or the device's."""
-    if given is not None and not Path(given).suffix:
+    if given is not None and not names_file(given):
         return preset(given)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     machine = preset_for(name)

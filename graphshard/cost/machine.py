@@ -38,6 +38,8 @@ class Machine:
     """Everything that turns bytes and flops into time. `measured` wins over `network`.
 
     host: None where the device has no memory of its own, or nobody knows how it is reached.
+    compute_spread: standard deviation of compute times among ranks, as a share of their mean.
+    ranks_per_node: as many share the fast links, where nobody says otherwise.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Machine:
     network: Network
     measured: tuple[MeasuredCurve, ...] = ()
     host: HostCopies | None = None
+    ranks_per_node: int = 8
+    compute_spread: float = 0.0
 
 
 def host_copy_us(host: HostCopies, size_bytes: Quantity) -> Quantity:

@@ -32,6 +32,8 @@ def from_text(text: str) -> Machine:
         Network(**{**network, "protocols": protocols, "traffic": traffic}),
         tuple(map(_measured, data["measured"])),
         data["host"] and _host(data["host"]),
+        data["ranks_per_node"],
+        data["compute_spread"],
     )
 
 

@@ -1,15 +1,19 @@
 """Machines from data sheets, for when nothing was measured yet.
 
-In: a preset's name ("h100", or "h100-ib200" with another network) or a device's own name. Out: a
-`Machine` all of whose numbers come from presets.toml, each with its source there.
+In: a preset's name ("h100", "h100-ib200" with another network, or "h100-200gbit" with a rate
+between nodes) or a device's own name. Out: a `Machine` all of whose numbers but such a rate come
+from presets.toml, each with its source there.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -19,9 +23,19 @@ from graphshard.cost.curve import Trust, line
 from graphshard.cost.machine import HostCopies, Machine
 from graphshard.cost.roofline import Arithmetic, AttentionRate, Bandwidth, Kernel, Processor
 from graphshard.errors import CostError, GraphshardWarning
+from graphshard.files.reading import names_file
 
 UNKNOWN = "unknown"
 US_PER_S = 1e6
+# The source of a rate that stands in a machine's name.
+GIVEN = "as the name says"
+BITS = 8
+GIGA = 1e9
+# GPUs in one node of the usual servers (DGX and HGX A100, H100, H200, B200).
+RANKS_PER_NODE = 8
+# Slower or faster than anything that joins nodes, in bytes per second.
+SLOWEST, FASTEST = 1e6, 1e13
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gbit|gbit/s|gbps|gb/s)", re.IGNORECASE)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -34,22 +48,67 @@ def network_names() -> tuple[str, ...]:
 
 
 def preset(name: str) -> Machine:
-    """The machine called "DEVICE" or "DEVICE-NETWORK". Raises CostError GS501 for another name."""
+    """The machine called "DEVICE", "DEVICE-NETWORK" or "DEVICE-RATE".
+
+    A rate is what one GPU has of its node's adapters, as "200Gbit" or "25GB/s"; programs get the
+    share of it that presets.toml says. Raises CostError GS501 for another name.
+    """
     tables = _tables()
     device_name, _, network_name = name.lower().partition("-")
     device = tables["device"].get(device_name)
+    rate = line_rate(network_name)
     network = device and tables["network"].get(network_name or device["network"])
+    if device and rate is not None:
+        network, name = _network_of(rate), f"{device_name}-{rate_name(rate)}"
     if not network:
         devices, networks = ", ".join(preset_names()), ", ".join(network_names())
         raise CostError(
             "GS501",
             f"no preset {name!r}: {_near(device_name, network_name)}give one of {devices}, "
-            f"and after a - one of {networks}",
+            f"and after a - one of {networks}, or a rate per GPU such as 200Gbit or 25GB/s",
         )
     library = tables["library"][network["library"]]
     return Machine(
-        name.lower(), _processor(device), _network(device, network, library), host=_host(device)
+        name.lower(),
+        _processor(device),
+        _network(device, network, library),
+        host=_host(device),
+        ranks_per_node=int(device.get("ranks_per_node", {"value": RANKS_PER_NODE})["value"]),
+        compute_spread=float(device.get("compute_spread", {"value": 0.0})["value"]),
     )
+
+
+def with_network(name: str, network: str) -> str:
+    """The name of preset `name` with another network. Raises CostError GS501 if it names one, or
+    is the path of a profile, which has measured its own."""
+    if names_file(name):
+        raise CostError("GS501", f"{name!r} is a profile, of one network: leave out {network!r}")
+    if "-" in name:
+        raise CostError("GS501", f"{name!r} names its network already: leave out {network!r}")
+    return f"{name}-{network.strip()}"
+
+
+def line_rate(text: str) -> float | None:
+    """Bytes per second of "200Gbit", "200Gbit/s", "200Gbps" or "25GB/s"; None if it is no rate."""
+    found = _RATE.fullmatch(text.strip())
+    if found is None:
+        return None
+    bits = 1 if found[2].lower() == "gb/s" else BITS
+    rate = float(found[1]) * GIGA / bits
+    return rate if SLOWEST <= rate <= FASTEST else None
+
+
+def rate_name(bytes_per_s: float) -> str:
+    """One name for one rate: "200gbit"."""
+    return f"{bytes_per_s * BITS / GIGA:.6g}gbit"
+
+
+def _network_of(bytes_per_s: float) -> dict[str, Any]:
+    """As one of presets.toml's networks."""
+    given = _tables()["given_rate"]
+    share = given["share"]
+    rate = {"value": bytes_per_s, "share": share["value"], "share_from": share["from"]}
+    return {"library": given["library"], "inter_bytes_per_s": rate}
 
 
 def _near(device_name: str, network_name: str) -> str:
@@ -68,7 +127,8 @@ def preset_for(device_name: str, network: str | None = None) -> Machine:
     shows once.
     """
     lowered = device_name.lower()
-    known = [n for n, d in _tables()["device"].items() if any(m in lowered for m in d["match"])]
+    devices = _tables()["device"].items()
+    known = [(len(m), n) for n, d in devices for m in d["match"] if m in lowered]
     if not known:
         warnings.warn(
             f"GS502: no preset for device {device_name!r}: costs are conservative guesses until "
@@ -76,7 +136,7 @@ def preset_for(device_name: str, network: str | None = None) -> Machine:
             GraphshardWarning,
             stacklevel=2,
         )
-    name = known[0] if known else UNKNOWN
+    _, name = max(known, default=(0, UNKNOWN))  # "gb200" says more than "b200"
     return preset(f"{name}-{network}" if network else name)
 
 
@@ -89,6 +149,67 @@ def sources() -> dict[str, str]:
         if "share" in entry:
             found[".".join((*path, "share"))] = texts[entry["share_from"]]
     return found
+
+
+class Unit(StrEnum):
+    """Of a number in presets.toml, as its name there says."""
+
+    BYTES = "bytes"
+    BYTES_PER_S = "bytes_per_s"
+    FLOPS_PER_S = "flops_per_s"
+    US = "us"
+    PLAIN = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One number of presets.toml. table: "device", "network" or "library" and its name there.
+
+    share: what programs get of it, 1 if all.
+    """
+
+    table: tuple[str, str]
+    path: tuple[str, ...]
+    unit: Unit
+    value: float
+    source: str
+    share: float = 1.0
+    share_source: str = ""
+
+
+def facts_of(name: str) -> tuple[Fact, ...]:
+    """Every number of a device, a network or both ("h100-ib200"), and of the network's library.
+
+    Raises CostError GS501 for another name.
+    """
+    tables = _tables()
+    networks = tables["network"]
+    if name.lower() in networks:
+        device_name, network_name = "", name.lower()
+    else:
+        device_name, _, network_name = preset(name).name.partition("-")
+        network_name = network_name or tables["device"][device_name]["network"]
+    rate = line_rate(network_name)
+    network = networks[network_name] if rate is None else _network_of(rate)
+    found = list(_facts(("device", device_name), tables["device"].get(device_name, {})))
+    found += _facts(("network", network_name), network)
+    return tuple([*found, *_facts(("library", network["library"]), _library_of(network))])
+
+
+def _facts(table: tuple[str, str], content: dict[str, Any]) -> Iterator[Fact]:
+    texts = _tables()["sources"]
+    for path, entry in _entries(content, ()):
+        unit = next(unit for unit in Unit if any(p.endswith(unit) for p in path))
+        source = texts[entry["from"]] if "from" in entry else GIVEN
+        value, share = float(entry["value"]), float(entry.get("share", 1))
+        yield Fact(table, path, unit, value, source, share, texts.get(entry.get("share_from"), ""))
+
+
+def _library_of(network: dict[str, Any]) -> dict[str, Any]:
+    """Protocols by their names."""
+    library = _tables()["library"][network["library"]]
+    protocols = {protocol["name"]: protocol for protocol in library["protocol"]}
+    return {**library, "protocol": protocols}
 
 
 @cache

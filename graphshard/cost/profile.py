@@ -21,7 +21,7 @@ from graphshard.cost.machine import HostCopies, Machine
 from graphshard.cost.roofline import Arithmetic, AttentionRate
 from graphshard.errors import CostError
 from graphshard.files.decode import Amount, DecodeError, Positive, decode, parse
-from graphshard.files.reading import read_bytes, shown
+from graphshard.files.reading import names_file, read_bytes, shown
 
 PROFILE_VERSION = 1
 
@@ -104,7 +104,7 @@ def read_profile(path: Path) -> CostProfile:
 
 def look_up(machine: str) -> None:
     """Raises CostError or FileError if there is no such preset or profile."""
-    if Path(machine).suffix:
+    if names_file(machine):
         read_profile(Path(machine))
     else:
         presets.preset(machine)

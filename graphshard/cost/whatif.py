@@ -36,7 +36,8 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """A whole step. peak_bytes: at the moment of the plan's own peak; another may hold more now."""
+    """Of forward and backward. peak_bytes: at the moment of the plan's own peak; another may hold
+    more now."""
 
     step_time_us: float
     exposed_us: float

@@ -18,6 +18,12 @@ MOST_BYTES, MOST_TRACE_BYTES = GIB // 4, 4 * GIB
 CHUNK_BYTES = 2**24
 
 
+def names_file(name: str) -> bool:
+    """Whether what stands for a machine is a profile's path: it has a suffix, and no rate with a
+    point (h100-12.5gbit)."""
+    return Path(name).suffix[1:2].isalpha()
+
+
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """Raises FileError: GS1203 if it cannot be read, GS1204 for more than `most` bytes."""
     try:

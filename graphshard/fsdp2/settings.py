@@ -17,8 +17,13 @@ from graphshard.fsdp2.separate_group import may_reduce_apart
 from graphshard.fsdp2.state import State, is_root
 from graphshard.schedule.plan import Direction
 
-# AdamW's and Adam's two moments. The optimizer is not known when a graph is planned.
-OPTIMIZER_TENSORS = 2
+
+@dataclass(frozen=True, slots=True)
+class TrainableShards:
+    """What an optimizer steps on this rank."""
+
+    bytes: int
+    numel: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +32,9 @@ class GroupSettings:
 
     reshard: what the user gave as `reshard_after_forward`, None if left to FSDP2. ranks: over which
     it is sharded, at most `ranks_per_node` of them on one node. gather_lane, reduce_lane: names of
-    process groups, the same on all ranks. reduce_item_bytes: of one element of a gradient on the
-    wire. regroups: its gathers may be merged and split. Prefetch lists: places of groups.
+    process groups, the same on all ranks. trainable: of its shards. reduce_item_bytes: of one
+    element of a gradient on the wire. regroups: its gathers may be merged and split. Prefetch
+    lists: places of groups.
     in_place: the backend sends many tensors from where they are. clones: it has a copy of what it
     gathers or reduces meanwhile. None: whatever the machine's does.
     casts: what it gathers has another dtype than its shards.
@@ -50,7 +56,7 @@ class GroupSettings:
     gather_lane: str
     reduce_lane: str
     shard_bytes: int
-    optimizer_bytes: int
+    trainable: TrainableShards
     reduce_item_bytes: int
     kept_after_backward: bool = False
     regroups: bool = True
@@ -141,8 +147,8 @@ def settings_of(
             ranks_per_node=most_on_node(group, local),
             gather_lane=lane(group.gather_process_group),
             reduce_lane=lane(group.reduce_process_group),
-            shard_bytes=_shard_bytes(group, trainable=False),
-            optimizer_bytes=OPTIMIZER_TENSORS * _shard_bytes(group, trainable=True),
+            shard_bytes=sum(map(_stored_bytes, group.params)),
+            trainable=_trainable(group),
             reduce_item_bytes=max(p.reduce_item_bytes for p in group.params),
             kept_after_backward=not group.reshard_after_backward,
             regroups=group.gathers_plainly,
@@ -171,9 +177,10 @@ def _is_packed(param: FsdpParam) -> bool:
     return param.shard_dim != 0 or param.reduce_dtype != param.dtype
 
 
-def _shard_bytes(group: FsdpGroup, *, trainable: bool) -> int:
-    params = (p for p in group.params if not trainable or p.sharded.requires_grad)
-    return sum(map(_stored_bytes, params))
+def _trainable(group: FsdpGroup) -> TrainableShards:
+    found = [p for p in group.params if p.sharded.requires_grad]
+    numel = sum(math.prod(p.padded_shard_size) for p in found)
+    return TrainableShards(sum(map(_stored_bytes, found)), numel)
 
 
 def _stored_bytes(param: FsdpParam) -> int:

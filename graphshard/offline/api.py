@@ -15,14 +15,13 @@ from graphshard.cost.machine import Machine
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
 from graphshard.errors import OfflineError, OptionsError
+from graphshard.files.reading import names_file
 from graphshard.offline.study import Point, Study
 from graphshard.offline.target import Sizes, made_of
 from graphshard.offline.world import Made
 from graphshard.options import parse_count, parse_options
 from graphshard.schedule.plan import Plan
 
-# GPUs in one node of the usual servers (DGX and HGX A100, H100, H200, B200).
-RANKS_PER_NODE = 8
 # How compute may be priced.
 COMPUTE = ("aten", "inductor")
 
@@ -34,12 +33,14 @@ def plan(
     world_size: int,
     hardware: str,
     memory_budget: int | str | None = None,
-    ranks_per_node: int = RANKS_PER_NODE,
+    ranks_per_node: int | None = None,
     schedule: str = "planned",
     reshard: str = "fsdp2",
     recompute: str | None = None,
     offload: str = "auto",
     micro_steps: int = 1,
+    optimizer: str = "adamw",
+    clip: bool = False,
     compute: str = "aten",
     shard: Callable[[nn.Module], Any] | None = None,
     name: str = "plan",
@@ -48,9 +49,10 @@ def plan(
 
     model: on the meta device; or a function that makes one, which may call `fully_shard` itself.
     inputs: the arguments of one call on one rank, as a tuple, a dict or one tensor.
-    world_size: ranks. hardware: a preset such as "h100-ib400", or a profile that `graphshard
-    calibrate` wrote. memory_budget, schedule, reshard, recompute, offload, micro_steps: as in
-    `options=`.
+    world_size: ranks. hardware: a preset such as "h100-ib400", one with a rate between nodes such
+    as "h100-200gbit", or a profile that `graphshard calibrate` wrote. ranks_per_node: None: as many
+    as that hardware has. memory_budget, schedule, reshard, recompute, offload, micro_steps,
+    optimizer, clip: as in `options=`.
     compute: "aten" prices the captured ops one by one, as the backend runs them with that option;
     "inductor" as fused between two points of communication, about as the backend runs them by
     default. shard: calls `fully_shard` on the model's parts and on the model.
@@ -60,30 +62,29 @@ def plan(
     InfeasibleBudget if nothing fits, CostError for an unknown machine, FileError for a profile
     that cannot be read.
     """
-    for key, count in (("world_size", world_size), ("ranks_per_node", ranks_per_node)):
-        if parse_count(key, count, least=1) is None:
-            raise OptionsError("GS103", f"option {key}=None; give a number of ranks")
+    if parse_count("world_size", world_size, least=1) is None:
+        raise OptionsError("GS103", "option world_size=None; give a number of ranks")
+    own_per_node = parse_count("ranks_per_node", ranks_per_node, least=1)
     options = {
         "memory_budget": memory_budget,
         "reshard": reshard,
         "recompute": recompute,
         "offload": offload,
         "micro_steps": micro_steps,
+        "optimizer": optimizer,
+        "clip": clip,
         "schedule": schedule,
     }
     given = {key: value for key, value in options.items() if value is not None}
     machine = machine_of(hardware)
     policy = policy_of(parse_options(given, elsewhere={}), machine)
-    point = Point(world_size, ranks_per_node, machine, policy, fused=is_fused(compute))
+    per_node = own_per_node or machine.ranks_per_node
+    point = Point(world_size, per_node, machine, policy, fused=is_fused(compute))
 
     def build(sizes: Sizes) -> Made:
         return made_of(name, (_fresh(model), inputs, *(() if shard is None else (shard,))))
 
-    answer = next(Study(name, build, (point,)).answers())
-    if answer.infeasible is not None:
-        raise answer.infeasible
-    assert answer.plan is not None
-    return answer.plan
+    return next(Study(name, build, (point,)).answers()).fitting()
 
 
 def is_fused(compute: str) -> bool:
@@ -95,7 +96,7 @@ def is_fused(compute: str) -> bool:
 
 def machine_of(hardware: str) -> Machine:
     """A preset by its name, or a calibrated profile by its path. Raises CostError."""
-    if not Path(hardware).suffix:
+    if not names_file(hardware):
         return preset(hardware)
     profile = read_profile(Path(hardware))
     return calibrated(preset_for(profile.origin.device), profile)

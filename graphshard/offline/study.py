@@ -34,6 +34,7 @@ from graphshard.compiler.partition import (
 )
 from graphshard.compiler.planning import PlanningInputs, Posed, best_plans, problem_of
 from graphshard.cost.machine import Machine
+from graphshard.cost.stragglers import with_stragglers
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import copy_of
@@ -101,6 +102,13 @@ class Answer:
     point: Point
     plan: Plan | None
     infeasible: InfeasibleBudget | None = None
+
+    def fitting(self) -> Plan:
+        """The plan. Raises InfeasibleBudget if nothing fits."""
+        if self.plan is None:
+            assert self.infeasible is not None
+            raise self.infeasible
+        return self.plan
 
 
 class _NotCounted(Exception):
@@ -179,7 +187,7 @@ class Study:
         planning = self._planning(point)
         planned = self._planned_short if self._repeats else self._planned_whole
         try:
-            plan = planned(point, planning)
+            plan = with_stragglers(planned(point, planning), point.machine, point.world_size)
         except InfeasibleBudget as error:
             return Answer(point, None, error)
         return Answer(point, replace(plan, name=self.name))
@@ -233,11 +241,7 @@ class Study:
         study = Study(
             self.name, self.build, (point,), self.say, whole=True, freed=freed, baseline=baseline
         )
-        answer = next(study.answers())
-        if answer.infeasible is not None:
-            raise answer.infeasible
-        assert answer.plan is not None
-        return Decided(None, posed.problem, answer.plan)
+        return Decided(None, posed.problem, next(study.answers()).fitting())
 
     # -- captures and worlds -------------------------------------------------------------------
 
@@ -384,8 +388,7 @@ class Study:
         return self._cuts[id(captured), key]
 
     def _key(self, point: Point, *, freed: bool) -> _CostsKey:
-        policy = point.policy
-        name = point.machine.name
+        policy, name = point.policy, point.machine.name
         return point.sizes, name, policy.recompute, point.fused, point.in_parts, freed
 
     def _short_costs(self, point: Point, *, freed: bool) -> GraphCosts:

@@ -92,7 +92,7 @@ def plan_step(
         before.insert(0, (Decision.COMPUTES_AGAIN, eager))
     simulation = simulated(run, theirs)
     ours = simulated(memo, best)
-    estimate = Estimate(_figures(ours), _figures(simulation), budget, bound)
+    estimate = Estimate(_figures(ours), _figures(simulation), budget, bound, memo.problem.optimizer)
     reasons = reasons_of(context, before, best, ours, simulation)
     choices = best.choices
     return Planned(
@@ -117,7 +117,11 @@ def as_placed(memo: Memo, placed: Candidate) -> Planned:
     return Planned(
         schedules=schedules(memo, placed),
         estimate=Estimate(
-            _figures(ours), _figures(simulated(run, theirs)), budget, lower_bound_us(memo.problem)
+            _figures(ours),
+            _figures(simulated(run, theirs)),
+            budget,
+            lower_bound_us(memo.problem),
+            memo.problem.optimizer,
         ),
         across=placed.choices.across,
         forecasts=forecasts(memo, placed),

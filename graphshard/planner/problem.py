@@ -14,7 +14,7 @@ from graphshard.errors import PlanError
 from graphshard.planner.activations import HostLink, Offload, OffloadOption, Recompute
 from graphshard.schedule.plan import Allocation as Allocation
 from graphshard.schedule.plan import Category as Category
-from graphshard.schedule.plan import Direction, Step, StepKind
+from graphshard.schedule.plan import Direction, OptimizerStep, Step, StepKind
 
 # Times are rounded to multiples of this (about 1 ns). Sums of such numbers below 2**43 us are
 # exact in float64, so equal schedules have equal times and gains add up without a remainder.
@@ -224,6 +224,7 @@ class Problem:
     clones: the backend has a copy of what travels, from issue to wait.
     offloads: what the graph copies to the host and back. offload_options: what it could, too.
     host: over which lanes; None: there is neither.
+    optimizer: what follows the step, whatever the schedule.
     """
 
     groups: tuple[Group, ...]
@@ -235,6 +236,7 @@ class Problem:
     offloads: tuple[Offload, ...] = ()
     offload_options: tuple[OffloadOption, ...] = ()
     host: HostLink | None = None
+    optimizer: OptimizerStep | None = None
     micro_steps: int = 1
     sync_each: bool = True
     has_gradients: bool = False

@@ -7,7 +7,7 @@ transfers, uses and gradients. Nothing here measures or communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import median
@@ -15,10 +15,10 @@ from statistics import median
 from graphshard.cost.comm import CollectiveKind
 from graphshard.cost.comm import RankGroup as Ranks
 from graphshard.cost.machine import Machine, collective_us
+from graphshard.cost.optimizer import DEFAULT, Optimizer
 from graphshard.cost.roofline import copy_us
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.planner.problem import (
-    Category,
     CollectiveLane,
     Gradient,
     Group,
@@ -39,10 +39,10 @@ from graphshard.pricing.lanes import (
 )
 from graphshard.pricing.offload import shard_host, slower_by, with_host
 from graphshard.pricing.op_costs import GraphCosts
+from graphshard.pricing.optimizer import optimizer_step, resident
 from graphshard.pricing.region_cuts import AT_START, AT_TURN
 from graphshard.pricing.region_split import Divided, divided, with_late_gradients
 from graphshard.pricing.usage import Usage
-from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Direction, GroupInfo, Reshard
 
 # A group that is larger than this many typical ones may travel in several parts, at most MAX_PARTS;
@@ -62,6 +62,7 @@ class PlanningPolicy:
     micro_steps: forward and backward runs per optimizer step, of which the last one reduces.
     offload: activations may be held by the host meanwhile, host_bytes of them at most (None: any).
     near: a step that is longer than the lower bound by this share of it is good enough.
+    optimizer: what steps the parameters.
     """
 
     budget_bytes: int | None = None
@@ -74,6 +75,7 @@ class PlanningPolicy:
     near: float = 0.0
     offload: bool = False
     host_bytes: int | None = None
+    optimizer: Optimizer = DEFAULT
 
 
 def price(
@@ -115,7 +117,8 @@ def price(
             ),
             forward=forward,
             backward=backward,
-            resident=tuple(_resident(settings, machine)),
+            resident=tuple(resident(settings, machine, policy.optimizer)),
+            optimizer=optimizer_step(settings, machine, policy.optimizer) if backward else None,
             regroup_gathers=policy.regroup and all(own.regroups for own in settings),
             split_reductions=policy.regroup and all(own.splits_reductions for own in settings),
             most_ahead=policy.most_ahead,
@@ -341,11 +344,3 @@ def _gradient(
         input_bytes=input_bytes,
         output_bytes=output_bytes if host is None else 0,
     )
-
-
-def _resident(settings: Sequence[GroupSettings], machine: Machine) -> Iterator[Allocation]:
-    for number, own in enumerate(settings):
-        if shard_host(own, machine) is not None:
-            continue
-        yield Allocation(Category.SHARDED_PARAM, own.shard_bytes, number)
-        yield Allocation(Category.OPT_STATE, own.optimizer_bytes, number)

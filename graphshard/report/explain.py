@@ -186,17 +186,18 @@ def _gained(compiled: CompiledPlan) -> Gained | None:
         return None
     own = Gained(
         compiled.plan.name,
-        estimate.ours.step_time_us,
-        estimate.fsdp2.step_time_us,
+        estimate.whole_step_us,
+        estimate.whole_fsdp2_us,
         estimate.ours.peak_bytes,
         estimate.budget_bytes,
         None if (measured := measured_of(compiled)) is None else measured.step_time_us,
+        estimate.optimizer_us,
     )
     if not _running(compiled).options.is_planned:
         return own
     # The same problem with more room: what is computed again stays.
     more = plan_best(replace(problem, budget_bytes=estimate.budget_bytes + MORE_BYTES, near=NEAR))
-    return replace(own, more_bytes=MORE_BYTES, more_us=more.estimate.ours.step_time_us)
+    return replace(own, more_bytes=MORE_BYTES, more_us=more.estimate.whole_step_us)
 
 
 def measured_of(compiled: CompiledPlan) -> Measured | None:

@@ -28,6 +28,8 @@ from graphshard.schedule.estimate import Category as Category
 from graphshard.schedule.estimate import Estimate as Estimate
 from graphshard.schedule.estimate import Figures as Figures
 from graphshard.schedule.estimate import Moment as Moment
+from graphshard.schedule.estimate import OptimizerKind as OptimizerKind
+from graphshard.schedule.estimate import OptimizerStep as OptimizerStep
 from graphshard.schedule.estimate import estimate_summary
 from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.groups import NOTHING_RECOMPUTED, size_bytes

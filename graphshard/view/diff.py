@@ -2,24 +2,31 @@
 
 In come two scenarios; out comes a `Diff`: the figures of both, what moved in the schedules, and
 contributions to the difference of the step time. These are by group: its compute, its copies into
-and out of buckets, its exposed waits. They add up to the whole difference; what medians or further
-micro-steps leave over is a contribution of its own (`REST`).
+and out of buckets, its exposed waits; and the optimizer. They add up to the whole difference; what
+medians or further micro-steps leave over is a contribution of its own (`REST`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from graphshard.errors import MeasureError
 from graphshard.schedule.measured import Measured
-from graphshard.schedule.plan import Plan
+from graphshard.schedule.plan import Estimate, Plan
 from graphshard.schedule.steps import StepKind
 from graphshard.view.moves import MoveRow, moves
 from graphshard.view.names import shown
+from graphshard.view.optimizer import name_text
 from graphshard.view.scenario import Scenario, measured, predicted
 
 COMPUTE, COPIES, WAITS, REST = "compute", "copies", "exposed", "not of one part"
+OPTIMIZER = "optimizer"
+# What is measured of a step.
+PASSES = "forward and backward"
+# Microseconds by kind and name.
+Parts: TypeAlias = Mapping[tuple[str, str], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,8 @@ class ComparedFigure:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """A part of the step on both sides, in microseconds. kind: COMPUTE, COPIES, WAITS or REST."""
+    """A part of the step on both sides, in microseconds. kind: COMPUTE, COPIES, WAITS, OPTIMIZER or
+    REST."""
 
     kind: str
     name: str
@@ -74,12 +82,17 @@ def diff(before: Plan, after: Plan) -> Diff:
     check_same_model(before, after)
     sides = _predicted(before), _predicted(after)
     estimates = [plan.estimate for plan in (before, after)]
-    step_us = [s.us if e is None else e.step_time_us for s, e in zip(sides, estimates, strict=True)]
+    optimizers = _optimizers(*estimates)
+    step_us = [
+        (side.us if e is None else e.step_time_us) + sum(own.values())
+        for side, e, own in zip(sides, estimates, optimizers, strict=True)
+    ]
     exposed_us = [
         s.exposed_us if e is None else e.exposed_us for s, e in zip(sides, estimates, strict=True)
     ]
     peaks = [None if e is None else e.peak_bytes for e in estimates]
-    step_time_us = ComparedFigure("step time", *step_us)
+    name = "step time" if optimizers[0] else PASSES
+    step_time_us = ComparedFigure(name, *step_us)
     return Diff(
         before="before",
         after="after",
@@ -87,8 +100,18 @@ def diff(before: Plan, after: Plan) -> Diff:
         exposed_us=ComparedFigure("exposed communication", *exposed_us),
         peak_bytes=ComparedFigure("peak memory", *peaks),
         moves=tuple(moves(before, after)),
-        contributions=contributions(*sides, step_time_us),
+        contributions=contributions(*sides, step_time_us, optimizers),
     )
+
+
+def _optimizers(before: Estimate | None, after: Estimate | None) -> tuple[Parts, Parts]:
+    """What each side's optimizer takes; nothing unless both are known."""
+    if before is None or after is None or before.optimizer is None or after.optimizer is None:
+        return {}, {}
+    both = before.optimizer, after.optimizer
+    name = " and ".join(dict.fromkeys(map(name_text, both)))
+    first, second = ({(OPTIMIZER, name): own.us} for own in both)
+    return first, second
 
 
 def diff_measured(plan: Plan, found: Measured) -> Diff:
@@ -102,7 +125,7 @@ def diff_measured(plan: Plan, found: Measured) -> Diff:
         plan.compare(found)
     except ValueError as error:
         raise MeasureError("GS805", f"what was measured is not of {plan.name}: {error}") from error
-    step_time_us = ComparedFigure("step time", own.us, found.step_time_us)
+    step_time_us = ComparedFigure(PASSES, own.us, found.step_time_us)
     peak_bytes = None if plan.estimate is None else plan.estimate.peak_bytes
     return Diff(
         before="predicted",
@@ -123,10 +146,14 @@ def _predicted(plan: Plan) -> Scenario:
 
 
 def contributions(
-    before: Scenario, after: Scenario, step_time_us: ComparedFigure
+    before: Scenario,
+    after: Scenario,
+    step_time_us: ComparedFigure,
+    more: tuple[Parts, Parts] = ({}, {}),
 ) -> tuple[Contribution, ...]:
-    """What parts of both scenarios changed, largest change first, with what they leave over."""
-    ours, theirs = _parts(before), _parts(after)
+    """What parts of both scenarios changed, largest change first, with what they leave over. more:
+    parts that are not in the scenarios."""
+    ours, theirs = {**_parts(before), **more[0]}, {**_parts(after), **more[1]}
     found = [
         Contribution(*key, ours.get(key, 0.0), theirs.get(key, 0.0))
         for key in dict.fromkeys([*ours, *theirs])
@@ -140,7 +167,7 @@ def contributions(
     return tuple(sorted(changed, key=lambda part: -abs(part.change_us)))
 
 
-def _parts(scenario: Scenario) -> Mapping[tuple[str, str], float]:
+def _parts(scenario: Scenario) -> Parts:
     """Microseconds by kind and name."""
     parts: dict[tuple[str, str], float] = {}
     for work in scenario.works:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from graphshard.view.diff import ComparedFigure, Contribution, Diff
+from graphshard.view.diff import PASSES, ComparedFigure, Contribution, Diff
 from graphshard.view.moves import MoveRow
 from graphshard.view.text import WIDTH, bytes_text, count_text
 from graphshard.view.units import change_text, time_text
@@ -90,7 +90,8 @@ def _listed(groups: Sequence[str], room: int) -> str:
 
 def _why(found: Diff) -> Iterator[str]:
     change_us = found.step_time_us.change or 0.0
-    yield _line(f"why the step time differs by {_signed(change_us)}",
+    what = f"{PASSES} differ" if found.step_time_us.name == PASSES else "the step time differs"
+    yield _line(f"why {what} by {_signed(change_us)}",
                 (found.before, found.after, "change"))  # fmt: skip
     shown, others = found.contributions[:MOST_ROWS], found.contributions[MOST_ROWS:]
     for part in shown:

@@ -15,6 +15,7 @@ NOTICEABLE = 0.002
 class Gained:
     """Times of one step in microseconds, predicted but for `measured_us`; None: not measured.
 
+    optimizer_us: part of the predicted ones, and not of what was measured.
     more_us: with `more_bytes` more than `limit_bytes`; None: not asked.
     """
 
@@ -24,6 +25,7 @@ class Gained:
     peak_bytes: int
     limit_bytes: int
     measured_us: float | None = None
+    optimizer_us: float = 0.0
     more_bytes: int = 0
     more_us: float | None = None
 
@@ -32,9 +34,13 @@ def gain_lines(gained: Gained) -> tuple[str, str]:
     """Of its time, and of its memory."""
     ratio = gained.fsdp2_us / gained.planned_us if gained.planned_us else 1.0
     took = "" if gained.measured_us is None else f"; measured {time_text(gained.measured_us)}"
+    own = ""
+    if gained.optimizer_us:
+        own = f", of it optimizer {time_text(gained.optimizer_us)}"
+        took += took and " without it"
     step = (
-        f"{time_text(gained.planned_us)} in {gained.name}, {ratio:.2f} x as fast as FSDP2's own "
-        f"schedule, {time_text(gained.fsdp2_us)} (predicted{took})"
+        f"{time_text(gained.planned_us)} in {gained.name}{own}, {ratio:.2f} x as fast as FSDP2's "
+        f"own schedule, {time_text(gained.fsdp2_us)} (predicted{took})"
     )
     room = f"{bytes_text(gained.peak_bytes)} of {bytes_text(gained.limit_bytes)} in {gained.name}"
     return step, room + _more(gained)

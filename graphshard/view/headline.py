@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Estimate
+from graphshard.view.optimizer import share_text
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import bytes_text
 from graphshard.view.units import change_text, time_text
@@ -33,14 +34,14 @@ def headline(sheet: Sheet) -> list[Figure]:
 
 def _predicted(estimate: Estimate, measured: Measured | None) -> Iterator[Figure]:
     ours, fsdp2 = estimate.ours, estimate.fsdp2
-    seen = measured and (measured.step_time_us, measured.exposed_us)
     yield Figure(
-        "step", time_text(ours.step_time_us),
-        _beside(ours.step_time_us, fsdp2.step_time_us, seen[0] if seen else None),
+        "step", time_text(estimate.whole_step_us),
+        (_theirs(estimate.whole_step_us, estimate.whole_fsdp2_us), *_of_step(estimate, measured)),
     )  # fmt: skip
+    seen = () if measured is None else (("measured", time_text(measured.exposed_us)),)
     yield Figure(
         "exposed communication", time_text(ours.exposed_us),
-        _beside(ours.exposed_us, fsdp2.exposed_us, seen[1] if seen else None),
+        (_theirs(ours.exposed_us, fsdp2.exposed_us), *seen),
     )  # fmt: skip
     change = _changed(ours.peak_bytes, fsdp2.peak_bytes)
     yield Figure(
@@ -49,14 +50,24 @@ def _predicted(estimate: Estimate, measured: Measured | None) -> Iterator[Figure
          ("budget", bytes_text(estimate.budget_bytes))),
     )  # fmt: skip
     bound = ("at most", f"{estimate.gap:.1%} left to gain".replace("%", " %"))
-    yield Figure("lower bound", time_text(estimate.lower_bound_us), (bound,))
+    yield Figure("lower bound", time_text(estimate.whole_bound_us), (bound,))
 
 
-def _beside(
-    ours_us: float, fsdp2_us: float, measured_us: float | None
-) -> tuple[tuple[str, str], ...]:
-    theirs = ("FSDP2", time_text(fsdp2_us) + _changed(ours_us, fsdp2_us))
-    return (theirs,) if measured_us is None else (theirs, ("measured", time_text(measured_us)))
+def _theirs(ours_us: float, fsdp2_us: float) -> tuple[str, str]:
+    return "FSDP2", time_text(fsdp2_us) + _changed(ours_us, fsdp2_us)
+
+
+def _of_step(estimate: Estimate, measured: Measured | None) -> Iterator[tuple[str, str]]:
+    """The optimizer's part; and the rest as it was measured, which leaves the optimizer out."""
+    if estimate.optimizer is not None:
+        yield "of it optimizer", f"{time_text(estimate.optimizer_us)} ({share_text(estimate)})"
+    if measured is None:
+        return
+    seen = time_text(measured.step_time_us)
+    if estimate.optimizer is None:
+        yield "measured", seen
+    else:
+        yield "measured without it", f"{seen} of {time_text(estimate.step_time_us)}"
 
 
 def _changed(now: float, before: float) -> str:

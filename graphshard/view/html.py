@@ -90,16 +90,18 @@ def _subtitle(plan: Plan) -> str:
 
 
 def _partial(sheet: Sheet) -> str:
-    """What the picture leaves out of the step: all micro-steps but one."""
+    """What the picture leaves out of the step: the optimizer, and all micro-steps but one."""
     estimate = sheet.plan.estimate
     if estimate is None or not sheet.axis.timed:
         return ""
     whole_us, shown_us = estimate.step_time_us, sheet.axis.end
-    if abs(whole_us - shown_us) <= 1e-6 * whole_us:
+    is_all = abs(whole_us - shown_us) <= 1e-6 * whole_us
+    if is_all and estimate.optimizer is None:
         return ""
+    what = "forward and backward" if is_all else "one micro-step"
     return (
-        f"The pictures show one micro-step, {time_text(shown_us)} of the step's "
-        f"{time_text(whole_us)}."
+        f"The pictures show {what}, {time_text(shown_us)} of the step's "
+        f"{time_text(estimate.whole_step_us)}."
     )
 
 

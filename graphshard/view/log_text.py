@@ -12,6 +12,7 @@ from graphshard.schedule.plan import Baseline, Plan
 from graphshard.schedule.reasons import NotEarlier
 from graphshard.schedule.steps import ISSUES, range_name
 from graphshard.view.names import shown
+from graphshard.view.optimizer import part_text
 from graphshard.view.reasons import reason_text
 from graphshard.view.recomputed import recomputed_text
 from graphshard.view.scenario import Carried, Scenario, predicted
@@ -39,7 +40,7 @@ def log_text(plan: Plan, measured: Measured | None = None) -> str:
         whose = "measured" if plan.measured is not None else "measured before this plan"
         share = _share(measured.exposed_us, measured.step_time_us)
         lines.append(
-            f"  {whose}: step {time_text(measured.step_time_us)}{error}, exposed "
+            f"  {whose}: forward and backward {time_text(measured.step_time_us)}{error}, exposed "
             f"{time_text(measured.exposed_us)} ({share})"
         )
     return "\n".join(lines)
@@ -58,9 +59,14 @@ def _costs(plan: Plan, own: Scenario) -> Iterator[str]:
     comm_us = sum(carried.end_us - carried.start_us for carried in own.collectives)
     compute_us = own.us - own.exposed_us
     theirs = "" if plan.fsdp2 is None else f"; FSDP2 {time_text(_us(plan.fsdp2))}"
+    if (estimate := plan.estimate) is not None and estimate.optimizer is not None:
+        yield (
+            f"  predicted: step {time_text(estimate.whole_step_us)}, {part_text(estimate)}; FSDP2 "
+            f"{time_text(estimate.whole_fsdp2_us)}"
+        )
     yield (
-        f"  predicted: step {time_text(own.us)}, compute {time_text(compute_us)}, communication "
-        f"{time_text(comm_us)}, exposed {time_text(own.exposed_us)} "
+        f"  predicted: forward and backward {time_text(own.us)}, compute {time_text(compute_us)}, "
+        f"communication {time_text(comm_us)}, exposed {time_text(own.exposed_us)} "
         f"({_share(own.exposed_us, own.us)}){theirs}"
     )
     waits = [(own.works[c.wait].exposed_us, c) for c in own.collectives if c.wait is not None]

@@ -9,6 +9,7 @@ from graphshard.schedule.groups import received_bytes
 from graphshard.schedule.plan import Estimate, Plan
 from graphshard.schedule.reasons import Gain
 from graphshard.view.names import shown
+from graphshard.view.optimizer import optimizer_text
 from graphshard.view.reasons import DECISIONS
 from graphshard.view.recomputed import recomputed_text
 from graphshard.view.text import WIDTH, bytes_text, count_text
@@ -39,6 +40,8 @@ class Effort:
 class SweepRow:
     """One point of a sweep; times and bytes are None where nothing fits.
 
+    step_time_us, fsdp2_step_time_us: of forward and backward; the optimizer comes on top of both.
+    stragglers_us: expected on top of all; None: not known.
     tokens_per_s: of one rank, None if the point does not say how many tokens a step has.
     """
 
@@ -47,6 +50,8 @@ class SweepRow:
     budget_bytes: int | None
     sizes: tuple[tuple[str, int], ...]
     step_time_us: float | None = None
+    optimizer_us: float = 0.0
+    stragglers_us: float | None = None
     exposed_us: float | None = None
     peak_bytes: int | None = None
     fsdp2_step_time_us: float | None = None
@@ -76,7 +81,17 @@ def sweep_text(
     lines = [name, "", *_effort(effort), ""]
     names = list(dict.fromkeys(key for row in rows for key, _ in row.sizes))
     heads = ["world", "hardware", "budget", *names]
-    heads += ["step", "exposed", "peak", "FSDP2 step", "its peak", "tokens/s/rank", ""]
+    heads += [
+        "step",
+        "optimizer",
+        "stragglers",
+        "exposed",
+        "peak",
+        "FSDP2 step",
+        "its peak",
+        "tokens/s/rank",
+        "",
+    ]
     front = pareto(rows)
     table = [heads, *(_cells(row, names, index in front) for index, row in enumerate(rows))]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -103,7 +118,7 @@ def pareto(rows: Sequence[SweepRow]) -> frozenset[int]:
 def _cost(row: SweepRow) -> float:
     if row.tokens_per_s:
         return 1e6 / row.tokens_per_s
-    return row.step_time_us or 0.0
+    return (row.step_time_us or 0.0) + row.optimizer_us
 
 
 def _effort(effort: Effort) -> Iterator[str]:
@@ -127,12 +142,16 @@ def _comparison(plan: Plan, estimate: Estimate) -> Iterator[str]:
     their_schedules = plan.fsdp2.schedules if plan.fsdp2 else ()
     received = [received_bytes(plan.groups, s) for s in (their_schedules, plan.schedules)]
     yield _line("", "FSDP2", "graphshard", "change")
-    yield _line(
-        "step time",
-        _time(theirs.step_time_us),
-        _time(ours.step_time_us),
-        _percent(theirs.step_time_us, ours.step_time_us),
-    )
+    whole = estimate.whole_fsdp2_us, estimate.whole_step_us
+    yield _line("step time", *map(_time, whole), _percent(*whole))
+    if estimate.optimizer is not None:
+        took = _time(estimate.optimizer_us)
+        yield _line("  of it optimizer", took, took, "") + f"   {optimizer_text(estimate)}"
+    if (late := estimate.stragglers) is not None:
+        their, own = whole[0] + late.fsdp2_us, whole[1] + late.ours_us
+        share = _percent(whole[1], own).replace("%", " %")
+        row = _line("  with stragglers", _time(their), _time(own), _percent(their, own))
+        yield f"{row}   {share} at {late.ranks:,} ranks"
     yield _line(
         "exposed communication",
         _time(theirs.exposed_us),
@@ -159,7 +178,7 @@ def _comparison(plan: Plan, estimate: Estimate) -> Iterator[str]:
         bytes_text(received[1]),
         _difference(*received),
     )
-    yield _line("no schedule is below", "", _time(estimate.lower_bound_us), "")
+    yield _line("no schedule is below", "", _time(estimate.whole_bound_us), "")
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
@@ -190,20 +209,30 @@ def _cells(row: SweepRow, names: Sequence[str], best: bool) -> list[str]:
     cells = [f"{row.world_size:,}", row.hardware, budget]
     cells += [f"{sizes[name]:,}" if name in sizes else "-" for name in names]
     if row.step_time_us is None or row.exposed_us is None or row.peak_bytes is None:
-        return [*cells, "does not fit", "", "", "", "", "", ""]
+        return [*cells, "does not fit", "", "", "", "", "", "", "", ""]
     assert row.fsdp2_step_time_us is not None
     assert row.fsdp2_peak_bytes is not None
     tokens = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
     return [
         *cells,
-        _time(row.step_time_us),
+        _time(row.step_time_us + row.optimizer_us),
+        _time(row.optimizer_us),
+        _stragglers(row),
         _time(row.exposed_us),
         bytes_text(row.peak_bytes),
-        _time(row.fsdp2_step_time_us),
+        _time(row.fsdp2_step_time_us + row.optimizer_us),
         bytes_text(row.fsdp2_peak_bytes),
         tokens,
         BEST if best else "",
     ]
+
+
+def _stragglers(row: SweepRow) -> str:
+    """How much longer they make the step."""
+    if row.stragglers_us is None or row.step_time_us is None:
+        return "-"
+    whole_us = row.step_time_us + row.optimizer_us
+    return _percent(whole_us, whole_us + row.stragglers_us)
 
 
 def _line(name: str, *cells: str) -> str:

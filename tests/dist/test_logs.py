@@ -90,7 +90,9 @@ def test_rank_0_logs_a_block_per_plan(ran: Ran) -> None:
     first, second = ran.errors
     assert "3 groups" in first
     assert "predicted: step" in first
-    assert "measured: step" in first
+    assert "of it optimizer" in first
+    assert "predicted: forward and backward" in first
+    assert "measured: forward and backward" in first
     assert "groups," not in second
 
 

@@ -13,7 +13,7 @@ COUNTS = ("groups", "groups_in_graphs", "plans")
 COLLECTIVES = ("all_gathers", "reduce_scatters", "collective_bytes")
 PREDICTED = (
     "step_predicted_us", "exposed_predicted_us", "peak_predicted_bytes", "budget_bytes",
-    "step_fsdp2_predicted_us", "gap",
+    "step_fsdp2_predicted_us", "gap", "optimizer_predicted_us",
 )  # fmt: skip
 MEASURED = ("step_measured_us", "exposed_measured_us")
 
