@@ -25,9 +25,12 @@ def log_text(plan: Plan, measured: Measured | None = None) -> str:
     """measured: of this plan, or of the one that ran before it."""
     plan = shown(plan)
     s = plan.summary()
+    reductions = f"{s['reduce_scatters']:,} reduce-scatters"
+    if s["all_reduces"]:
+        reductions += f" and {s['all_reduces']:,} all-reduces"
     lines = [
         f"{plan.name}: {count_text(s['groups'], 'group')}, {s['all_gathers']:,} all-gathers and "
-        f"{s['reduce_scatters']:,} reduce-scatters per step, at most "
+        f"{reductions} per step, at most "
         f"{bytes_text(s['gathered_peak_bytes'])} of gathered parameters"
     ]
     if again := recomputed_text(plan):
