@@ -98,7 +98,7 @@ class Link:
                 head.link_us = 0.0 if ends else head.link_us - step_us / sharing
         self.reached_us += step_us
         for queue in self.queues.values():
-            if queue and not queue[0].launch_us and not queue[0].link_us:
+            if queue and queue[0] in heads and not queue[0].launch_us and not queue[0].link_us:
                 lanes.finished_us[queue.popleft().job] = exact_us(self.reached_us)
         return True
 

@@ -56,8 +56,9 @@ def links_of(settings: Sequence[GroupSettings]) -> dict[str, str]:
     for own in settings:
         between = own.ranks > own.ranks_per_node
         for others in (post_forward_ranks(own), replica_ranks(own)):
-            # One rank sends nothing.
-            if others is not None and own.ranks > 1 and (others.nodes > 1) == between:
+            if others is None or min(own.ranks, others.ranks) == 1:  # one rank sends nothing
+                continue
+            if (others.nodes > 1) == between:
                 lanes.add_edge(own.gather_lane, others.name)
     lanes.remove_edges_from(nx.selfloop_edges(lanes))
     shared = (found for found in nx.connected_components(lanes) if len(found) > 1)
