@@ -234,6 +234,12 @@ class Reduction:
         return copy.targets
 
     @property
+    def is_read_early(self) -> bool:
+        """Hooks, or copies to the host, take gradients as soon as they are there."""
+        sharded = (param.sharded for param in self._packing.params)
+        return self.live.fsdp.is_on_host or any(map(hooks_of, sharded))
+
+    @property
     def holds_input(self) -> bool:
         return bool(self._input)
 

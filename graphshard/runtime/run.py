@@ -129,7 +129,8 @@ class Run:
 
     def issue_all_reduce(self, reduced: Reduction) -> AllReduce:
         """Start to add up over the replicas what `reduced` has, which was waited for."""
-        puts_off = None if self.turn is None else self.turn.puts_off_all_reduce
+        turn = None if reduced.is_read_early else self.turn
+        puts_off = None if turn is None else turn.puts_off_all_reduce
         all_reduce = AllReduce(reduced, puts_off=puts_off)
         self.track(all_reduce)
         self.watch([all_reduce])

@@ -216,10 +216,17 @@ def _prefetches(groups: int) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def fuzz_cases(draw: st.DrawFn, most_ranks: int = 4) -> FuzzCase:
-    """A model, how it is sharded and compiled, and two to six things that are done with it."""
+def fuzz_cases(draw: st.DrawFn, most_ranks: int = 4, *, replicated: bool = False) -> FuzzCase:
+    """A model, how it is sharded and compiled, and two to six things that are done with it.
+
+    replicated: in any case over several replicas.
+    """
     ranks = draw(_rarely(2, 1, 3, 4).filter(lambda number: number <= most_ranks))
-    mesh = draw(_rarely("flat", *MESHES[ranks][1:]))
+    if replicated:
+        ranks = max(ranks, 2)
+        mesh = draw(st.sampled_from(MESHES[ranks][2:]))
+    else:
+        mesh = draw(_rarely("flat", *MESHES[ranks][1:]))
     tree = draw(_trees())
     groups = draw(_groups(tree, ranks, ranks if mesh == "flat" else int(mesh.split("x")[1])))
     calls = draw(st.lists(_calls(tree, len(groups)), min_size=1, max_size=5))

@@ -311,3 +311,36 @@ def test_drawn(pool: Pool, ranks: int) -> None:
         pool.run(capped(ranks), same_as_eager, steps)
 
     draw()
+
+
+def stepped_in_backward(ctx: Ctx) -> None:
+    """Hooks take gradients of all replicas as soon as these are there: no graph leaves any."""
+    ctx = replace(ctx, mesh=mesh_of(ctx, (2, 2), "replicate", "shard"))
+    models = [cut(ctx, compiles=compiles) for compiles in (False, True)]
+    for param in (param for model in models for param in model.parameters()):
+        optim = torch.optim.SGD([param], lr=1e-2)
+
+        def step(_: Tensor, optim: Any = optim) -> None:
+            optim.step()
+            optim.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+
+    def refused(_: Any) -> Any:
+        def put_off(*args: Any) -> None:
+            raise AssertionError("it was put off")
+
+        return put_off
+
+    with patched(GraphOrder, "put_off_all_reduce", refused):
+        for number in range(6):
+            for model in models:
+                torch.manual_seed(number)
+                model(torch.randn(2, 8, device=ctx.device)).square().mean().backward()
+    ours, theirs = ([p.to_local() for p in model.parameters()] for model in models)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.skipif(capped(4) < 4, reason="needs 4 ranks")
+def test_what_hooks_read_is_not_left_to_the_end(pool: Pool) -> None:
+    pool.run(4, stepped_in_backward)
