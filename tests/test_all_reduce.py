@@ -36,6 +36,7 @@ from graphshard.schedule.reasons import Gain
 from graphshard.schedule.replay import critical_path, replayed
 from graphshard.schedule.steps import ISSUES
 from graphshard.view.lanes import lane_rows
+from graphshard.view.log_text import log_text
 from graphshard.view.scenario import scenarios
 from graphshard.view.sheet import sheet_of
 from graphshard.view.text import summary_lines
@@ -117,6 +118,7 @@ def test_views_show_it(plans: list[Plan]) -> None:
     assert plan == plans[0]
     assert plan.summary()["all_reduces"] == 6
     assert "all-reduces" in summary_lines(plan)
+    assert "6 reduce-scatters and 6 all-reduces per step" in log_text(plan)
     sheet = sheet_of(plan)
     rows = {row.name: row for row in lane_rows(sheet)}
     assert [mark.kind for mark in rows["all-reduce"].marks] == ["all-reduce"] * 6

@@ -15,7 +15,7 @@ from graphshard.view.names import shown
 from graphshard.view.reasons import reason_text
 from graphshard.view.recomputed import recomputed_text
 from graphshard.view.scenario import Carried, Scenario, predicted
-from graphshard.view.text import bytes_text, count_text, group_names
+from graphshard.view.text import bytes_text, collectives_text, count_text, group_names
 from graphshard.view.units import change_text, time_text
 
 MOST_WAITS = 5
@@ -25,12 +25,8 @@ def log_text(plan: Plan, measured: Measured | None = None) -> str:
     """measured: of this plan, or of the one that ran before it."""
     plan = shown(plan)
     s = plan.summary()
-    reductions = f"{s['reduce_scatters']:,} reduce-scatters"
-    if s["all_reduces"]:
-        reductions += f" and {s['all_reduces']:,} all-reduces"
     lines = [
-        f"{plan.name}: {count_text(s['groups'], 'group')}, {s['all_gathers']:,} all-gathers and "
-        f"{reductions} per step, at most "
+        f"{plan.name}: {count_text(s['groups'], 'group')}, {collectives_text(s)} per step, at most "
         f"{bytes_text(s['gathered_peak_bytes'])} of gathered parameters"
     ]
     if again := recomputed_text(plan):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, zip_longest
+from typing import Any
 
 from graphshard.schedule.plan import (
     Direction,
@@ -120,6 +121,15 @@ def step_text(step: Step, names: dict[int, str]) -> str:
         words = "keep on each node a shard of"
     on_node = " on each node" if step.on_node and step.kind is not StepKind.RELEASE else ""
     return f"{words} {'' if step.group is None else names[step.group]}{on_node}".rstrip()
+
+
+def collectives_text(summary: Mapping[str, Any]) -> str:
+    """summary: `Plan.summary()`. All-reduces are those over replicas, which few plans have."""
+    kinds = ("all_gathers", "all-gathers"), ("reduce_scatters", "reduce-scatters")
+    texts = [f"{summary[key]:,} {noun}" for key, noun in kinds]
+    if not summary["all_reduces"]:
+        return " and ".join(texts)
+    return f"{', '.join(texts)} and {summary['all_reduces']:,} all-reduces"
 
 
 def ranks_of(issue: Step, group: GroupInfo) -> int:
