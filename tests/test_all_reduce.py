@@ -1,5 +1,6 @@
 """The all-reduce over replicas (HSDP): its price, its lane, and what it hides behind."""
 
+import json
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -8,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import layers, random_problem, with_replicas
+from plans import group
+from plans import plan as made_by_hand
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -133,6 +136,18 @@ def test_views_show_it(plans: list[Plan]) -> None:
         assert sum(e["dur"] for e in slices) == pytest.approx(scenario.exposed_us)
     why = why_text(plan, "0")
     assert "backward, issue all-reduce" in why
+
+
+def test_a_plan_of_before_opens() -> None:
+    """It has neither the number of replicas nor steps for their all-reduce."""
+    one = replace(group(0, "a"), reduce_dtype="float32", reduce_bytes=200, replicated=True)
+    backward = "compute 2, reduce 0, reduced 0"
+    old = made_by_hand([one], "issue 0, wait 0, compute 1, release 0", backward)
+    data = json.loads(old.to_json())
+    assert data["groups"][0].pop("replicas") == 1
+    opened = Plan.from_data(data)
+    assert opened == old
+    assert opened.summary()["all_reduces"] == 0
 
 
 def test_what_if_knows_the_replicas(plans: list[Plan]) -> None:

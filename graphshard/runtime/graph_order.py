@@ -5,7 +5,7 @@ backward ends with a reduce-scatter. In: the runs of one call of the model, or o
 they begin and end. Afterwards the first all-gather of the graph that comes next is on its way while
 the last group of this one computes, and what this one reduces last is on its way while the next one
 computes. As in FSDP2's backward one group is gathered ahead, and one is being reduced, until
-another one is to be.
+another one is to be. All-reduces over replicas go on until the end of the backward.
 
 What comes next is learned: it is issued ahead once it has been the same twice. What was issued for
 a graph that did not come is thrown away when another one has run, and when the call or the backward

@@ -221,12 +221,10 @@ def fuzz_cases(draw: st.DrawFn, most_ranks: int = 4, *, replicated: bool = False
 
     replicated: in any case over several replicas.
     """
-    ranks = draw(_rarely(2, 1, 3, 4).filter(lambda number: number <= most_ranks))
-    if replicated:
-        ranks = max(ranks, 2)
-        mesh = draw(st.sampled_from(MESHES[ranks][2:]))
-    else:
-        mesh = draw(_rarely("flat", *MESHES[ranks][1:]))
+    counts = st.sampled_from([4, 4, 3, 2]) if replicated else _rarely(2, 1, 3, 4)
+    ranks = draw(counts.filter(lambda number: number <= most_ranks))
+    several = MESHES[ranks][2 if replicated else 1 :]
+    mesh = draw(st.sampled_from(several) if replicated else _rarely("flat", *several))
     tree = draw(_trees())
     groups = draw(_groups(tree, ranks, ranks if mesh == "flat" else int(mesh.split("x")[1])))
     calls = draw(st.lists(_calls(tree, len(groups)), min_size=1, max_size=5))
