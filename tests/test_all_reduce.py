@@ -178,16 +178,18 @@ def collectives_of(problem, planned):
     return found, [c for c in found.collectives if c.step.lane is Lane.ALL_REDUCE]
 
 
-def test_it_hides_behind_compute_but_for_its_tail():
+@pytest.mark.parametrize("activations", [0, 10**6], ids=["", "much else in memory"])
+def test_it_hides_behind_compute_but_for_its_tail(activations):
     """Backward takes 200 us a layer, a reduction 30, an all-reduce 60.
 
     The last but one is reduced while the last layer computes, and waited for after that.
     """
-    problem = with_replicas(layers(6, reduce_us=30.0, gather_us=30.0), slower=2.0, launch_us=0.0)
+    plain = layers(6, reduce_us=30.0, gather_us=30.0, activations=activations)
+    problem = with_replicas(plain, slower=2.0, launch_us=0.0)
     planned = plan_step(problem)
     found, all_reduces = collectives_of(problem, planned)
     assert [c.exposed_us for c in all_reduces] == [0.0] * 4 + [30.0, 60.0]
-    without = plan_step(layers(6, reduce_us=30.0, gather_us=30.0))
+    without = plan_step(plain)
     assert planned.estimate.ours.step_time_us == without.estimate.ours.step_time_us + 90.0
     assert found.exposed_us == planned.estimate.ours.exposed_us
 
@@ -246,6 +248,20 @@ def test_lanes_of_one_link_share_it_with_what_follows():
     queues.issue(3, 0, 10.0, 0.0)
     assert [queues.end_us(job) for job in (1, 2, 3)] == [10.0, 30.0, 30.0]
     assert queues.started_us == {1: 0.0, 2: 10.0, 3: 10.0}
+    queues.issue(4, 0, 10.0, 30.0)
+    queues.issue(5, 1, 0.0, 30.0, after=4)  # of one replica: it takes no time
+    assert [queues.end_us(job) for job in (4, 5)] == [40.0, 40.0]
+
+
+def test_the_bound_knows_what_follows_what():
+    problem = with_replicas(layers(1, reduce_us=30.0), slower=2.0, launch_us=0.0)
+    ends_us = 80.0 + 100.0 + 200.0 + 30.0 + 60.0
+    assert lower_bound_us(checked(problem)) == ends_us
+    assert plan_step(problem).estimate.ours.step_time_us == ends_us
+    # Where the all-reduces are the limit: all of them, behind the first reduction.
+    slow = with_replicas(layers(6, reduce_us=30.0, gather_us=30.0), slower=20.0, launch_us=0.0)
+    forward_us, first_us = 30.0 + 600.0, 200.0 + 30.0
+    assert lower_bound_us(checked(slow)) == forward_us + first_us + 6 * 600.0
 
 
 numbers = st.integers(0, 10**6)
