@@ -241,7 +241,7 @@ def test_gradients_that_are_used_at_once_are_waited_for_when_they_are_there():
 
 def test_lanes_of_one_link_share_it_with_what_follows():
     """An all-reduce that follows a reduction over the same link, while another one runs there."""
-    lanes = [CollectiveLane("a", 0.0, "x"), CollectiveLane("b", 0.0, "x")]
+    lanes = [CollectiveLane(name, 0.0, "x") for name in "abc"]
     queues = LaneQueues(lanes)
     queues.issue(1, 0, 10.0, 0.0)
     queues.issue(2, 1, 10.0, 0.0, after=1)
@@ -250,7 +250,9 @@ def test_lanes_of_one_link_share_it_with_what_follows():
     assert queues.started_us == {1: 0.0, 2: 10.0, 3: 10.0}
     queues.issue(4, 0, 10.0, 30.0)
     queues.issue(5, 1, 0.0, 30.0, after=4)  # of one replica: it takes no time
-    assert [queues.end_us(job) for job in (4, 5)] == [40.0, 40.0]
+    queues.issue(6, 2, 2.0, 30.0)
+    assert [queues.end_us(job) for job in (4, 5, 6)] == [42.0, 42.0, 34.0]
+    assert queues.started_us[5] == 42.0
 
 
 def test_the_bound_knows_what_follows_what():
