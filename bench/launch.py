@@ -55,6 +55,7 @@ class Request:
     offload: str = "auto"  # option of graphshard
     warm_up: int = WARM_UP_STEPS  # steps before the first that is measured
     beside: bool = False  # another training, of a plan without a budget, takes turns with it
+    replicas: int = 1  # of the shards (HSDP); those of one are neighbours
 
     @property
     def nodes(self) -> emulator.Nodes | None:
@@ -162,7 +163,7 @@ def run(request: Request) -> Measured:
     )
     measure_on(network)
     host = host_link.connect(network, request.host_gb_s) if request.host_gb_s else None
-    mesh = init_device_mesh("cpu", (request.num_ranks,))
+    mesh = _mesh(request)
     losses: list[float] = []
     rates: list[Rate] = []
     for gbit in request.gbits:
@@ -177,6 +178,13 @@ def run(request: Request) -> Measured:
         losses += training.losses
     num_params = sum(p.numel() for p in training.trainer.model.parameters())
     return Measured(losses, rates, num_params)
+
+
+def _mesh(request: Request) -> DeviceMesh:
+    if request.replicas == 1:
+        return init_device_mesh("cpu", (request.num_ranks,))
+    shape = request.replicas, request.num_ranks // request.replicas
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def measure_on(network: Any) -> None:

@@ -57,6 +57,8 @@ def with_network(
     if nodes is not None:
         inside = RankGroup(per_node, per_node, emulator.BACKEND)
         comm += _fits(inside, gbit * nodes.faster, alpha_us / nodes.faster)
+        one_each = RankGroup(num_ranks // per_node, 1, emulator.BACKEND)
+        comm += _fits(one_each, gbit, alpha_us)
     return replace(profile, comm=comm)
 
 

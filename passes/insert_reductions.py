@@ -1,4 +1,4 @@
-"""`reduce_grad` marks become one reduce-scatter per group."""
+"""`reduce_grad` marks become one reduce-scatter per group, and an all-reduce over replicas."""
 
 from typing import Any
 
@@ -14,6 +14,7 @@ from graphshard.graph.program import (
     output_node,
     positions,
     reduce_marks,
+    run_input,
     set_step,
 )
 from graphshard.passes.insert_gathers import open_group
@@ -21,7 +22,8 @@ from graphshard.schedule.plan import GroupInfo, StepKind
 
 
 def insert_reductions(program: Program) -> Program:
-    """Issue a group's reduce-scatter when its last gradient is ready; wait at the end.
+    """Issue a group's reduce-scatter when its last gradient is ready; wait at the end. If replicas
+    of the group add up what was reduced, that all-reduce follows the wait.
 
     Before: `reduce_grad` marks whose tokens are the gradients of the anchors. After: no mark and
     no token is left, the anchors' gradients are None; gradients are packed in registration
@@ -43,8 +45,22 @@ def insert_reductions(program: Program) -> Program:
             wait = graph.call_method("wait", (issue,))
         wait._rename(issue.name.replace("reduce_", "reduced_", 1))
         set_step(wait, CommStep(StepKind.REDUCE_WAIT, group))
+        if program.groups[group].replicated:
+            _all_reduce(graph, wait, group)
     _drop_tokens(graph)
     return program
+
+
+def _all_reduce(graph: fx.Graph, reduced: fx.Node, group: int) -> None:
+    with graph.inserting_before(output_node(graph)):
+        issue = graph.call_method("issue_all_reduce", (run_input(graph), reduced))
+        wait = graph.call_method("wait", (issue,))
+    for node, word, kind in (
+        (issue, "all_reduce_", StepKind.ALL_REDUCE_ISSUE),
+        (wait, "all_reduced_", StepKind.ALL_REDUCE_WAIT),
+    ):
+        node._rename(reduced.name.replace("reduced_", word, 1))
+        set_step(node, CommStep(kind, group))
 
 
 def _insert(

@@ -92,6 +92,8 @@ def _split(graph: fx.Graph, info: GroupInfo, steps: list[Step]) -> None:
 
 def _split_reduction(graph: fx.Graph, info: GroupInfo, steps: list[Step]) -> None:
     """The group's one reduction becomes one per step, at its place; so does its wait."""
+    if info.replicated:
+        raise VerifyError("GS310", f"replicas add up gradients of {info.fqn} as a whole")
     whole = _reduction(graph, info.id)
     (wait,) = whole.users
     opened, grads, indices = whole.args

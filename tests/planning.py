@@ -129,6 +129,32 @@ def with_nodes(problem, ranks=4, faster=10.0):
     return replace(problem, groups=tuple(groups), lanes=(*problem.lanes, lane))
 
 
+def with_replicas(problem, slower=1.0, launch_us=5.0, link="", share=1.0, seed=0):
+    """The same problem where `share` of the groups add up over replicas what they have reduced.
+    That takes a launch and `slower` times the reduction. link: of both."""
+    r = random.Random(seed)
+    lane = CollectiveLane("replicas", launch_us, link)
+    lanes = tuple(replace(x, link=link) if x.name == "reduce" else x for x in problem.lanes)
+
+    def part(one):
+        gradient = one.gradient
+        if gradient is None:
+            return one
+        reduce = gradient.reduce
+        us = launch_us + slower * reduce.us
+        all_reduce = replace(reduce, us=us, pack_us=0.0)
+        reduce = replace(reduce, unpack_us=0.0)
+        return replace(one, gradient=replace(gradient, reduce=reduce, all_reduce=all_reduce))
+
+    def group(one):
+        if r.random() >= share:
+            return one
+        number = len(problem.lanes)
+        return replace(one, parts=tuple(map(part, one.parts)), all_reduce_lane=number)
+
+    return replace(problem, lanes=(*lanes, lane), groups=tuple(map(group, problem.groups)))
+
+
 def with_offloads(problem, seed, *, fixed=False):
     """The same problem with copies to the host and back: as options, some of them of what may be
     computed again too, or (`fixed`) in any case."""

@@ -11,6 +11,8 @@ KINDS = {
     "release": StepKind.RELEASE,
     "reduce": StepKind.REDUCE_ISSUE,
     "reduced": StepKind.REDUCE_WAIT,
+    "add": StepKind.ALL_REDUCE_ISSUE,
+    "added": StepKind.ALL_REDUCE_WAIT,
 }
 
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from exhaustive import optimum
 from planning import random_problem
 
+from graphshard.planner.checked import checked
 from graphshard.planner.infeasible import least_peak
 from graphshard.planner.memo import Memo
 from graphshard.planner.plan_step import plan_step
-from graphshard.planner.problem import TICK_US, checked
+from graphshard.planner.problem import TICK_US
 
 MOST_GROUPS = 6
 PATH = Path(__file__).with_name("small_optima.json")

@@ -302,6 +302,22 @@ def test_ranks_on_nodes_train_the_same(extension):
     assert node.lane_us < apart.lane_us
 
 
+@pytest.mark.slow
+def test_replicas_on_nodes_train_the_same(extension):
+    """An all-reduce goes between nodes, all else inside; nobody misses a wait for it."""
+    names = ("fsdp2", "graphshard")
+    nodes = {"ranks_per_node": 2, "inside": 10.0, "replicas": 2}
+    found = launched(names, **nodes, poison=True, gbits=(1.0, 0.01))
+    check_losses(found, [BY_NAME[name] for name in names])
+    eager, ours = (found[name].rates for name in names)
+    for mine, theirs in zip(ours, eager, strict=True):
+        (own, *_), (their, *_) = mine.steps, theirs.steps
+        assert (own.link_bytes, own.collectives) == (their.link_bytes, their.collectives)
+        assert own.exposed_us < their.exposed_us  # FSDP2 waits at once on a CPU
+    fast, slow = (rate.steps[0] for rate in ours)
+    assert slow.step_us > 5 * fast.step_us
+
+
 FORGETFUL = """
 from bench import launch, modes
 modes.AsyncReduceScatter.wait = lambda self: self.pending.clear()
@@ -441,6 +457,9 @@ def test_the_profile_tells_links_inside_nodes_from_those_between():
     inside = collective_us(machine, gather, RankGroup(2, 2, "lane 0, node"), 4 * NUMEL)
     assert between == pytest.approx(ALPHA_US + RING_US)
     assert inside == pytest.approx(ALPHA_US / 10 + 4 * NUMEL / 2 / (10 * BYTES_PER_US))
+    # Two replicas, one on each node.
+    add = collective_us(machine, CollectiveKind.ALL_REDUCE, RankGroup(2, 1, "lane 1"), 4 * NUMEL)
+    assert add == pytest.approx(ALPHA_US + 2 * 4 * NUMEL / 2 / BYTES_PER_US)
 
 
 def test_peaks_follow_addresses():

@@ -12,8 +12,9 @@ from solve_small import small_problem
 from test_planner_random import check
 
 from graphshard.errors import InfeasibleBudget, PlanError
+from graphshard.planner.checked import checked
 from graphshard.planner.plan_step import NODES_WORTH, fsdp2, plan_step
-from graphshard.planner.problem import PostForwardMesh, checked
+from graphshard.planner.problem import PostForwardMesh
 from graphshard.planner.simulate import simulate
 from graphshard.schedule import signature
 from graphshard.schedule.plan import GroupInfo, Plan, StepKind

@@ -148,6 +148,7 @@ def test_summary_counts_no_collective_for_a_kept_gather():
         "params": 2,
         "all_gathers": 3,
         "reduce_scatters": 2,
+        "all_reduces": 0,
         "collectives": 5,
         "gathered_peak_bytes": 200,
         "fingerprint": two_layers().fingerprint,

@@ -16,8 +16,9 @@ import pytest
 from ladders import ladder_problem
 from solve_small import UNLIMITED, random_budget
 
+from graphshard.planner.checked import checked
 from graphshard.planner.plan_step import plan_step
-from graphshard.planner.problem import TICK_US, Category, checked
+from graphshard.planner.problem import TICK_US, Category
 from graphshard.planner.simulate import simulate
 from graphshard.schedule.plan import Direction, Schedule, Step, StepKind
 

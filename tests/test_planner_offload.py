@@ -10,10 +10,11 @@ from test_planner_random import check
 
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.activations import HostLink, Offload, OffloadOption, Recompute
+from graphshard.planner.checked import checked
 from graphshard.planner.choices import Choices
 from graphshard.planner.observed import observed
 from graphshard.planner.plan_step import fsdp2, plan_step
-from graphshard.planner.problem import CollectiveLane, checked
+from graphshard.planner.problem import CollectiveLane
 from graphshard.planner.score import means_something
 from graphshard.planner.simulate import simulate
 from graphshard.schedule.measured import Measured, Segment

@@ -14,10 +14,11 @@ from graphshard.cost.presets import preset
 from graphshard.errors import PlanError
 from graphshard.fsdp2.settings import GroupSettings, TrainableShards
 from graphshard.passes import PLACEMENT
+from graphshard.planner.checked import checked
 from graphshard.planner.choices import Bucket, Choices
 from graphshard.planner.events import gather_events
 from graphshard.planner.plan_step import fsdp2, plan_step
-from graphshard.planner.problem import Category, Group, Part, Region, Transfer, Use, checked
+from graphshard.planner.problem import Category, Group, Part, Region, Transfer, Use
 from graphshard.planner.regions import region_events
 from graphshard.pricing import problem as posed
 from graphshard.pricing.op_costs import graph_costs

@@ -1,5 +1,7 @@
 """Merged and split all-gathers in the graph: plans made by hand, and what the verifier refuses."""
 
+from dataclasses import replace
+
 import pytest
 from expecttest import assert_expected_inline
 from graphs import Sketch, aten, group, layers, program, text
@@ -166,3 +168,38 @@ def test_gs305_wait_for_a_group_that_does_not_travel_in_it():
     error = refused(made)
     assert (error.code, "0 waits" in error.message) == ("GS305", True)
     assert step_of(issue).group == 0
+
+
+def replicated():
+    made = layers(2)
+    groups = (replace(made.groups[0], replicated=True, replicas=2), made.groups[1])
+    return placed(made.with_groups(groups))
+
+
+def test_replicas_add_up_what_was_reduced():
+    made = replicated()
+    forward = "issue 0, wait 0, compute 3, release 0, issue 1, wait 1, compute 3, release 1"
+    wanted = BACKWARD.replace("reduced 1, reduced 0", "reduced 0, add 0, reduced 1, added 0")
+    backward = text(planned(made, forward, wanted).backward.graph)
+    assert backward.splitlines()[-5:-1] == [
+        "reduced_layers_0 = reduce_layers_0.wait()",
+        "all_reduce_layers_0 = run.issue_all_reduce(reduced_layers_0)",
+        "reduced_layers_1 = reduce_layers_1.wait()",
+        "all_reduced_layers_0 = all_reduce_layers_0.wait()",
+    ]
+
+
+def test_an_all_reduce_follows_its_reduction():
+    wanted = BACKWARD.replace("reduced 1, reduced 0", "add 0, reduced 0, reduced 1, added 0")
+    forward = "issue 0, wait 0, compute 3, release 0, issue 1, wait 1, compute 3, release 1"
+    with pytest.raises(VerifyError, match="GS309"):
+        planned(replicated(), forward, wanted)
+    with pytest.raises(VerifyError, match=r"GS310.*leaves out all_reduce"):
+        planned(replicated(), forward)
+
+
+def test_what_replicas_add_up_is_not_split():
+    made = replicated()
+    wanted = plan(made.groups, "compute 0", BACKWARD.replace("reduce 0", "reduce 0:0"))
+    with pytest.raises(VerifyError, match=r"GS310: replicas add up gradients of layers\.0"):
+        regroup(made, wanted)

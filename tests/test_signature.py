@@ -42,9 +42,13 @@ def test_merged_groups_are_one_collective():
     assert [(e.group, e.size_bytes) for e in made.collective_signature] == [("a + b", 200)]
 
 
-def test_replicas_are_reduced_where_a_reduction_is_waited_for():
+def test_replicas_are_reduced_where_a_plan_says_so():
     one = replace(group(0, "a", 100), reduce_dtype="float32", reduce_bytes=200, replicated=True)
-    made = plan([one], "issue 0, wait 0, compute 1, release 0", "compute 2, reduce 0, reduced 0")
+    made = plan(
+        [one],
+        "issue 0, wait 0, compute 1, release 0",
+        "compute 2, reduce 0, reduced 0, add 0, added 0",
+    )
     shard_bytes = 200 // one.world_size
     assert made.collective_signature[1:] == (
         SignatureEntry("backward", "reduce_scatter", "a", "float32", 200),

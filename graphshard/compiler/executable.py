@@ -15,7 +15,7 @@ from graphshard.codegen.regions import Artifacts, compile_missing, linked, slice
 from graphshard.graph.program import Program
 from graphshard.options import Options
 from graphshard.planner.problem import Problem
-from graphshard.runtime.run import Body
+from graphshard.runtime.body import Body
 from graphshard.schedule.plan import Direction, Plan, Step
 
 Segments: TypeAlias = dict[Direction, tuple[Step, ...]]

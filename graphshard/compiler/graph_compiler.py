@@ -45,10 +45,11 @@ from graphshard.options import Options
 from graphshard.planner.separate_group import reductions_apart
 from graphshard.runtime.agree import agree_on_plan
 from graphshard.runtime.ballot import Ballot, whole_of
+from graphshard.runtime.body import Body
 from graphshard.runtime.calls import Calls
 from graphshard.runtime.costs import lead_recompute
 from graphshard.runtime.live import LiveGroup, ballots_of, roots_of
-from graphshard.runtime.run import Body, guarded
+from graphshard.runtime.run import guarded
 from graphshard.schedule.plan import Direction, Plan
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from graphshard.compiler.planning import plan_with_costs, torch_version
 from graphshard.errors import InfeasibleBudget, PlanError
 from graphshard.files import cache
 from graphshard.files.decode import decode, parse
-from graphshard.planner.problem import Part, Problem, Transfer, checked
+from graphshard.planner.checked import checked
+from graphshard.planner.problem import Part, Problem, Transfer, with_transfers
 from graphshard.schedule.plan import Reshard
 from graphshard.schedule.steps import to_json
 
@@ -105,14 +106,8 @@ def _without_costs(problem: Problem) -> Problem:
 
 
 def _free(part: Part) -> Part:
-    gradient, node_gather = part.gradient, part.node_gather
-    return replace(
-        part,
-        gather=_at_no_cost(part.gather),
-        regather=None,  # measured apart wherever there is one
-        node_gather=node_gather and _at_no_cost(node_gather),
-        gradient=gradient and replace(gradient, reduce=_at_no_cost(gradient.reduce)),
-    )
+    # A gather in backward is measured apart wherever there is one.
+    return with_transfers(replace(part, regather=None), _at_no_cost)
 
 
 def _at_no_cost(transfer: Transfer) -> Transfer:

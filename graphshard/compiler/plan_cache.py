@@ -16,8 +16,9 @@ from pathlib import Path
 
 from graphshard.errors import PlanError
 from graphshard.files import cache
+from graphshard.planner.checked import checked
 from graphshard.planner.choices import Choices
-from graphshard.planner.problem import Problem, checked
+from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import reductions_apart
 from graphshard.planner.simulate import simulated_as
 from graphshard.schedule.plan import GroupInfo, Plan

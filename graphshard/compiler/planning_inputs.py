@@ -70,10 +70,7 @@ def seen_on(
         return machine
     found = probe(groups, ballots)
     for one in found.collectives:
-        own = settings[groups.index(one.live)]
-        gathers = one.kind is CollectiveKind.ALL_GATHER
-        lane = own.gather_lane if gathers else own.reduce_lane
-        ranks = RankGroup(own.ranks, own.ranks_per_node, lane)
+        ranks = _ranks_of(one.kind, settings[groups.index(one.live)])
         sample = one.size_bytes, rounded(one.us)
         machine = observed_collective(machine, one.kind, ranks, [sample])
     for product in found.products:
@@ -82,6 +79,14 @@ def seen_on(
     if found.collectives:
         say_costs(ballots, to_text(machine))
     return machine
+
+
+def _ranks_of(kind: CollectiveKind, own: GroupSettings) -> RankGroup:
+    if kind is CollectiveKind.ALL_REDUCE:
+        return RankGroup(own.replicas, own.replicas_per_node, own.all_reduce_lane)
+    gathers = kind is CollectiveKind.ALL_GATHER
+    lane = own.gather_lane if gathers else own.reduce_lane
+    return RankGroup(own.ranks, own.ranks_per_node, lane)
 
 
 def rounded(us: float) -> float:

@@ -29,6 +29,7 @@ from graphshard.options import Options
 from graphshard.runtime.agree import check_call
 from graphshard.runtime.ahead import follow_optimizers
 from graphshard.runtime.ballot import Terms
+from graphshard.runtime.body import Body
 from graphshard.runtime.costs import join
 from graphshard.runtime.live import (
     LiveGroup,
@@ -38,7 +39,6 @@ from graphshard.runtime.live import (
     lookup,
     roots_of,
 )
-from graphshard.runtime.run import Body
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Direction, GroupInfo, Plan, Reshard
 from graphshard.schedule.same_graph import plan_for

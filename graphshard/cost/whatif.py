@@ -8,16 +8,16 @@ packing and unpacking, padding of uneven shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from graphshard.cost.algebra import Quantity
+from graphshard.cost.algebra import Quantity, ceil_div
 from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.machine import Machine, collective_us
 from graphshard.cost.presets import preset
 from graphshard.cost.symbolic import INTER, INTRA, WORLD, Formula, formula
 from graphshard.schedule.forecast import CollectiveTime
-from graphshard.schedule.groups import size_bytes
+from graphshard.schedule.groups import GroupInfo, size_bytes
 from graphshard.schedule.plan import Category, Estimate, Plan, Schedule, Step, StepKind
 from graphshard.schedule.replay import critical_path, replayed
 
@@ -131,11 +131,22 @@ def _formula_us(
     plan: Plan, schedule: Schedule, found: CollectiveTime, cluster: Cluster
 ) -> Quantity:
     step = schedule.steps[found.issue]
+    groups = [g for g in plan.groups if g.id in step.groups]
+    if step.kind is StepKind.ALL_REDUCE_ISSUE:
+        return _all_reduce_us(groups, cluster)
     gathers = step.kind is StepKind.GATHER_ISSUE
     kind = CollectiveKind.ALL_GATHER if gathers else CollectiveKind.REDUCE_SCATTER
     ranks = RankGroup(cluster.world_size, cluster.ranks_per_node)
-    groups = [g for g in plan.groups if g.id in step.groups]
     return collective_us(cluster.machine, kind, ranks, size_bytes(step, groups))
+
+
+def _all_reduce_us(groups: Sequence[GroupInfo], cluster: Cluster) -> Quantity:
+    """Over as many replicas as there are, each on the next `world_size` ranks: on a node as many as
+    fit there."""
+    on_node = ceil_div(cluster.ranks_per_node, cluster.world_size)
+    ranks = RankGroup(groups[0].replicas, on_node)
+    shard_bytes = sum(g.reduce_bytes for g in groups) / cluster.world_size
+    return collective_us(cluster.machine, CollectiveKind.ALL_REDUCE, ranks, shard_bytes)
 
 
 def _peak(

@@ -23,6 +23,7 @@ def describe(group_id: int, group: FsdpGroup) -> GroupInfo:
         reduce_dtype=_reduce_dtype(group),
         reduce_bytes=_reduce_bytes(group),
         replicated=group.replicate_process_group is not None,
+        replicas=group.replicas,
     )
 
 

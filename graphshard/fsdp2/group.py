@@ -213,6 +213,12 @@ class FsdpGroup:
         return self.raw._all_reduce_process_group  # type: ignore[no-any-return]
 
     @property
+    def replicas(self) -> int:
+        """Ranks that all-reduce what this one has reduced; 1 where nothing is replicated."""
+        group = self.replicate_process_group
+        return 1 if group is None else group.size()
+
+    @property
     def all_reduces(self) -> bool:
         """`set_requires_all_reduce`."""
         return bool(self.raw.all_reduce_grads)

@@ -18,19 +18,21 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0))
 
 
-def most_on_node(group: FsdpGroup, ranks_per_node: int) -> int:
-    """Of the ranks over which the group is sharded, as many as there are on one node at most.
+def most_on_node(process_group: dist.ProcessGroup | None, ranks_per_node: int) -> int:
+    """Of these ranks as many as there are on one node at most; 1 without a process group.
 
     Ranks of a mesh may lie apart: those that share a place in other dims (tensor or expert
-    parallel) are one per node where these fill a node. Assumed: as in `ranks_on_node`.
+    parallel, or shards of HSDP's replicas) are one per node where these fill a node. Assumed: as in
+    `ranks_on_node`.
     """
-    nodes = _by_node(group, ranks_per_node) if ranks_per_node else {}
-    return max(map(len, nodes.values()), default=group.world_size)
+    if process_group is None:
+        return 1
+    nodes = _by_node(process_group, ranks_per_node) if ranks_per_node else {}
+    return max(map(len, nodes.values()), default=process_group.size())
 
 
-def _by_node(group: FsdpGroup, ranks_per_node: int) -> dict[int, list[int]]:
+def _by_node(process_group: dist.ProcessGroup | None, ranks_per_node: int) -> dict[int, list[int]]:
     nodes: dict[int, list[int]] = {}
-    process_group = group.gather_process_group
     for rank in () if process_group is None else dist.get_process_group_ranks(process_group):
         nodes.setdefault(rank // ranks_per_node, []).append(rank)
     return nodes
@@ -45,7 +47,7 @@ def ranks_on_node(group: FsdpGroup, ranks_per_node: int) -> tuple[int, ...]:
     """
     if not ranks_per_node or not group.gathers_plainly or group.has_extensions:
         return ()
-    nodes = _by_node(group, ranks_per_node)
+    nodes = _by_node(group.gather_process_group, ranks_per_node)
     sizes = {len(ranks) for ranks in nodes.values()}
     if len(nodes) <= 1 or len(sizes) > 1 or sizes == {1}:
         return ()

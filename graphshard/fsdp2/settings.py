@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -47,6 +47,8 @@ class GroupSettings:
     post_forward_lane: the smaller mesh of an int `reshard_after_forward`; 0 and "" without one.
     node_ranks: of its ranks on one node, if a plan may have these hold it after forward; else 0.
     offloads_to_cpu: the host has shards, reduced gradients and optimizer, if the device has a host.
+    replicas: ranks that all-reduce reduced gradients, at most `replicas_per_node` of them on one
+    node, on all_reduce_lane; "": nothing is replicated.
     """
 
     reshard: bool | None
@@ -75,6 +77,9 @@ class GroupSettings:
     offloads_to_cpu: bool = False
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
+    replicas: int = 1
+    replicas_per_node: int = 1
+    all_reduce_lane: str = ""
 
     def with_library(self, in_place: bool, *, clones: bool) -> GroupSettings:
         """With what the machine's library does, where no backend says it."""
@@ -129,22 +134,15 @@ def settings_of(
             lanes.append(process_group)
         return f"lane {lanes.index(process_group)}"
 
-    def post_forward(group: FsdpGroup) -> tuple[int, str]:
-        mesh = group.post_forward_process_group
-        return (0, "") if mesh is None else (mesh.size(), lane(mesh))
-
-    def listed(group: FsdpGroup, direction: Direction) -> tuple[int, ...]:
-        # Those of one `fully_shard` call in the order of their use, as FSDP2 does.
-        step = 1 if direction is Direction.FORWARD else -1
-        named = group.prefetches(direction)
-        return tuple(place for state in named for place in places.get(state, [])[::step])
+    def lane_if_any(process_group: dist.ProcessGroup | None) -> str:
+        return "" if process_group is None else lane(process_group)
 
     return tuple(
         GroupSettings(
             reshard=None if group.reshard_is_automatic else group.reshard_after_forward,
             is_root=is_root(group.state),
             ranks=group.world_size,
-            ranks_per_node=most_on_node(group, local),
+            ranks_per_node=most_on_node(group.gather_process_group, local),
             gather_lane=lane(group.gather_process_group),
             reduce_lane=lane(group.reduce_process_group),
             shard_bytes=sum(map(_stored_bytes, group.params)),
@@ -161,15 +159,29 @@ def settings_of(
             has_hooks=any(hooks_of(param.sharded) for param in group.params),
             may_reduce_apart=may_reduce_apart(group),
             has_all_reduce_hook=group.has_all_reduce_hook,
-            post_forward_ranks=(smaller := post_forward(group))[0],
-            post_forward_lane=smaller[1],
+            post_forward_ranks=0
+            if (smaller := group.post_forward_process_group) is None
+            else smaller.size(),
+            post_forward_lane=lane_if_any(smaller),
             node_ranks=len(ranks_on_node(group, local)),
             offloads_to_cpu=offloads_to_cpu(group.raw),
-            forward_prefetch=listed(group, Direction.FORWARD),
-            backward_prefetch=listed(group, Direction.BACKWARD),
+            forward_prefetch=_listed(group, Direction.FORWARD, places),
+            backward_prefetch=_listed(group, Direction.BACKWARD, places),
+            replicas=group.replicas,
+            replicas_per_node=most_on_node(group.replicate_process_group, local),
+            all_reduce_lane=lane_if_any(group.replicate_process_group),
         )
         for group in groups
     )
+
+
+def _listed(
+    group: FsdpGroup, direction: Direction, places: Mapping[State, Sequence[int]]
+) -> tuple[int, ...]:
+    """Those of one `fully_shard` call in the order of their use, as FSDP2 does."""
+    step = 1 if direction is Direction.FORWARD else -1
+    named = group.prefetches(direction)
+    return tuple(place for state in named for place in places.get(state, [])[::step])
 
 
 def _is_packed(param: FsdpParam) -> bool:

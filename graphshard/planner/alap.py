@@ -6,7 +6,8 @@ new stall. That frees memory in which reductions may stay in flight longer, so t
 placed again; fewer stalls there move the gathers again, until nothing changes.
 
 Late waits hold memory that may buy nothing. `lean` gives it back: every wait as soon as its
-reduction is done, where that costs next to nothing.
+reduction is done, where that costs next to nothing. Where an all-reduce follows, the wait is early
+in any case (`graphshard.planner.waits`).
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ from graphshard.planner.problem import Problem
 from graphshard.planner.score import Scored, SearchContext, score, start_bytes
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, gather_positions, placed, stages_of
+from graphshard.planner.waits import earlier_waits, prompt_waits
 from graphshard.schedule.plan import Direction
 
 ROUNDS = 4
 # So much of the time is nothing beside what a prediction is worth, if memory falls by its share.
 SLACK, WORTH = 0.001, 0.05
-# A collective may take so much longer than predicted before an early wait for it stalls.
-LONGER = 0.25
 
 
 def just_in_time(
@@ -49,6 +49,7 @@ def just_in_time(
                 context, stages, starts, limit, scored, _later_gathers(problem, stages, scored)
             )
         waits = _later_waits(problem, stages, starts, limit, scored.placement)
+        waits = prompt_waits(problem, stages[-1], waits)
         scored = _if_good(context, stages, starts, limit, scored, waits)
         if scored == before:
             break
@@ -63,34 +64,12 @@ def lean(context: SearchContext, choices: Choices, direction: Direction, scored:
     stages = stages_of(context.memo, choices, direction)
     starts = start_bytes(context, choices, direction)
     found = score(
-        context, stages, starts, _earlier_waits(context.problem, stages[-1], scored.placement)
+        context, stages, starts, earlier_waits(context.problem, stages[-1], scored.placement)
     )
     cheap = found.us <= scored.us * (1 + SLACK)
     worth = 0.0 if context.problem.early_waits else WORTH
     smaller = found.peak_bytes <= scored.peak_bytes * (1 - worth)
     return found if cheap and smaller else scored
-
-
-def _earlier_waits(problem: Problem, stage: Stage, placement: Placement) -> Placement:
-    """Each wait for a reduction at the first region that starts after it is done.
-
-    stage: of the last micro-step, which has every reduction. Waits stay in the order of issues.
-    """
-    entries = placed(stage, placement)
-    run = play((event for _, event in entries), 0, problem.lanes)
-    positions = [at for at, _ in entries]
-    reached = [*run.reached_us, run.us]
-    slots = range(0, stage.num_regions * stage.stride + 1, stage.stride)
-    found, earliest = [], 0
-    for reduced in placement.reductions:
-        issue = stage.reductions[reduced.job].issue
-        done_us = run.finished_us.get(issue.job, 0.0) + LONGER * issue.comm_us
-        first = bisect_right(slots, max(reduced.issue, earliest))
-        slot = bisect_left(slots, done_us, first, key=lambda p: reached[bisect_left(positions, p)])
-        wait = min(reduced.wait, slots[slot]) if slot < len(slots) else reduced.wait
-        earliest = wait = max(wait, earliest)
-        found.append(replace(reduced, wait=wait))
-    return replace(placement, reductions=tuple(found))
 
 
 def _if_good(

@@ -28,6 +28,7 @@ class Need:
     """A collective that has to run on `lane`.
 
     pack_us, unpack_us: copies on compute. after, before: the regions it comes between.
+    first: what it follows (an all-reduce its reduction).
     """
 
     lane: int
@@ -37,6 +38,13 @@ class Need:
     unpack_us: float
     after: int
     before: int
+    first: Need | None = None
+
+    @property
+    def lead_us(self) -> float:
+        """At least from the end of region `after` until it may start."""
+        before_us = 0.0 if self.first is None else self.first.lead_us + self.first.us
+        return before_us + self.pack_us
 
 
 def lower_bound_us(problem: Problem) -> float:
@@ -56,7 +64,7 @@ def _bounds(problem: Problem, direction: Direction, micro: MicroStep) -> Iterato
     yield done[-1] + sum(n.pack_us + n.unpack_us for n in needs)
     by_lane: dict[int, list[Need]] = defaultdict(list)
     for need in needs:
-        if problem.groups[need.group].world_size > 1:
+        if problem.groups[need.group].world_size > 1 or need.first is not None:
             by_lane[need.lane].append(need)
     for lane in sorted(by_lane):
         yield from _lane_bounds(problem, by_lane[lane], done)
@@ -90,14 +98,19 @@ def _reductions(problem: Problem) -> Iterator[Need]:
         for grad in (p.gradient for p in group.parts if p.gradient is not None):
             copies, us = grad.reduce, grad.reduce.us if group.world_size > 1 else 0.0
             end = len(problem.backward)
-            yield Need(
+            reduce = Need(
                 group.reduce_lane, group.id, us, copies.before_us, copies.after_us, grad.ready, end
             )
+            yield reduce
+            if grad.all_reduce is not None and group.all_reduce_lane is not None:
+                us, after_us = grad.all_reduce.us, grad.all_reduce.after_us
+                lane = group.all_reduce_lane
+                yield Need(lane, group.id, us, 0.0, after_us, grad.ready, end, reduce)
 
 
 def _lane_bounds(problem: Problem, needs: list[Need], done: list[float]) -> Iterator[float]:
     """All that starts no earlier than some need, and all that ends no earlier than some need."""
-    early = {id(n): done[n.after + 1] + n.pack_us for n in needs}
+    early = {id(n): done[n.after + 1] + n.lead_us for n in needs}
     late = {id(n): n.unpack_us + done[-1] - done[min(n.before, len(done) - 1)] for n in needs}
     for key in (early, late):
         other = late if key is early else early
@@ -128,7 +141,7 @@ def _critical_path(problem: Problem, direction: Direction, needs: Iterable[Need]
         graph.add_edge(index, index + 1, us=region.us)
     for number, need in enumerate(needs):
         source = "start" if need.after < 0 else need.after + 1
-        graph.add_edge(source, ("packed", number), us=need.pack_us)
+        graph.add_edge(source, ("packed", number), us=need.lead_us)
         graph.add_edge(("packed", number), ("there", number), us=need.us)
         sink = need.before if need.after < 0 and need.before < len(regions) else "end"
         graph.add_edge(("there", number), sink, us=need.unpack_us)

@@ -138,7 +138,7 @@ def reduce_buckets(memo: Memo, choices: Choices) -> list[Bucket]:
     found = _cut(
         once(memo, "by readiness", order),
         choices.reduce if problem.regroup_reductions or problem.split_reductions else Cuts(),
-        lambda g: g.reduce_lane if g.world_size > 1 else -1,
+        lambda g: g.reduce_lane if g.world_size > 1 and g.all_reduce_lane is None else -1,
     )
     found = [b for b in found if any(p.gradient for _, p in parts_of(problem, b))]
     return sorted(found, key=lambda b: (ready_after(memo, b), b.groups, b.parts))

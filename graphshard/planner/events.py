@@ -3,13 +3,15 @@
 An `Event` is what `simulate.play` runs. The memory rules are those of `graphshard.runtime`: a
 gather allocates its bucket when it is issued; its wait allocates the parameters and then frees
 the bucket; a reduction allocates its packed input and its output when it is issued and drops the
-unsharded gradients; its wait frees the input. In place, a gather allocates the parameters when it
+unsharded gradients; its wait frees the input. An all-reduce works on that output, which is handed
+over when it is waited for. In place, a gather allocates the parameters when it
 is issued, and a reduction keeps the gradients until its wait. One rank needs no bucket and no
 collective.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -20,7 +22,7 @@ from graphshard.planner.choices import (
     parts_of,
     transfer_us,
 )
-from graphshard.planner.problem import Category, Problem, gather_of
+from graphshard.planner.problem import Category, Gradient, Problem, gather_of
 from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Direction, Step, StepKind
 from graphshard.schedule.steps import WAIT_OF
@@ -41,10 +43,10 @@ class MicroStep:
 class Event:
     """A step and its costs.
 
-    us: on the compute lane. lane, comm_us: the collective that an issue starts; job: what pairs
-    the issue with its wait (-1: no collective). takes: memory from the start of the step on;
-    briefly: memory during the step only, negative for what is absent then; gives: memory given back
-    at its end.
+    us: on the compute lane. lane, comm_us: the collective that an issue starts; job: what pairs the
+    issue with its wait (-1: no collective); after: the job that it cannot start before. takes:
+    memory from the start of the step on; briefly: memory during the step only, negative for what is
+    absent then; gives: memory given back at its end.
     """
 
     step: Step
@@ -55,6 +57,7 @@ class Event:
     takes: tuple[Allocation, ...] = ()
     briefly: tuple[Allocation, ...] = ()
     gives: tuple[Allocation, ...] = ()
+    after: int = -1
     alloc_bytes: int = field(init=False)
     brief_bytes: int = field(init=False)
     free_bytes: int = field(init=False)
@@ -197,7 +200,7 @@ def release_event(
 def reduce_events(problem: Problem, bucket: Bucket, micro: MicroStep) -> tuple[Event, Event]:
     """Issue and wait of one reduction. Without gradient sync the gradients stay where they are."""
     first = problem.groups[bucket.groups[0]]
-    grads = [(g.id, p.gradient) for g, p in parts_of(problem, bucket) if p.gradient is not None]
+    grads = _grads(problem, bucket)
     kinds = (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT)
     issue, wait = (_step(problem, bucket, kind) for kind in kinds)
     fresh = tuple(Allocation(Category.UNSHARDED_GRAD, g.bytes, n) for n, g in grads)
@@ -207,11 +210,11 @@ def reduce_events(problem: Problem, bucket: Bucket, micro: MicroStep) -> tuple[E
         fresh += fresh  # what earlier micro-steps left, too
     copies = _copies(problem)
     packed = tuple(Allocation(Category.REDUCE_SCATTER, copies * g.input_bytes, n) for n, g in grads)
-    reduced = tuple(Allocation(Category.SHARDED_GRAD, g.output_bytes, n) for n, g in grads)
-    adds = problem.has_gradients or (problem.sync_each and not micro.first)
+    reduced = _reduced(grads)
     pack_us = sum(g.reduce.before_us for _, g in grads)
     unpack_us = sum(g.reduce.after_us for _, g in grads)
-    dropped = reduced if adds else ()
+    # What is all-reduced is dropped after that.
+    dropped = () if _is_replicated(problem, bucket) else _dropped(problem, grads, micro)
     if first.world_size == 1:
         return (
             Event(issue, us=pack_us, takes=reduced, gives=fresh),
@@ -229,6 +232,58 @@ def reduce_events(problem: Problem, bucket: Bucket, micro: MicroStep) -> tuple[E
         Event(issue, pack_us, lane, comm_us, job, takes=packed + reduced, gives=fresh),
         Event(wait, unpack_us, job=job, gives=packed + dropped),
     )
+
+
+def all_reduce_events(
+    problem: Problem, bucket: Bucket, micro: MicroStep
+) -> tuple[Event, Event] | None:
+    """Issue and wait of the all-reduce that follows a reduction; None where there are no replicas.
+
+    The collective itself takes no memory: gloo's and NCCL's work in place.
+    """
+    if not _is_replicated(problem, bucket):
+        return None
+    first, grads = problem.groups[bucket.groups[0]], _grads(problem, bucket)
+    kinds = (StepKind.ALL_REDUCE_ISSUE, StepKind.ALL_REDUCE_WAIT)
+    issue, wait = (_step(problem, bucket, kind) for kind in kinds)
+    if not (micro.last or problem.sync_each):
+        return Event(issue), Event(wait)
+    assert first.all_reduce_lane is not None
+    found = [g.all_reduce for _, g in grads if g.all_reduce is not None]
+    lane, job = first.all_reduce_lane, _job(problem, bucket, 2)
+    comm_us = transfer_us([transfer.us for transfer in found], problem.lanes[lane].launch_us)
+    after = _job(problem, bucket, 1) if first.world_size > 1 else -1
+    unpack_us = sum(transfer.after_us for transfer in found)
+    gives = _dropped(problem, grads, micro)
+    return (
+        Event(issue, lane=lane, comm_us=comm_us, job=job, after=after),
+        Event(wait, unpack_us, job=job, gives=gives),
+    )
+
+
+def _grads(problem: Problem, bucket: Bucket) -> list[tuple[int, Gradient]]:
+    """With their groups."""
+    return [(g.id, p.gradient) for g, p in parts_of(problem, bucket) if p.gradient is not None]
+
+
+def _is_replicated(problem: Problem, bucket: Bucket) -> bool:
+    return problem.groups[bucket.groups[0]].all_reduce_lane is not None
+
+
+def _reduced(grads: Sequence[tuple[int, Gradient]]) -> tuple[Allocation, ...]:
+    return tuple(
+        Allocation(Category.SHARDED_GRAD, g.output_bytes + g.staged_bytes, n) for n, g in grads
+    )
+
+
+def _dropped(
+    problem: Problem, grads: Sequence[tuple[int, Gradient]], micro: MicroStep
+) -> tuple[Allocation, ...]:
+    """What is not needed when a reduced gradient has been handed over."""
+    if problem.has_gradients or (problem.sync_each and not micro.first):  # it was added
+        return _reduced(grads)
+    staged = ((n, g.staged_bytes) for n, g in grads if g.staged_bytes)
+    return tuple(Allocation(Category.SHARDED_GRAD, size, n) for n, size in staged)
 
 
 # -- copies to the host and back ------------------------------------------------------------------
@@ -264,4 +319,4 @@ def _step(problem: Problem, bucket: Bucket, kind: StepKind) -> Step:
 def _job(problem: Problem, bucket: Bucket, stream: int) -> int:
     """A number of its own for each collective of a direction."""
     part = bucket.parts[0] if bucket.parts else 0
-    return 2 * (bucket.groups[0] + part * len(problem.groups)) + stream
+    return 3 * (bucket.groups[0] + part * len(problem.groups)) + stream

@@ -105,7 +105,8 @@ def _reason(
     if step.kind is StepKind.OFFLOAD_ISSUE:
         return because(Bound.ACTIVATIONS)
     if not gather:
-        return because(Bound.GRADIENTS)
+        all_reduces = step.kind is StepKind.ALL_REDUCE_ISSUE
+        return because(Bound.REDUCED if all_reduces else Bound.GRADIENTS)
     if not any(e.step.kind is StepKind.COMPUTE for e in line.events[:place]):
         return because(Bound.FIRST)
     if before is not None and before.finished_us == found.started_us:

@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
+from graphshard.planner.checked import checked
 from graphshard.planner.choices import choices_of
 from graphshard.planner.compare import placed_as
 from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement
 from graphshard.planner.memo import Memo
 from graphshard.planner.placement import wait_before
 from graphshard.planner.plan_step import Planned, as_placed
-from graphshard.planner.problem import Problem, checked
+from graphshard.planner.problem import Problem
 from graphshard.planner.stage import (
     REDUCE_ISSUE,
     Placement,

@@ -6,8 +6,8 @@ device), in backward by the prefetch in reverse post-forward order; both are iss
 out of the group before is under way, in backward also where that group is still gathered and
 nothing is copied: its pre-backward hook issues them (the root's when backward begins). An explicit
 list replaces that for its group. One reduce-scatter input is in flight: the reduction before is
-awaited before the next one is packed. The root stays gathered from forward to backward unless the
-user says otherwise.
+awaited before the next one is packed. An all-reduce over replicas is awaited when backward ends.
+The root stays gathered from forward to backward unless the user says otherwise.
 
 Known differences: in forward, stream order lets FSDP2 start one further gather while a group still
 computes; a group that backward does not need is gathered in backward all the same; in backward all
@@ -82,6 +82,16 @@ def fsdp2_placement(problem: Problem, stage: Stage) -> Placement:
     return Placement(gathers, with_buffers(stage, 1))
 
 
+def eager_placement(problem: Problem, stage: Stage) -> Placement:
+    """The same as FSDP2 itself runs it: on a stream of its own an all-reduce follows its reduction
+    at once, whenever compute waits for that. Here it is issued at that wait."""
+    placement = fsdp2_placement(problem, stage)
+    if not stage.all_reduces:
+        return placement
+    chained = tuple(replace(one, chained=True) for one in placement.reductions)
+    return replace(placement, reductions=chained)
+
+
 def _hooks_before(problem: Problem, stage: Stage) -> list[int]:
     """For each gather the first position after the wait for the group that is used before its own;
     0 for the first one, and after the root, which waits when the direction begins."""
@@ -148,4 +158,5 @@ def cpu_placement(problem: Problem, stage: Stage) -> Placement:
     gathers = tuple(position_before(stage, job.at) for job in stage.gathers)
     if has_lists(problem, stage.direction):
         gathers = listed_positions(problem, stage)
-    return Placement(gathers, with_buffers(stage, 0))
+    at_once = tuple(replace(one, done=one.wait) for one in with_buffers(stage, 0))
+    return Placement(gathers, at_once)

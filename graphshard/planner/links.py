@@ -18,11 +18,12 @@ from graphshard.planner.problem import CollectiveLane, exact_us
 
 @dataclass(slots=True)
 class Head:
-    """A collective that its lane has begun, and what is left of it."""
+    """A collective that its lane begins when `after` is done, and what is left of it."""
 
     job: int
     launch_us: float
     link_us: float
+    after: int = -1
 
 
 @dataclass(slots=True)
@@ -37,16 +38,23 @@ class LaneQueues:
     _links: dict[str, Link] = field(default_factory=dict)
     _link_of: dict[int, Link] = field(default_factory=dict)
 
-    def issue(self, job: int, lane: int, us: float, now_us: float) -> None:
+    def issue(self, job: int, lane: int, us: float, now_us: float, after: int = -1) -> None:
+        """after: the job that this one cannot start before; -1: none.
+
+        Where that is on another link, what is issued there until it ends is taken not to slow it.
+        """
         name = self.lanes[lane].link
         if not name:
-            self.started_us[job] = start_us = max(now_us, self._free_at.get(lane, 0.0))
+            ready_us = max(now_us, self.end_us(after) or 0.0) if after >= 0 else now_us
+            self.started_us[job] = start_us = max(ready_us, self._free_at.get(lane, 0.0))
             self.finished_us[job] = self._free_at[lane] = start_us + us
             return
         link = self._link_of[job] = self._links.setdefault(name, Link())
         link.advance(now_us, self)
         launch_us = min(us, self.lanes[lane].launch_us)
-        link.queues[lane].append(Head(job, launch_us, us - launch_us))
+        if after >= 0 and self._link_of.get(after) is not link:
+            self.end_us(after)
+        link.queues[lane].append(Head(job, launch_us, us - launch_us, after))
 
     def end_us(self, job: int) -> float | None:
         """When `job` ends; None if it was never issued. Later issues do not change the past."""
@@ -71,14 +79,17 @@ class Link:
     def next_event(self, limit_us: float, lanes: LaneQueues) -> bool:
         """Until the first head ends its launch or itself, or until `limit_us`; False if nothing is
         under way."""
-        heads = [queue[0] for queue in self.queues.values() if queue]
-        if not heads:
+        first = [queue[0] for queue in self.queues.values() if queue]
+        heads = [head for head in first if self._may_start_us(head, lanes) <= self.reached_us]
+        later_us = [self._may_start_us(head, lanes) for head in first if head not in heads]
+        if not heads and min(later_us, default=float("inf")) == float("inf"):
             return False
         for head in heads:
             lanes.started_us.setdefault(head.job, exact_us(self.reached_us))
         sharing = max(1, sum(not head.launch_us for head in heads))
         left_us = [head.launch_us or head.link_us * sharing for head in heads]
-        step_us = min(*left_us, limit_us - self.reached_us)
+        ahead_us = [us - self.reached_us for us in (*later_us, limit_us)]
+        step_us = min(*left_us, *ahead_us)
         for head, us in zip(heads, left_us, strict=True):
             ends = us <= step_us
             if head.launch_us:
@@ -87,6 +98,10 @@ class Link:
                 head.link_us = 0.0 if ends else head.link_us - step_us / sharing
         self.reached_us += step_us
         for queue in self.queues.values():
-            if queue and not queue[0].launch_us and not queue[0].link_us:
+            if queue and queue[0] in heads and not queue[0].launch_us and not queue[0].link_us:
                 lanes.finished_us[queue.popleft().job] = exact_us(self.reached_us)
         return True
+
+    def _may_start_us(self, head: Head, lanes: LaneQueues) -> float:
+        """Infinity while that is not known: what it follows is under way on this link."""
+        return 0.0 if head.after < 0 else lanes.finished_us.get(head.after, float("inf"))

@@ -12,13 +12,13 @@ from itertools import chain
 from statistics import mean, median
 
 from graphshard.planner.activations import Offload
+from graphshard.planner.checked import checked
 from graphshard.planner.problem import (
     Group,
     Part,
     Problem,
     Region,
     Transfer,
-    checked,
     gather_of,
     transfers_of,
 )
@@ -112,7 +112,10 @@ def _part(group: Group, place: int, part: Part, seen: Seen) -> Part:
         node_gather = moved(node_gather, backward, StepKind.GATHER_ISSUE, on_node=True)
     if gradient is not None:
         reduce = moved(gradient.reduce, backward, StepKind.REDUCE_ISSUE)
-        gradient = replace(gradient, reduce=reduce)
+        all_reduce = gradient.all_reduce
+        if all_reduce is not None:
+            all_reduce = moved(all_reduce, backward, StepKind.ALL_REDUCE_ISSUE)
+        gradient = replace(gradient, reduce=reduce, all_reduce=all_reduce)
     return replace(
         part,
         gather=moved(part.gather, Direction.FORWARD, StepKind.GATHER_ISSUE),
@@ -181,8 +184,10 @@ def travelling(
             key = Key(direction, step.kind, number, place, step.on_node)
             if step.kind is StepKind.GATHER_ISSUE:
                 yield key, gather_of(part, direction, on_node=step.on_node)
-            elif part.gradient is not None:
+            elif part.gradient is not None and step.kind is StepKind.REDUCE_ISSUE:
                 yield key, part.gradient.reduce
+            elif part.gradient is not None and part.gradient.all_reduce is not None:
+                yield key, part.gradient.all_reduce
 
 
 def _shares(total: float, weights: Sequence[float]) -> list[float]:

@@ -14,12 +14,13 @@ from graphshard.errors import InfeasibleBudget
 from graphshard.planner.activations import DEARER
 from graphshard.planner.alap import just_in_time, lean
 from graphshard.planner.bounds import lower_bound_us
+from graphshard.planner.checked import checked
 from graphshard.planner.choices import Choices
 from graphshard.planner.compare import Place, forecasts, placed_as, schedules, simulated
-from graphshard.planner.fsdp2 import fsdp2_choices, fsdp2_placement, together, with_copies
+from graphshard.planner.fsdp2 import eager_placement, fsdp2_choices, together, with_copies
 from graphshard.planner.infeasible import shortage_of
 from graphshard.planner.memo import Memo
-from graphshard.planner.problem import Problem, checked
+from graphshard.planner.problem import Problem
 from graphshard.planner.reasons import reasons_of
 from graphshard.planner.score import Candidate, SearchContext, candidate
 from graphshard.planner.search import search, search_from_each
@@ -68,10 +69,11 @@ def plan_step(
     if (with_all := with_copies(memo.problem)) != memo.problem:
         copies = Memo(with_all)
         copied = placed_as(copies, fsdp2_choices(with_all))
-    run, theirs = copies, copied
+    run, theirs = copies, _eager(copies)
+    eager = theirs
     if baseline is not None:
         run = Memo(with_copies(together(checked(baseline))))
-        theirs = placed_as(run, fsdp2_choices(run.problem))
+        theirs = _eager(run)
     budget = theirs.peak_bytes if problem.budget_bytes is None else problem.budget_bytes
     bound = lower_bound_us(memo.problem)
     context = SearchContext(
@@ -80,12 +82,11 @@ def plan_step(
     best = _chosen(context, own, start)
     if best is None:
         raise InfeasibleBudget(shortage_of(memo.problem, budget, theirs.peak_bytes))
-    eager = copied
-    before = [(Decision.IN_PLACE, own)]
+    before = [(Decision.ALL_REDUCES, copied), (Decision.IN_PLACE, own)]
     if memo.problem.reduces_apart:
-        before.insert(0, (Decision.SEPARATE_GROUP, copied))
+        before.insert(0, (Decision.SEPARATE_GROUP, eager))
         other = Memo(with_copies(together(memo.problem)))
-        eager = placed_as(other, fsdp2_choices(other.problem))
+        eager = _eager(other)
         if baseline is None:
             run, theirs = other, eager
     if baseline is not None:
@@ -112,7 +113,7 @@ def as_placed(memo: Memo, placed: Candidate) -> Planned:
     """`placed`, whatever its peak, as a plan of its problem."""
     ours, with_all = simulated(memo, placed), with_copies(memo.problem)
     run = Memo(with_all)
-    theirs = placed_as(run, fsdp2_choices(with_all))
+    theirs = _eager(run)
     budget = theirs.peak_bytes if memo.problem.budget_bytes is None else memo.problem.budget_bytes
     return Planned(
         schedules=schedules(memo, placed),
@@ -129,7 +130,12 @@ def as_placed(memo: Memo, placed: Candidate) -> Planned:
     )
 
 
-def fsdp2(problem: Problem, place: Place = fsdp2_placement) -> Candidate:
+def _eager(memo: Memo) -> Candidate:
+    """What FSDP2 itself runs, where `memo` has a problem with its copies."""
+    return placed_as(memo, fsdp2_choices(memo.problem), eager_placement)
+
+
+def fsdp2(problem: Problem, place: Place = eager_placement) -> Candidate:
     """FSDP2's own choices and positions, whether they fit or not. place: its positions."""
     memo = Memo(with_copies(checked(problem)))
     return placed_as(memo, fsdp2_choices(memo.problem), place)

@@ -1,8 +1,7 @@
 """What the planner plans: regions, groups, lanes and settings, all as plain numbers.
 
 In come costs (microseconds) and sizes (bytes) from whoever knows them; nothing here measures or
-imports torch. `checked` refuses a problem that contradicts itself and makes its times exact. A
-problem is a value: equal problems get equal plans.
+imports torch. A problem is a value: equal problems get equal plans.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from graphshard.errors import PlanError
 from graphshard.planner.activations import HostLink, Offload, OffloadOption, Recompute
 from graphshard.schedule.plan import Allocation as Allocation
 from graphshard.schedule.plan import Category as Category
@@ -89,7 +87,9 @@ class Gradient:
     """Unsharded gradients: alive from backward region `first`, complete after region `ready`.
 
     Both are -1 for a gradient that backward is given. input_bytes and output_bytes are the two
-    buffers of the reduction; the output becomes `.grad`.
+    buffers of the reduction; the output becomes `.grad`. all_reduce: of the output, over the
+    replicas of HSDP; staged_bytes: in the device's memory until it is done, where the output goes
+    elsewhere (to the host).
     """
 
     first: int
@@ -98,6 +98,8 @@ class Gradient:
     reduce: Transfer
     input_bytes: int
     output_bytes: int
+    all_reduce: Transfer | None = None
+    staged_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class Group:
     (False means True here), None: the planner decides. post_forward: the mesh of an int
     `reshard_after_forward`. node: that of the ranks of a node, for the planner to use or not.
     forward_prefetch, backward_prefetch: groups that the user named to be gathered ahead of it.
+    all_reduce_lane: over the replicas of HSDP; such a group is reduced whole and alone.
     """
 
     id: int
@@ -154,6 +157,7 @@ class Group:
     node: PostForwardMesh | None = None
     forward_prefetch: tuple[int, ...] = ()
     backward_prefetch: tuple[int, ...] = ()
+    all_reduce_lane: int | None = None
 
     @property
     def gathered_bytes(self) -> int:
@@ -187,6 +191,9 @@ class Group:
         """Where the collective of an issuing step runs."""
         if issue.kind is StepKind.REDUCE_ISSUE:
             return self.reduce_lane
+        if issue.kind is StepKind.ALL_REDUCE_ISSUE:
+            assert self.all_reduce_lane is not None
+            return self.all_reduce_lane
         return self.lane_in(direction, on_node=issue.on_node)
 
     def use_in(self, direction: Direction) -> Use | None:
@@ -283,38 +290,13 @@ def transfers_of(group: Group, part: Part) -> Iterator[tuple[int, Transfer]]:
         )
     if part.gradient is not None:
         yield group.reduce_lane, part.gradient.reduce
+        if part.gradient.all_reduce is not None and group.all_reduce_lane is not None:
+            yield group.all_reduce_lane, part.gradient.all_reduce
 
 
 def exact_us(us: float) -> float:
     """`us` rounded to a multiple of TICK_US."""
     return round(us / TICK_US) * TICK_US
-
-
-def checked(problem: Problem) -> Problem:
-    """`problem` with exact times. Raises PlanError (GS602), naming the first contradiction."""
-    for fault in _faults(problem):
-        raise PlanError("GS602", fault)
-    return replace(
-        problem,
-        groups=tuple(replace(g, parts=tuple(map(_exact_part, g.parts))) for g in problem.groups),
-        lanes=tuple(replace(x, launch_us=exact_us(x.launch_us)) for x in problem.lanes),
-        forward=tuple(replace(r, us=exact_us(r.us)) for r in problem.forward),
-        backward=tuple(replace(r, us=exact_us(r.us)) for r in problem.backward),
-        recompute=tuple(replace(o, extra_us=exact_us(o.extra_us)) for o in problem.recompute),
-        offloads=tuple(map(_exact_offload, problem.offloads)),
-        offload_options=tuple(
-            replace(o, alone=_exact_offload(o.alone)) for o in problem.offload_options
-        ),
-        host=problem.host and replace(problem.host, launch_us=exact_us(problem.host.launch_us)),
-    )
-
-
-def _exact_offload(offload: Offload) -> Offload:
-    return replace(offload, us=exact_us(offload.us))
-
-
-def _exact_part(part: Part) -> Part:
-    return with_transfers(part, _exact_transfer)
 
 
 def with_transfers(part: Part, changed: Callable[[Transfer], Transfer]) -> Part:
@@ -325,69 +307,10 @@ def with_transfers(part: Part, changed: Callable[[Transfer], Transfer]) -> Part:
         gather=changed(part.gather),
         regather=regather and changed(regather),
         node_gather=node_gather and changed(node_gather),
-        gradient=gradient and replace(gradient, reduce=changed(gradient.reduce)),
+        gradient=gradient
+        and replace(
+            gradient,
+            reduce=changed(gradient.reduce),
+            all_reduce=gradient.all_reduce and changed(gradient.all_reduce),
+        ),
     )
-
-
-def _exact_transfer(transfer: Transfer) -> Transfer:
-    return replace(
-        transfer,
-        us=exact_us(transfer.us),
-        pack_us=exact_us(transfer.pack_us),
-        unpack_us=exact_us(transfer.unpack_us),
-    )
-
-
-def _faults(problem: Problem) -> Iterator[str]:
-    if not problem.forward:
-        yield "forward has no regions"
-    if problem.micro_steps < 1:
-        yield f"micro_steps is {problem.micro_steps}, and must be at least 1"
-    for direction in problem.directions:
-        for place, region in enumerate(problem.regions(direction)):
-            if region.us < 0:
-                yield f"region {place} of {direction} takes {region.us} us"
-    for index, group in enumerate(problem.groups):
-        if group.id != index:
-            yield f"group {group.id} ({group.fqn}) stands at place {index}"
-        if not group.parts:
-            yield f"{group.fqn} has no parts"
-        if len(group.parts) > 1 and not all(p.params for p in group.parts):
-            yield f"{group.fqn} has several parts that do not say which parameters they hold"
-        meshes = [mesh for mesh in (group.post_forward, group.node) if mesh is not None]
-        lanes = (group.gather_lane, group.reduce_lane, *(mesh.lane for mesh in meshes))
-        if len(meshes) > 1:
-            yield f"{group.fqn} has two smaller meshes"
-        if not all(0 <= lane < len(problem.lanes) for lane in lanes):
-            yield f"{group.fqn} names a lane that does not exist"
-        for part in group.parts:
-            yield from _part_faults(problem, group, part)
-    for index, option in enumerate(problem.recompute):
-        if option.needs is not None and not 0 <= option.needs < index:
-            yield f"recompute {option.activation} needs option {option.needs}, which is not earlier"
-        if not _is_inside(problem, option):
-            yield f"recompute {option.activation} names a region that does not exist"
-    for offload in (*problem.offloads, *(o.alone for o in problem.offload_options)):
-        if problem.host is None:
-            yield f"offload of group {offload.group}: there is no host"
-        if not _is_inside(problem, offload):
-            yield f"offload of group {offload.group} names a region that does not exist"
-
-
-def _is_inside(problem: Problem, one: Recompute | Offload) -> bool:
-    return 0 <= one.after < len(problem.forward) and 0 <= one.before < len(problem.backward)
-
-
-def _part_faults(problem: Problem, group: Group, part: Part) -> Iterator[str]:
-    for direction in (Direction.FORWARD, Direction.BACKWARD):
-        use, count = use_of(part, direction), len(problem.regions(direction))
-        if use is not None and not 0 <= use.first <= (count if use.last is None else use.last):
-            yield f"{group.fqn} is used from region {use.first} to {use.last} of {direction}"
-        if use is not None and use.last is not None and use.last >= count:
-            yield f"{group.fqn} is used in region {use.last} of {count} of {direction}"
-    grad = part.gradient
-    if grad is not None and not -1 <= grad.first <= grad.ready < len(problem.backward):
-        yield f"gradients of {group.fqn} come in regions {grad.first} to {grad.ready}"
-    for lane, transfer in transfers_of(group, part):
-        if group.world_size > 1 and transfer.us < problem.lanes[lane].launch_us:
-            yield f"a collective of {group.fqn} takes {transfer.us} us, less than its launch"

@@ -6,7 +6,7 @@ share are the bytes that one hands to the other, which choices alone decide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -25,6 +25,7 @@ from graphshard.planner.placement import UNLIMITED, FillPolicy, fill
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import play
 from graphshard.planner.stage import Placement, Stage, assemble, stage_of, stages_of
+from graphshard.planner.waits import prompt_waits
 from graphshard.schedule.plan import Direction
 
 # Reduction buffers that gathers leave room for, and gathers in flight where both share a lane.
@@ -153,9 +154,7 @@ def placed_by_each(
     stages = stages_of(context.memo, choices, direction)
     starts = start_bytes(context, choices, direction)
     profile = profile_of(context.problem, stages, starts)
-    for policy, placement in _placements(
-        context, stages[0], profile, _policies(context, direction)
-    ):
+    for policy, placement in _placements(context, stages, profile, _policies(context, direction)):
         scored = score(context, stages, starts, placement)
         if scored.peak_bytes <= context.budget_bytes:
             yield policy, scored
@@ -166,8 +165,12 @@ def _policies(context: SearchContext, direction: Direction) -> tuple[FillPolicy,
 
 
 def _placements(
-    context: SearchContext, stage: Stage, profile: MemoryProfile, policies: tuple[FillPolicy, ...]
+    context: SearchContext,
+    stages: Sequence[Stage],
+    profile: MemoryProfile,
+    policies: tuple[FillPolicy, ...],
 ) -> Iterator[tuple[FillPolicy, Placement]]:
+    stage, last = stages[0], stages[-1]
     seen: set[Placement] = set()
     views: dict[int, View | None] = {}
     for policy in policies:
@@ -181,9 +184,10 @@ def _placements(
             if view is None:
                 continue
             placement = fill(stage, profile, view, context.budget_bytes, policy)
-        if placement not in seen:
-            seen.add(placement)
-            yield policy, placement
+        for own in dict.fromkeys((placement, prompt_waits(context.problem, last, placement))):
+            if own not in seen:
+                seen.add(own)
+                yield policy, own
 
 
 def score(

@@ -1,10 +1,10 @@
 """Exact time and memory of a schedule.
 
-In come a problem and the schedule of each direction; out comes a `Simulation`. The rules: the
-host runs the steps in order and compute follows it; a collective starts as soon as compute has
-reached its issue and every earlier collective of its lane is done; a wait holds compute until its
-collective is done. Memory follows the order of the steps alone, since every buffer is allocated
-and freed on the compute queue.
+In come a problem and the schedule of each direction; out comes a `Simulation`. The rules: the host
+runs the steps in order and compute follows it; a collective starts as soon as compute has reached
+its issue, every earlier collective of its lane is done, and so is the one that it follows; a wait
+holds compute until its collective is done. Memory follows the order of the steps alone, since every
+buffer is allocated and freed on the compute queue.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from graphshard.planner.choices import Bucket, Choices, choices_of, offloads_of
 from graphshard.planner.events import (
     Event,
     MicroStep,
+    all_reduce_events,
     gather_events,
     given_gradients,
     micro_steps_of,
@@ -136,7 +137,7 @@ def play(events: Iterable[Event], start_bytes: int, lanes: Sequence[CollectiveLa
         clock += event.us
         if event.lane >= 0:
             issued[job] = clock
-            queues.issue(job, event.lane, event.comm_us, clock)
+            queues.issue(job, event.lane, event.comm_us, clock, event.after)
         held += event.alloc_bytes
         if held + event.brief_bytes > peak:
             peak, peak_at = held + event.brief_bytes, index
@@ -288,9 +289,14 @@ def _event(
     if step.is_copy:
         return _copy_event(problem, step, choices)
     bucket = Bucket(step.groups, _parts(problem, step))
-    issues = step.kind in (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
+    issues = step.kind in ISSUES
     if step.kind in (StepKind.REDUCE_ISSUE, StepKind.REDUCE_WAIT):
         return reduce_events(problem, bucket, micro)[0 if issues else 1]
+    if step.lane is Lane.ALL_REDUCE:
+        found = all_reduce_events(problem, bucket, micro)
+        if found is None:
+            raise PlanError("GS603", f"{step} is of a group without replicas")
+        return found[0 if issues else 1]
     carried = direction is Direction.FORWARD and not micro.first and step.group in choices.across
     resident = step.kept or carried
     events = gather_events(problem, bucket, direction, resident=resident, on_node=step.on_node)

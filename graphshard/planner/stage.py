@@ -15,8 +15,10 @@ Events at one position come in the order of their jobs.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 
 from graphshard.planner.choices import (
@@ -31,6 +33,7 @@ from graphshard.planner.choices import (
 from graphshard.planner.events import (
     Event,
     MicroStep,
+    all_reduce_events,
     gather_events,
     micro_steps_of,
     offload_events,
@@ -53,7 +56,8 @@ class Job:
     """One collective, or one copy, whose bucket is empty. `at`: where a gather is waited for; where
     a reduction may be issued first.
 
-    flight_bytes: what it holds from its issue until its wait.
+    flight_bytes: what it holds from its issue until its wait. all_reduce: issue and wait of the
+    all-reduce that follows a reduction over replicas.
     """
 
     bucket: Bucket
@@ -61,6 +65,7 @@ class Job:
     wait: Event
     at: int
     flight_bytes: int
+    all_reduce: tuple[Event, Event] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +87,11 @@ class Stage:
         """The position of the last waits for reductions."""
         return self.num_regions * self.stride + REDUCE_WAIT_LATE
 
+    @property
+    def all_reduces(self) -> bool:
+        """Some reduction is followed by an all-reduce."""
+        return any(job.all_reduce is not None for job in self.reductions)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -93,11 +103,18 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Where reduction `job` (an index of Stage.reductions) is issued and waited for."""
+    """Where reduction `job` (an index of Stage.reductions) is issued and waited for.
+
+    An all-reduce that follows is issued at that wait, and itself waited for at `done` (None: after
+    everything else). chained: it is issued with the reduction instead, and starts when that is
+    done, which is what FSDP2's streams do.
+    """
 
     job: int
     issue: int
     wait: int
+    done: int | None = None
+    chained: bool = False
 
 
 def stages_of(memo: Memo, choices: Choices, direction: Direction) -> list[Stage]:
@@ -268,7 +285,8 @@ def _reductions(memo: Memo, choices: Choices, micro: MicroStep, stride: int) -> 
     for bucket in reduce_buckets(memo, choices):
         issue, wait = _reduction(memo, bucket, micro)
         slot = min(end, ready_after(memo, bucket) + 1 + delays.get(bucket.groups[0], 0))
-        jobs.append(Job(bucket, issue, wait, slot * stride + REDUCE_ISSUE, wait.free_bytes))
+        at, all_reduce = slot * stride + REDUCE_ISSUE, _all_reduce(memo, bucket, micro)
+        jobs.append(Job(bucket, issue, wait, at, wait.free_bytes, all_reduce))
     return tuple(sorted(jobs, key=lambda job: job.at))
 
 
@@ -280,6 +298,14 @@ def _reduction(memo: Memo, bucket: Bucket, micro: MicroStep) -> tuple[Event, Eve
     )
 
 
+def _all_reduce(memo: Memo, bucket: Bucket, micro: MicroStep) -> tuple[Event, Event] | None:
+    return once(
+        memo,
+        ("all-reduce", bucket, micro),
+        lambda: all_reduce_events(memo.problem, bucket, micro),
+    )
+
+
 def assemble(stage: Stage, placement: Placement) -> list[Event]:
     """The events of `stage` in the order that `placement` gives them."""
     return [event for _, event in placed(stage, placement)]
@@ -288,17 +314,25 @@ def assemble(stage: Stage, placement: Placement) -> list[Event]:
 def placed(stage: Stage, placement: Placement) -> list[tuple[int, Event]]:
     """All events with their positions, in order."""
     gathers = zip(placement.gathers, (j.issue for j in stage.gathers), strict=True)
-    reductions = (
-        entry
-        for reduced in placement.reductions
-        for entry in (
-            (reduced.issue, stage.reductions[reduced.job].issue),
-            (reduced.wait, stage.reductions[reduced.job].wait),
-        )
-    )
+    reductions = chain.from_iterable(_reduced(stage, one) for one in placement.reductions)
     entries = [*stage.fixed, *gathers, *reductions]
     entries.sort(key=itemgetter(0))
     return entries
+
+
+def _reduced(stage: Stage, reduced: Reduced) -> Iterator[tuple[int, Event]]:
+    job = stage.reductions[reduced.job]
+    yield reduced.issue, job.issue
+    if job.all_reduce is None:
+        yield reduced.wait, job.wait
+        return
+    issue, wait = job.all_reduce
+    if reduced.chained:
+        yield reduced.issue, issue
+    yield reduced.wait, job.wait
+    if not reduced.chained:
+        yield reduced.wait, issue
+    yield stage.end + 1 if reduced.done is None else reduced.done, wait
 
 
 def next_gather_position(stage: Stage, position: int) -> int:

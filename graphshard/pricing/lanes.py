@@ -43,16 +43,23 @@ def _collectives(
     for smaller in (post_forward_ranks(own), node_ranks(own)):
         if smaller is not None:
             yield gather, smaller, info.gathered_bytes
+    replicas = replica_ranks(own)
+    if replicas is not None:
+        reduced_bytes = grad_input_bytes(trained or info.params, own) // own.ranks
+        yield CollectiveKind.ALL_REDUCE, replicas, reduced_bytes
 
 
 def links_of(settings: Sequence[GroupSettings]) -> dict[str, str]:
-    """Lanes that reach the same ranks, as those of one group do, share a link; so does the lane of
-    a smaller mesh, unless it stays on one node and the other does not."""
+    """Lanes that reach the same ranks, as those of one group do, share a link; so do the lanes of a
+    smaller mesh and of replicas, unless one of both stays on a node and the other does not."""
     lanes = nx.Graph((s.gather_lane, s.reduce_lane) for s in settings)
     for own in settings:
-        smaller = post_forward_ranks(own)
-        if smaller is not None and (smaller.nodes > 1) == (own.ranks > own.ranks_per_node):
-            lanes.add_edge(own.gather_lane, smaller.name)
+        between = own.ranks > own.ranks_per_node
+        for others in (post_forward_ranks(own), replica_ranks(own)):
+            if others is None or min(own.ranks, others.ranks) == 1:  # one rank sends nothing
+                continue
+            if (others.nodes > 1) == between:
+                lanes.add_edge(own.gather_lane, others.name)
     lanes.remove_edges_from(nx.selfloop_edges(lanes))
     shared = (found for found in nx.connected_components(lanes) if len(found) > 1)
     return {lane: min(together) for together in shared for lane in together}
@@ -71,6 +78,13 @@ def node_ranks(own: GroupSettings) -> Ranks | None:
     if not own.node_ranks or own.reshard is not None:
         return None
     return Ranks(own.node_ranks, own.node_ranks, f"{own.gather_lane}, node")
+
+
+def replica_ranks(own: GroupSettings) -> Ranks | None:
+    """Those that all-reduce what was reduced: where a node is one replica, one on each node."""
+    if not own.all_reduce_lane:
+        return None
+    return Ranks(own.replicas, own.replicas_per_node, own.all_reduce_lane)
 
 
 def grad_input_bytes(params: Sequence[ParamInfo], own: GroupSettings) -> int:

@@ -18,7 +18,8 @@ from graphshard.cost.machine import HostCopies, Machine, host_copy_us
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.graph.program import Program, compute_nodes, copied_tensors, steps
 from graphshard.planner.activations import HostLink, Offload, OffloadOption
-from graphshard.planner.problem import CollectiveLane, Problem, Transfer, checked
+from graphshard.planner.checked import checked
+from graphshard.planner.problem import CollectiveLane, Problem, Transfer
 from graphshard.pricing.liveness import tensor_bytes
 from graphshard.pricing.recompute import RecomputeUnit, activation_of, regions_of
 from graphshard.schedule.plan import GroupInfo, StepKind

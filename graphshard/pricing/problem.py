@@ -18,6 +18,7 @@ from graphshard.cost.machine import Machine, collective_us
 from graphshard.cost.optimizer import DEFAULT, Optimizer
 from graphshard.cost.roofline import copy_us
 from graphshard.fsdp2.settings import GroupSettings
+from graphshard.planner.checked import checked
 from graphshard.planner.problem import (
     CollectiveLane,
     Gradient,
@@ -28,7 +29,6 @@ from graphshard.planner.problem import (
     Region,
     Transfer,
     Use,
-    checked,
 )
 from graphshard.pricing.lanes import (
     grad_input_bytes,
@@ -36,6 +36,7 @@ from graphshard.pricing.lanes import (
     links_of,
     node_ranks,
     post_forward_ranks,
+    replica_ranks,
 )
 from graphshard.pricing.offload import shard_host, slower_by, with_host
 from graphshard.pricing.op_costs import GraphCosts
@@ -127,7 +128,10 @@ def price(
             budget_bytes=policy.budget_bytes,
             near=policy.near,
             clones=any(own.clones for own in settings),
-            early_waits=any(own.has_hooks for own in settings),
+            early_waits=any(
+                own.has_hooks or (own.all_reduce_lane and shard_host(own, machine) is not None)
+                for own in settings
+            ),
             keeps_reduce_order=any(own.has_all_reduce_hook for own in settings),
             may_reduce_apart=machine.network.concurrent
             and policy.regroup
@@ -211,6 +215,7 @@ def _group(
         node=_smaller_mesh(info, node_ranks(own), list(lanes)),
         forward_prefetch=own.forward_prefetch,
         backward_prefetch=own.backward_prefetch,
+        all_reduce_lane=(list(lanes).index(own.all_reduce_lane) if own.all_reduce_lane else None),
     )
 
 
@@ -325,22 +330,46 @@ def _gradient(
     trainable = [p for p in info.params if p.trainable]
     chosen = [p for place, p in enumerate(info.params) if p.trainable and place in params]
     whole_bytes, input_bytes = (grad_input_bytes(of, own) for of in (trainable, chosen))
-    ranks = Ranks(own.ranks, own.ranks_per_node, own.reduce_lane)
-    reduce = Transfer(
-        us=float(collective_us(machine, CollectiveKind.REDUCE_SCATTER, ranks, whole_bytes)),
-        pack_us=float(copy_us(machine.processor, whole_bytes)),
-        unpack_us=float(copy_us(machine.processor, whole_bytes / own.ranks)),
-        in_place=own.reduces_in_place,
+    reduce, all_reduce = (
+        found and _share(found, lanes[lane], input_bytes, whole_bytes)
+        for found, lane in zip(
+            _reductions(own, whole_bytes, machine),
+            (own.reduce_lane, own.all_reduce_lane),
+            strict=True,
+        )
     )
-    host = shard_host(own, machine)
-    output_bytes = input_bytes // own.ranks
+    assert reduce is not None
+    host, output_bytes = shard_host(own, machine), input_bytes // own.ranks
+    if all_reduce is None:
+        reduce = slower_by(reduce, host, output_bytes)
+    else:
+        all_reduce = slower_by(all_reduce, host, output_bytes)
     return Gradient(
         first=stage.region_of(min(first)),
         ready=stage.region_of(ready.after if chosen == trainable else max(first)),
         bytes=sum(p.grad_bytes for p in chosen),
-        reduce=slower_by(
-            _share(reduce, lanes[own.reduce_lane], input_bytes, whole_bytes), host, output_bytes
-        ),
+        reduce=reduce,
         input_bytes=input_bytes,
         output_bytes=output_bytes if host is None else 0,
+        all_reduce=all_reduce,
+        staged_bytes=output_bytes if host is not None and all_reduce is not None else 0,
     )
+
+
+def _reductions(
+    own: GroupSettings, size_bytes: int, machine: Machine
+) -> tuple[Transfer, Transfer | None]:
+    """The reduce-scatter of gradients of `size_bytes`, and the all-reduce over replicas. What was
+    reduced is handed over after the last of them."""
+    ranks, replicas = Ranks(own.ranks, own.ranks_per_node, own.reduce_lane), replica_ranks(own)
+    shard_bytes = size_bytes / own.ranks
+    reduce = Transfer(
+        us=float(collective_us(machine, CollectiveKind.REDUCE_SCATTER, ranks, size_bytes)),
+        pack_us=float(copy_us(machine.processor, size_bytes)),
+        unpack_us=float(copy_us(machine.processor, shard_bytes)),
+        in_place=own.reduces_in_place,
+    )
+    if replicas is None:
+        return reduce, None
+    us = float(collective_us(machine, CollectiveKind.ALL_REDUCE, replicas, shard_bytes))
+    return replace(reduce, unpack_us=0.0), replace(reduce, us=us, pack_us=0.0)

@@ -31,7 +31,8 @@ from graphshard.graph.owners import fills_memory, maker, owner
 from graphshard.graph.program import Program, compute_nodes, is_view, output_node, step_of
 from graphshard.graph.random_ops import is_random
 from graphshard.planner.activations import Recompute
-from graphshard.planner.problem import Problem, checked
+from graphshard.planner.checked import checked
+from graphshard.planner.problem import Problem
 from graphshard.pricing.liveness import tensor_bytes
 from graphshard.pricing.rungs import Rung, ancestors, rungs
 from graphshard.pricing.usage import GroupUse, Usage

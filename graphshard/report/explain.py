@@ -19,6 +19,7 @@ from graphshard.schedule.plan import Plan
 from graphshard.view.comparison import comparison_text
 from graphshard.view.gain import Gained, gain_lines
 from graphshard.view.recomputed import recomputed_text
+from graphshard.view.text import collectives_text
 
 MORE_BYTES = 2**30  # of which `explain` says what they would gain
 NEAR = 0.01  # of the lower bound, for that
@@ -106,8 +107,7 @@ class Report:
             f"groups       {self.captured} of {self.present} run in a graph",
         ]
         lines += [
-            f"collectives  {plan['all_gathers']} all-gathers and {plan['reduce_scatters']} "
-            f"reduce-scatters per step of {plan['name']}"
+            f"collectives  {collectives_text(plan)} per step of {plan['name']}"
             for plan in self.plans
         ]
         lines += [

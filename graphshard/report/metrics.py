@@ -17,14 +17,14 @@ def metrics(model: nn.Module) -> dict[str, float]:
     """Figures of `model` (wrapped by torch.compile or not) on this rank, all keys "graphshard/...".
 
     groups, groups_in_graphs, plans: counts. Of the plan that was compiled last among those that
-    train (or of the last one, if none does): all_gathers, reduce_scatters and collective_bytes per
-    step (whole buckets, all ranks' parts). If the cost model made it: step_predicted_us
-    (forward and backward, as what is measured), optimizer_predicted_us (what comes on top),
-    exposed_predicted_us (compute waits for communication), peak_predicted_bytes, budget_bytes,
-    step_fsdp2_predicted_us (FSDP2's own schedule) and gap (with the optimizer, to the lower bound,
-    as a share of it). If it was measured (by what tunes itself, `replan_after` or `profile`):
-    step_measured_us and exposed_measured_us, the same on all ranks. Keys without a value are left
-    out.
+    train (or of the last one, if none does): all_gathers, reduce_scatters, all_reduces (over
+    replicas) and collective_bytes per step (whole buckets, all ranks' parts). If the cost model
+    made it: step_predicted_us (forward and backward, as what is measured), optimizer_predicted_us
+    (what comes on top), exposed_predicted_us (compute waits for communication),
+    peak_predicted_bytes, budget_bytes, step_fsdp2_predicted_us (FSDP2's own schedule) and gap (with
+    the optimizer, to the lower bound, as a share of it). If it was measured (by what tunes itself,
+    `replan_after` or `profile`): step_measured_us and exposed_measured_us, the same on all ranks.
+    Keys without a value are left out.
 
     Cheap, and nothing is communicated: it may be called in every step, on any rank.
     """
@@ -60,4 +60,5 @@ def _of(compiled: CompiledPlan) -> Iterator[tuple[str, float]]:
 def _communicated(plan: Plan) -> Iterator[tuple[str, float]]:
     yield "all_gathers", sum(s.num_all_gathers for s in plan.schedules)
     yield "reduce_scatters", sum(s.num_reduce_scatters for s in plan.schedules)
+    yield "all_reduces", sum(s.num_all_reduces for s in plan.schedules)
     yield "collective_bytes", sum(entry.size_bytes for entry in plan.collective_signature)

@@ -13,11 +13,12 @@ from __future__ import annotations
 from functools import partial
 
 from graphshard.fsdp2.state import end_backward, finishes_itself
+from graphshard.runtime.arrived import merge_unreduced
 from graphshard.runtime.calls import current_task, when_done
 from graphshard.runtime.gather import issue, take_prefetched
 from graphshard.runtime.gather_buffers import give_back
 from graphshard.runtime.live import LiveGroup, Root
-from graphshard.runtime.reduce import Reduction, merge_unreduced
+from graphshard.runtime.reduce import Reduction
 
 
 def finish_later(live: LiveGroup) -> None:
@@ -50,7 +51,7 @@ def _finish(root: Root, task: int) -> None:
             continue
         grads = merge_unreduced(fsdp, {}, live.places)
         if grads:
-            Reduction(live, grads).wait()
+            Reduction(live, grads).complete()
     root.arrive_on_host()
 
 

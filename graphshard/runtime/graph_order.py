@@ -5,7 +5,7 @@ backward ends with a reduce-scatter. In: the runs of one call of the model, or o
 they begin and end. Afterwards the first all-gather of the graph that comes next is on its way while
 the last group of this one computes, and what this one reduces last is on its way while the next one
 computes. As in FSDP2's backward one group is gathered ahead, and one is being reduced, until
-another one is to be.
+another one is to be. All-reduces over replicas go on until the end of the backward.
 
 What comes next is learned: it is issued ahead once it has been the same twice. What was issued for
 a graph that did not come is thrown away when another one has run, and when the call or the backward
@@ -33,7 +33,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 from graphshard.runtime.calls import current_task
 from graphshard.runtime.gather import Gather, issue
 from graphshard.runtime.live import LiveGroup, Root
-from graphshard.runtime.reduce import Reduction
+from graphshard.runtime.reduce import AllReduce, Reduction
 from graphshard.schedule.plan import Direction
 
 # Runs with as many groups, of which the first one is the same, are taken for runs of one graph.
@@ -91,7 +91,8 @@ class Counts:
 @dataclass(slots=True, eq=False)
 class GraphOrder:
     """Of one root. num_ahead: groups that were gathered ahead for another graph, and used.
-    num_put_off: reductions that another graph, or the end of a backward, has waited for."""
+    num_put_off: reductions and all-reduces that another graph, or the end of a backward, has waited
+    for."""
 
     num_ahead: int = 0
     num_put_off: int = 0
@@ -106,6 +107,7 @@ class GraphOrder:
     _ahead: list[_Ahead] = field(default_factory=list)
     _due: list[_Ahead] = field(default_factory=list)  # for the run that is running
     _put_off: dict[int, list[Reduction]] = field(default_factory=dict)  # of a backward: one group's
+    _all_reduces: dict[int, list[AllReduce]] = field(default_factory=dict)  # of a backward
 
     @property
     def num_expected(self) -> int:
@@ -135,6 +137,10 @@ class GraphOrder:
     def end_backward(self, task: int) -> None:
         """All of it has run well."""
         self.complete(task)
+        all_reduces = self._all_reduces.get(task, [])
+        while all_reduces:
+            all_reduces.pop(0).complete()
+        self._all_reduces.pop(task, None)
         self._restart(-1)
 
     def _restart(self, task: int) -> None:
@@ -160,7 +166,7 @@ class GraphOrder:
         task = current_task()
         if direction is Direction.BACKWARD and task != self._task:
             self._restart(task)
-        if task < 0 and self._put_off:
+        if task < 0 and (self._put_off or self._all_reduces):
             self.give_up()
         is_known = task >= 0 if direction is Direction.BACKWARD else task < 0 < self._depth
         if is_known:
@@ -211,19 +217,28 @@ class GraphOrder:
         self._put_off.setdefault(task, []).append(reduction)
         self.num_put_off += 1
 
+    def put_off_all_reduce(self, all_reduce: AllReduce) -> None:
+        """The end of this backward completes it, as in FSDP2."""
+        self._all_reduces.setdefault(current_task(), []).append(all_reduce)
+        self.num_put_off += 1
+
     def complete(self, task: int) -> None:
-        """What was put off in this backward, and not in one around it."""
+        """What was put off in this backward, and not in one around it. All-reduces that follow go
+        on until it ends."""
         put_off = self._put_off.get(task, [])
         while put_off:
-            put_off.pop(0).complete()
+            all_reduce = put_off.pop(0).go_on()
+            if all_reduce.is_under_way:
+                self._all_reduces.setdefault(task, []).append(all_reduce)
         self._put_off.pop(task, None)
 
     def give_up(self, *, limit_s: float | None = None) -> None:
         """A backward has failed. Waits `limit_s` for what was put off, 0: not at all."""
-        while self._put_off:
-            for reduction in self._put_off.popitem()[1]:
-                if limit_s != 0:
-                    reduction.drop(limit_s=limit_s)
+        for put_off in (self._put_off, self._all_reduces):
+            while put_off:
+                for one in put_off.popitem()[1]:
+                    if limit_s != 0:
+                        one.drop(limit_s=limit_s)
 
     def _may_issue(self, key: RunKey, following: _Following, busy: Iterable[LiveGroup]) -> bool:
         """All ranks answer alike: sizes, settings and writes that count are the same on them."""
@@ -289,6 +304,13 @@ class Turn:
         if not self.order.is_followed(self.key):
             return False
         self.order.put_off(reduction)
+        return True
+
+    def puts_off_all_reduce(self, all_reduce: AllReduce) -> bool:
+        """The same for an all-reduce: another run comes, so that something hides it."""
+        if self.expects is None or not self.order.is_followed(self.key):
+            return False
+        self.order.put_off_all_reduce(all_reduce)
         return True
 
     def leave(self) -> None:

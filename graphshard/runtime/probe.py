@@ -3,8 +3,9 @@
 A preset does not know the network, nor what else uses it, nor how much of a device a process has.
 And what to compute again in backward has to be decided before the first step. So before the first
 plan of an FSDP root the ranks run three collectives of each kind, of the size of a group (of
-LARGEST_BYTES at most), and three products in each dtype of the groups. None is run where a rank
-does not come: it has the graph already, or cannot compile it.
+LARGEST_BYTES at most; an all-reduce over replicas of the size of its shard), and three products in
+each dtype of the groups. None is run where a rank does not come: it has the graph already, or
+cannot compile it.
 
 Assumed: the products of the model reach about the rate of these. If they do not, only the first
 plan is another one: what steps take is measured (`graphshard.compiler.tuning`). Pointwise ops stay
@@ -45,7 +46,7 @@ PAUSE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class SeenCollective:
-    """One collective of `size_bytes` (of the whole) on the gather or reduce group of `live`."""
+    """One collective of `size_bytes` (of the whole) on the process group of `live` for that."""
 
     live: LiveGroup
     kind: CollectiveKind
@@ -80,7 +81,7 @@ def probe(lives: Sequence[LiveGroup], ballots: Sequence[Ballot]) -> Probed:
         return Probed()
     with _disable_current_modes(), torch.no_grad():  # a graph is being traced
         runs = list(_runs(lives))
-        own = [[_elapsed_us(live, run) for _ in range(ROUNDS)] for live, _, _, run in runs]
+        own = [[_elapsed_us(*one) for _ in range(ROUNDS)] for one in runs]
         device = lives[0].fsdp.device
         products = list(_products(lives, device)) if runs else []
         own += [[elapsed_us(run, device) for _ in range(ROUNDS)] for _, _, run in products]
@@ -120,16 +121,15 @@ Run = tuple[LiveGroup, CollectiveKind, int, Callable[[], dist.Work]]
 
 def _runs(lives: Sequence[LiveGroup]) -> Iterator[Run]:
     """One of each kind for each process group, of the size of its groups on the median."""
-    for kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):
+    kinds = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE
+    for kind in kinds:
         by_group: dict[dist.ProcessGroup, list[LiveGroup]] = {}
         for live in lives:
-            gathers = kind is CollectiveKind.ALL_GATHER
-            fsdp = live.fsdp
-            group = fsdp.gather_process_group if gathers else fsdp.reduce_process_group
+            group = _process_group(kind, live)
             if group is not None and group.size() > 1:
                 by_group.setdefault(group, []).append(live)
         for group, found in by_group.items():
-            sizes = sorted(_gathered_bytes(live) for live in found)
+            sizes = sorted(_moved_bytes(kind, live) for live in found)
             device = found[0].fsdp.device
             most = LARGEST_BYTES.get(device.type, LARGEST_BYTES[""])
             each = max(1, min(most, sizes[len(sizes) // 2]) // 4 // group.size())
@@ -149,14 +149,25 @@ def _products(lives: Sequence[LiveGroup], device: torch.device) -> Iterator[Prod
             yield dtype, 2.0 * size**3, product(size, dtype, device)
 
 
-def _gathered_bytes(live: LiveGroup) -> int:
+def _process_group(kind: CollectiveKind, live: LiveGroup) -> dist.ProcessGroup | None:
+    if kind is CollectiveKind.ALL_REDUCE:
+        return live.fsdp.replicate_process_group
+    gathers = kind is CollectiveKind.ALL_GATHER
+    return live.fsdp.gather_process_group if gathers else live.fsdp.reduce_process_group
+
+
+def _moved_bytes(kind: CollectiveKind, live: LiveGroup) -> int:
+    """Of all ranks' shards together; of an all-reduce, of one."""
     params = zip(live.fsdp.params, live.dtypes, strict=True)
-    return live.fsdp.world_size * sum(p.sent_numel * dtype.itemsize for p, dtype in params)
+    shard_bytes = sum(p.sent_numel * dtype.itemsize for p, dtype in params)
+    return shard_bytes * (1 if kind is CollectiveKind.ALL_REDUCE else live.fsdp.world_size)
 
 
-def _elapsed_us(live: LiveGroup, run: Callable[[], dist.Work]) -> float:
+def _elapsed_us(
+    live: LiveGroup, kind: CollectiveKind, _: int, run: Callable[[], dist.Work]
+) -> float:
     """Of one collective, from its issue to its end."""
-    device, group = live.fsdp.device, live.fsdp.gather_process_group
+    device, group = live.fsdp.device, _process_group(kind, live)
     name = NamedCollective("first collective", live, lambda: [live.fqn], group)
     if device.type == "cpu":
         sleep(PAUSE_S)

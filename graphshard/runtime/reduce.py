@@ -1,8 +1,11 @@
-"""Reduce-scatter of one group's gradients: issue, wait, hand over to `.grad`.
+"""Reduce-scatter of one group's gradients, and its all-reduce over replicas: issue, wait, hand over
+to `.grad`.
 
-Packing order, reduction dtype, divide factors and the order of casts are FSDP2's, so that the
-result is bitwise the same. Where it need not be, or where two numbers are added, which is the same
-in any place, a backend that can takes each gradient from where it is, and nothing is packed.
+The all-reduce of HSDP is issued when the reduce-scatter is waited for, and itself waited for when
+the plan says so, so that compute goes on meanwhile. Packing order, reduction dtype, divide factors
+and the order of casts are FSDP2's, so that the result is bitwise the same. Where it need not be, or
+where two numbers are added, which is the same in any place, a backend that can takes each gradient
+from where it is, and nothing is packed.
 """
 
 from __future__ import annotations
@@ -16,17 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphshard.fsdp2 import FsdpGroup, FsdpParam, ReducePolicy, gradients
+from graphshard.fsdp2 import FsdpParam, ReducePolicy, gradients
 from graphshard.fsdp2.cpu_offload import pins_memory
-from graphshard.fsdp2.layouts import copy_of
 from graphshard.fsdp2.param import add_sharded_grads, grad_dtypes, hooks_of
 from graphshard.fsdp2.settings import sums_may_move
-from graphshard.runtime.calls import current_task, more_calls_ahead
+from graphshard.runtime.calls import current_task
 from graphshard.runtime.host_copies import offload
 from graphshard.runtime.issued import note
 from graphshard.runtime.live import LiveGroup
 from graphshard.runtime.ranges import step_range
-from graphshard.runtime.waiting import NamedCollective, finish, trying_in_place
+from graphshard.runtime.waiting import NamedCollective, Work, finish, trying_in_place
 from graphshard.schedule.steps import StepKind
 
 
@@ -59,11 +61,12 @@ def packing_of(live: LiveGroup, indices: tuple[int, ...]) -> Packing:
 
 
 class Reduction:
-    """One reduce-scatter, from issue until the sharded gradients are assigned."""
+    """One reduce-scatter, from issue until the sharded gradients are assigned, or given to the
+    all-reduce over replicas (`AllReduce`) that follows."""
 
     __slots__ = (
-        "_exact_sums", "_input", "_output", "_packing", "_part", "_policy", "_puts_off", "live",
-        "work",
+        "_exact_sums", "_input", "_output", "_packing", "_part", "_policy", "_puts_off",
+        "is_put_off", "live", "work",
     )  # fmt: skip
 
     def __init__(
@@ -79,20 +82,21 @@ class Reduction:
 
         part: the parameters that the plan means, where not all of the group.
         exact_sums: FSDP2's to the last bit, for which their numbers have to stand where FSDP2 has
-        them. puts_off: asked when it is to be waited for, whether somebody else does so later.
+        them. puts_off: asked when it is to be waited for, whether somebody else does so later
+        (`is_put_off`).
         """
         self.live, self._part = live, part
-        self._puts_off = puts_off
+        self._puts_off, self.is_put_off = puts_off, False
         self._exact_sums = exact_sums
         self._packing = packing_of(live, tuple(grads))
         self.work: dist.Work | None = None
         self._input: Sequence[Tensor] = ()
         if not grads:
             return
-        with step_range(StepKind.REDUCE_ISSUE, self._names):
+        with step_range(StepKind.REDUCE_ISSUE, self.names):
             self._issue(list(grads.values()))
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
         return [f"{self.live.fqn} {list(self._part)}" if self._part else self.live.fqn]
 
     def _issue(self, grads: list[Tensor]) -> None:
@@ -146,40 +150,63 @@ class Reduction:
         self.work = reduce_in_place(outputs, inputs, self._policy, group)
         self._input, self._output = inputs, output
 
-    def wait(self) -> None:
-        """`complete`, now or later."""
-        if self._packing.params and (self._puts_off is None or not self._puts_off(self)):
-            self.complete()
+    def wait(self) -> Reduction:
+        """Now or later; then set or add to each `.grad` and run its hooks, in registration order.
+        Over replicas that is left to the all-reduce."""
+        if self._packing.params:
+            self.is_put_off = self._puts_off is not None and self._puts_off(self)
+            if not self.is_put_off:
+                self._wait()
+        return self
+
+    def _wait(self) -> None:
+        with step_range(StepKind.REDUCE_WAIT, self.names):
+            self.drain()
+            if self.live.fsdp.replicate_process_group is None:
+                self.assign(self._take_output())
+
+    def go_on(self) -> AllReduce:
+        """What was put off: wait for it now. What goes on then has still to be completed."""
+        self.is_put_off = False
+        self._wait()
+        return AllReduce(self)
 
     def complete(self) -> None:
-        """Wait, then set or add to each `.grad` and run its hooks, in registration order."""
-        with step_range(StepKind.REDUCE_WAIT, self._names):
-            self.drain()
-            if self._all_reduce():
-                self._assign()
-        del self._output  # the run remembers this object until it ends
+        """All of it, now."""
+        if self._packing.params:
+            self.go_on().complete()
 
-    def _all_reduce(self) -> bool:
-        """HSDP's second reduction. False if it is put off to a later micro-step."""
-        live, output = self.live, self._output
-        group = live.fsdp.replicate_process_group
-        if group is None:
-            return True
+    def all_reduce(self) -> tuple[Tensor, Work | None] | None:
+        """Issue HSDP's second reduction. Returns what it works on; None if there is none, or if it
+        is left to a later micro-step."""
+        group = self.live.fsdp.replicate_process_group
+        if self.is_put_off or not self._packing.params or group is None:
+            return None
+        with step_range(StepKind.ALL_REDUCE_ISSUE, self.names):
+            return self._issue_all_reduce(group)
+
+    def _issue_all_reduce(self, group: dist.ProcessGroup) -> tuple[Tensor, Work | None] | None:
+        live, output = self.live, self._take_output()
         partial = gradients.take_partial(live.fsdp, self._packing.params, output.dtype)
         if partial is not None:
             output.add_(partial)
         if not live.fsdp.all_reduces:
             gradients.leave_partial(live.fsdp, output)
-            return False
+            return None
         note(live, (self._packing, group), lambda: f"all-reduce of {live.fqn}")
         work = dist.all_reduce(output, group=group, op=self._policy.all_reduce_op, async_op=True)
-        if work is not None:
-            finish(work, NamedCollective("all-reduce", live, self._names, group))
         live.counters.all_reduces += 1
-        return True
+        return output, work
 
-    def _assign(self) -> None:
-        fsdp, output = self.live.fsdp, self._output
+    def _take_output(self) -> Tensor:
+        """The run remembers this object until it ends."""
+        output = self._output
+        del self._output
+        return output
+
+    def assign(self, output: Tensor) -> None:
+        """output: all reduced."""
+        fsdp = self.live.fsdp
         fsdp.run_all_reduce_hook(output)
         if self._policy.postdivide not in (None, 1):
             output.div_(self._policy.postdivide)
@@ -207,6 +234,12 @@ class Reduction:
         return copy.targets
 
     @property
+    def is_read_early(self) -> bool:
+        """Hooks, or copies to the host, take gradients as soon as they are there."""
+        sharded = (param.sharded for param in self._packing.params)
+        return self.live.fsdp.is_on_host or any(map(hooks_of, sharded))
+
+    @property
     def holds_input(self) -> bool:
         return bool(self._input)
 
@@ -214,7 +247,7 @@ class Reduction:
         """Wait for the collective, if any, and free its input."""
         if self.work is not None:
             group = self.live.fsdp.reduce_process_group
-            collective = NamedCollective("reduce-scatter", self.live, self._names, group)
+            collective = NamedCollective("reduce-scatter", self.live, self.names, group)
             finish(self.work, collective, limit_s=limit_s)
             self.work = None
         self._input = ()
@@ -222,6 +255,55 @@ class Reduction:
     def drop(self, *, limit_s: float | None = None) -> None:
         """Wait for the collective and throw its result away."""
         self.drain(limit_s=limit_s)
+
+
+class AllReduce:
+    """HSDP's all-reduce of what a reduction left, from issue until gradients are assigned.
+
+    Nothing, where that reduction is put off, or leaves a part to a later micro-step.
+    puts_off: asked when it is to be waited for, whether somebody else does so later.
+    """
+
+    __slots__ = ("_output", "_puts_off", "_reduction", "work")
+
+    def __init__(
+        self, reduction: Reduction, *, puts_off: Callable[[AllReduce], bool] | None = None
+    ) -> None:
+        self._reduction, self._puts_off = reduction, puts_off
+        self._output: Tensor | None = None
+        self.work: Work | None = None
+        if (issued := reduction.all_reduce()) is not None:
+            self._output, self.work = issued
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._output is not None
+
+    def wait(self) -> None:
+        """`complete`, now or later."""
+        if self._output is None or self._puts_off is None or not self._puts_off(self):
+            self.complete()
+
+    def complete(self) -> None:
+        """Wait, then set or add to each `.grad` and run its hooks, in registration order."""
+        output, self._output = self._output, None
+        if output is not None:
+            with step_range(StepKind.ALL_REDUCE_WAIT, self._reduction.names):
+                self._drain()
+                self._reduction.assign(output)
+
+    def _drain(self, *, limit_s: float | None = None) -> None:
+        work, self.work = self.work, None
+        if work is not None:
+            reduction = self._reduction
+            group = reduction.live.fsdp.replicate_process_group
+            collective = NamedCollective("all-reduce", reduction.live, reduction.names, group)
+            finish(work, collective, limit_s=limit_s)
+
+    def drop(self, *, limit_s: float | None = None) -> None:
+        """Wait for the collective and throw its result away."""
+        self._output = None
+        self._drain(limit_s=limit_s)
 
 
 def reduce_scatter(
@@ -271,68 +353,3 @@ def _padded(grad: Tensor, columns: int, world: int) -> Tensor:
     packed = grad.new_empty(world * columns)
     torch._chunk_cat([grad], dim=0, num_chunks=world, out=packed.view(world, -1))
     return packed
-
-
-def collect(
-    live: LiveGroup, grads: Mapping[int, Tensor], part: tuple[int, ...]
-) -> Mapping[int, Tensor]:
-    """What is to be reduced now that `grads` have come: nothing while more is to come.
-
-    part: the parameters that this is about; empty: all of the group.
-    """
-    about = part or live.places
-    if live.arrived and live.arrived_in != current_task():
-        live.arrived = {}
-    before = {i: live.arrived.pop(i) for i in about if i in live.arrived}
-    grads = merge(before, live.fsdp.as_autograd_gives(grads))
-    if more_calls_ahead(live):
-        live.arrived.update(grads)
-        live.arrived_in = current_task()
-        return {}
-    if live.fsdp.reduces:
-        return merge_unreduced(live.fsdp, grads, about)
-    keep_unreduced(live, grads)
-    return {}
-
-
-def merge(first: Mapping[int, Tensor], second: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    """Sums by parameter index, in autograd's order of addition."""
-    if not first:
-        return second
-    total = dict(first)
-    for index, grad in second.items():
-        total[index] = total[index] + grad if index in total else grad
-    return dict(sorted(total.items()))
-
-
-def merge_unreduced(
-    fsdp: FsdpGroup, grads: Mapping[int, Tensor], about: Sequence[int]
-) -> dict[int, Tensor]:
-    """Add to `grads` what earlier micro-steps left unreduced of parameters `about`, compiled or
-    eager.
-
-    Returns all (local) gradients by parameter index in packing order; clears what it takes.
-    """
-    merged = dict(merge(gradients.take_all_unreduced(fsdp, about), grads))
-    if fsdp.has_dtensors:
-        merged = {i: fsdp.params[i].local_gradient(grad) for i, grad in merged.items()}
-    for index in gradients.reduced_as_zeros(fsdp):
-        if index in about and index not in merged:
-            param = fsdp.params[index]
-            merged[index] = torch.zeros(param.size, dtype=param.dtype, device=fsdp.device)
-    if fsdp.reduces_unused:
-        gradients.mark_gathered(fsdp)
-    gradients.nothing_unreduced(fsdp)
-    return {index: merged[index] for index in fsdp.reduce_order() if index in merged}
-
-
-def keep_unreduced(live: LiveGroup, grads: Mapping[int, Tensor]) -> None:
-    """`set_requires_gradient_sync(False)`: leave unsharded gradients with FSDP2."""
-    for index, grad in grads.items():
-        param = live.fsdp.params[index]
-        before = gradients.take_unreduced(param.raw)
-        accumulated = param.as_accumulated(grad if before is None else before + grad)
-        # A gradient may share memory with another tensor of the graph (an expanded sum).
-        gradients.leave_unreduced(
-            live.fsdp, param, copy_of(accumulated) if accumulated is grad else accumulated
-        )

@@ -15,6 +15,8 @@ from graphshard.fsdp2 import gradients, is_root, reset_iteration, siblings
 from graphshard.fsdp2.layouts import as_dtensor
 from graphshard.runtime import host_copies
 from graphshard.runtime.ahead import SentBucket, SentGroup, remember
+from graphshard.runtime.arrived import collect
+from graphshard.runtime.body import Body
 from graphshard.runtime.buckets import AllGather
 from graphshard.runtime.calls import ALL_DEFINED, Calls, more_calls_ahead, will_execute
 from graphshard.runtime.doubt import drop_stale, is_doubtful
@@ -25,7 +27,7 @@ from graphshard.runtime.host_copies import HostCopy
 from graphshard.runtime.issued import ended
 from graphshard.runtime.live import LiveGroup, lookup
 from graphshard.runtime.ranges import direction_range
-from graphshard.runtime.reduce import Reduction, collect
+from graphshard.runtime.reduce import AllReduce, Reduction
 from graphshard.runtime.stopwatch import Stopwatch, stopwatch
 from graphshard.runtime.waiting import CLEAN_UP_S
 from graphshard.schedule.plan import Direction
@@ -51,7 +53,7 @@ class Run:
     groups: list[LiveGroup] = field(default_factory=list)
     _gathered: set[LiveGroup] = field(default_factory=set)
     _last: LiveGroup | None = None
-    _in_flight: list[Gather | Reduction] = field(default_factory=list)
+    _in_flight: list[Gather | Reduction | AllReduce] = field(default_factory=list)
     _opening: list[SentBucket] = field(default_factory=list)
     _copies: list[HostCopy] = field(default_factory=list)
 
@@ -125,6 +127,15 @@ class Run:
         for reduction in busy[: len(busy) + 1 - cap]:
             reduction.drain()
 
+    def issue_all_reduce(self, reduced: Reduction) -> AllReduce:
+        """Start to add up over the replicas what `reduced` has, which was waited for."""
+        turn = None if reduced.is_read_early else self.turn
+        puts_off = None if turn is None else turn.puts_off_all_reduce
+        all_reduce = AllReduce(reduced, puts_off=puts_off)
+        self.track(all_reduce)
+        self.watch([all_reduce])
+        return all_reduce
+
     def issue_offload(self, anchor: Tensor | None, tensors: Sequence[Tensor]) -> HostCopy:
         """Start to copy activations of the group that `anchor` names to the host."""
         return self._started(host_copies.offload(self.device, tensors, _fqn(anchor)))
@@ -143,7 +154,7 @@ class Run:
         if self.stopwatch is not None:
             self.stopwatch.mark(index)
 
-    def watch(self, issued: Sequence[AllGather | Reduction | HostCopy]) -> None:
+    def watch(self, issued: Sequence[AllGather | Reduction | AllReduce | HostCopy]) -> None:
         """Time what the segment of now has issued."""
         if self.stopwatch is None:
             return
@@ -151,7 +162,7 @@ class Run:
             if one.work is not None:
                 one.work = self.stopwatch.watch(one.work)
 
-    def track(self, work: Gather | Reduction) -> None:
+    def track(self, work: Gather | Reduction | AllReduce) -> None:
         self._in_flight.append(work)
 
     def abort(self, error: BaseException) -> None:
@@ -337,21 +348,6 @@ class GatherStep:
         if self._run.turn is not None:
             self._run.turn.waited(self._run.groups)
         return tensors
-
-
-@dataclass(slots=True)
-class Body:
-    """What one direction runs; replaced between steps, never during one.
-
-    exact_sums: see `Run`. overlaps: see `turn_of`. watched: with marks, so that each run
-    leaves its stopwatch in `watches`.
-    """
-
-    call: Callable[[list[Any]], Any]
-    exact_sums: bool = True
-    overlaps: bool = True
-    watched: bool = False
-    watches: list[Stopwatch] = field(default_factory=list)
 
 
 def guarded(

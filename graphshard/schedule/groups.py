@@ -123,8 +123,8 @@ class GroupInfo:
     reduce_dtype, reduce_bytes: of the gradients on the wire, all trainable parameters together.
     offloaded_bytes: of its activations, what the host holds from forward to backward.
     gathers_in_place: straight into the parameters' memory, without a bucket; on one rank compute
-    reads the shards themselves. replicated: where its reduction is waited for, an all-reduce over
-    the replicas follows.
+    reads the shards themselves. replicated: its reduction is followed by an all-reduce over
+    `replicas` ranks (1 in plans of before that was written down).
     """
 
     id: Count
@@ -140,6 +140,7 @@ class GroupInfo:
     reduce_bytes: Count = 0
     replicated: bool = False
     offloaded_bytes: Count = 0
+    replicas: Positive = 1
 
     @property
     def trainable(self) -> bool:
@@ -154,11 +155,13 @@ class GroupInfo:
 
 def size_bytes(step: Step, groups: Sequence[GroupInfo]) -> int:
     """What the collective that `step` issues for `groups` moves: the bucket of all ranks' parts.
-    Of a copy to or from the host, what this rank copies."""
+    Of an all-reduce, this rank's part; of a copy to or from the host, what this rank copies."""
     if step.is_copy:
         return sum(g.offloaded_bytes for g in groups)
     if step.kind is StepKind.REDUCE_ISSUE:
         return sum(_reduced_bytes(g, step.params) for g in groups)
+    if step.kind is StepKind.ALL_REDUCE_ISSUE:
+        return sum(g.reduce_bytes // g.world_size for g in groups)
     params = (g.params[p] for g in groups for p in step.params or range(len(g.params)))
     return sum(p.gathered_bytes for p in params)
 
@@ -173,13 +176,16 @@ def _reduced_bytes(group: GroupInfo, params: tuple[int, ...]) -> int:
 
 
 def received_bytes(groups: Sequence[GroupInfo], schedules: Sequence[Schedule]) -> int:
-    """What a rank receives in `schedules`: (N-1)/N of each collective's bucket, as in a ring."""
+    """What a rank receives in `schedules`: (N-1)/N of each collective's bucket, as in a ring, and
+    twice that of an all-reduce."""
     by_id = {g.id: g for g in groups}
     steps = (step for schedule in schedules for step in schedule.steps)
     issues = (s for s in steps if s.kind in COLLECTIVES)
     total = 0
     for step in issues:
         own = [by_id[number] for number in step.groups]
-        ranks = own[0].world_size
-        total += 0 if step.kept else size_bytes(step, own) * (ranks - 1) // ranks
+        all_reduces = step.kind is StepKind.ALL_REDUCE_ISSUE
+        ranks = own[0].replicas if all_reduces else own[0].world_size
+        rounds = 2 if all_reduces else 1
+        total += 0 if step.kept else rounds * size_bytes(step, own) * (ranks - 1) // ranks
     return total

@@ -41,7 +41,7 @@ from graphshard.schedule.groups import Recomputed as Recomputed
 from graphshard.schedule.groups import Reshard as Reshard
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.reasons import NotEarlier, Reason, group_of
-from graphshard.schedule.signature import ALL_REDUCE, CollectiveSignature, SignatureEntry
+from graphshard.schedule.signature import CollectiveSignature, SignatureEntry
 from graphshard.schedule.steps import COLLECTIVES, to_json
 from graphshard.schedule.steps import Direction as Direction
 from graphshard.schedule.steps import Lane as Lane
@@ -153,7 +153,8 @@ class Plan:
             "params": sum(len(g.params) for g in self.groups),
             "all_gathers": sum(s.num_all_gathers for s in self.schedules),
             "reduce_scatters": sum(s.num_reduce_scatters for s in self.schedules),
-            "collectives": sum(s.num_all_gathers + s.num_reduce_scatters for s in self.schedules),
+            "all_reduces": sum(s.num_all_reduces for s in self.schedules),
+            "collectives": sum(s.num_collectives for s in self.schedules),
             "gathered_peak_bytes": self.gathered_peak_bytes(),
             "fingerprint": self.fingerprint,
             **self._estimated(),
@@ -316,10 +317,6 @@ def _entries(
     groups = [by_id[number] for number in step.groups]
     if step.kind in COLLECTIVES and not step.kept:
         yield _entry(direction, step, groups)
-    elif step.kind is StepKind.REDUCE_WAIT:
-        for group in (g for g in groups if g.replicated):
-            dtype, size = group.reduce_dtype, group.reduce_bytes // group.world_size
-            yield SignatureEntry(str(direction), ALL_REDUCE, group.fqn, dtype, size)
 
 
 def _entry(direction: Direction, step: Step, groups: list[GroupInfo]) -> SignatureEntry:

@@ -21,6 +21,7 @@ class Decision(StrEnum):
 
     COMPUTES_AGAIN = "computes_again"
     SEPARATE_GROUP = "separate_group"
+    ALL_REDUCES = "all_reduces"
     IN_PLACE = "in_place"
     KEPT = "kept"
     ON_NODE = "on_node"
@@ -39,6 +40,7 @@ class Bound(StrEnum):
     LANE_BUSY = "lane_busy"
     MEMORY = "memory"
     GRADIENTS = "gradients"
+    REDUCED = "reduced"
     ACTIVATIONS = "activations"
     FIRST = "first"
     LANE_FREE = "lane_free"

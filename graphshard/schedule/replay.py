@@ -1,7 +1,8 @@
 """A schedule with its forecast: the critical path, and the same order with other times.
 
 The rules are those of `graphshard.planner.simulate`: compute follows the steps, a collective starts
-when compute has done its issue and its lane is free, a wait holds compute until it is done.
+when compute has done its issue and its lane is free (an all-reduce also not before its
+reduce-scatter is done), a wait holds compute until it is done.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from graphshard.schedule.forecast import CollectiveTime, Forecast
-from graphshard.schedule.steps import ISSUE_OF, Schedule, Step
+from graphshard.schedule.steps import ISSUE_OF, Schedule, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def replayed(
     comm_us: Callable[[CollectiveTime], float],
 ) -> Replayed:
     """The same order of steps where each takes what the two functions say."""
-    awaited = _awaited(schedule, forecast)
+    awaited, follows = _awaited(schedule, forecast), _follows(schedule, forecast)
     issued = {found.issue: found for found in forecast.collectives}
     clock = exposed = 0.0
     free_at: dict[int, float] = {}
@@ -51,22 +52,24 @@ def replayed(
         clock += work_us(step, time.work_us)
         if index in issued:
             found = issued[index]
-            end = max(clock, free_at.get(found.lane, 0.0)) + comm_us(found)
+            first = follows.get(index)
+            ready = clock if first is None else max(clock, done_at[first.issue])
+            end = max(ready, free_at.get(found.lane, 0.0)) + comm_us(found)
             done_at[index] = free_at[found.lane] = end
     return Replayed(clock, exposed)
 
 
 def critical_path(schedule: Schedule, forecast: Forecast) -> CriticalPath:
     """Found backwards from the end: a step that waited goes on with the collective it waited for,
-    and a collective that stood in its lane with the one before it."""
-    awaited = _awaited(schedule, forecast)
+    and a collective that stood in its lane with the one before it, or with its reduce-scatter."""
+    awaited, follows = _awaited(schedule, forecast), _follows(schedule, forecast)
     work_us, found = 0.0, []
     index = len(schedule.steps) - 1
     while index >= 0:
         time = forecast.steps[index]
         work_us += time.work_us
         if time.exposed_us > 0:
-            chain = list(_chain(forecast, awaited[index]))
+            chain = list(_chain(forecast, awaited[index], follows))
             found += chain
             index = chain[-1].issue
         else:
@@ -74,15 +77,32 @@ def critical_path(schedule: Schedule, forecast: Forecast) -> CriticalPath:
     return CriticalPath(work_us, tuple(reversed(found)))
 
 
-def _chain(forecast: Forecast, last: CollectiveTime) -> Iterator[CollectiveTime]:
-    """`last` and the collectives of its lane that it stood behind, backwards."""
+def _chain(
+    forecast: Forecast, last: CollectiveTime, follows: Mapping[int, CollectiveTime]
+) -> Iterator[CollectiveTime]:
+    """`last` and the collectives that it stood behind, backwards."""
     yield last
-    own = [c for c in forecast.collectives if c.lane == last.lane and c.issue < last.issue]
-    for before in reversed(own):
-        if last.start_us <= forecast.steps[last.issue].end_us:
+    while last.start_us > forecast.steps[last.issue].end_us:
+        before = follows.get(last.issue)
+        if before is None or before.end_us < last.start_us:
+            own = [c for c in forecast.collectives if c.lane == last.lane and c.issue < last.issue]
+            before = own[-1] if own else None
+        if before is None:
             return
         yield before
         last = before
+
+
+def _follows(schedule: Schedule, forecast: Forecast) -> Mapping[int, CollectiveTime]:
+    """Index of the issue of an all-reduce -> its reduce-scatter, if that is a collective."""
+    steps = schedule.steps
+    issued = {
+        steps[c.issue].groups: c
+        for c in forecast.collectives
+        if steps[c.issue].kind is StepKind.REDUCE_ISSUE
+    }
+    keys = ((i, s.groups) for i, s in enumerate(steps) if s.kind is StepKind.ALL_REDUCE_ISSUE)
+    return {index: issued[groups] for index, groups in keys if groups in issued}
 
 
 def _awaited(schedule: Schedule, forecast: Forecast) -> Mapping[int, CollectiveTime]:

@@ -15,18 +15,15 @@ from itertools import zip_longest
 
 from graphshard.schedule.group_signature import ranks_text
 
-ALL_REDUCE = "all_reduce"
-
 
 @dataclass(frozen=True, slots=True)
 class SignatureEntry:
     """One collective, in the order of issue.
 
-    direction: "forward" or "backward". kind: "all_gather", "reduce_scatter", or ALL_REDUCE, which
-    follows where a reduction of replicated groups is waited for, so that ranks must wait in one
-    order. group: FQN of the group, several that travel together joined by " + ". dtype: on the
-    wire; parameters of several dtypes travel as "bytes". size_bytes: of the whole bucket, all
-    ranks' parts. on_node: among the ranks of each node only.
+    direction: "forward" or "backward". kind: "all_gather", "reduce_scatter", "all_reduce" (over the
+    replicas) or that of a copy. group: FQN of the group, several that travel together joined by " +
+    ". dtype: on the wire; parameters of several dtypes travel as "bytes". size_bytes: of the whole
+    bucket, all ranks' parts. on_node: among the ranks of each node only.
     """
 
     direction: str

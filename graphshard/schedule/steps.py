@@ -25,6 +25,8 @@ class StepKind(StrEnum):
     RELEASE = "release"
     REDUCE_ISSUE = "reduce_issue"
     REDUCE_WAIT = "reduce_wait"
+    ALL_REDUCE_ISSUE = "all_reduce_issue"
+    ALL_REDUCE_WAIT = "all_reduce_wait"
     OFFLOAD_ISSUE = "offload_issue"
     OFFLOAD_WAIT = "offload_wait"
     RELOAD_ISSUE = "reload_issue"
@@ -37,6 +39,7 @@ class Lane(StrEnum):
     COMPUTE = "compute"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
     OFFLOAD = "offload"
     RELOAD = "reload"
 
@@ -112,6 +115,14 @@ class Schedule:
     def num_reduce_scatters(self) -> int:
         return sum(1 for _ in self.of_kind(StepKind.REDUCE_ISSUE))
 
+    @property
+    def num_all_reduces(self) -> int:
+        return sum(1 for _ in self.of_kind(StepKind.ALL_REDUCE_ISSUE))
+
+    @property
+    def num_collectives(self) -> int:
+        return self.num_all_gathers + self.num_reduce_scatters + self.num_all_reduces
+
 
 RARE = ("with_groups", "params", "on_node")
 
@@ -132,18 +143,19 @@ def _fields(value: Any) -> dict[str, Any]:
 WAIT_OF = {
     StepKind.GATHER_ISSUE: StepKind.GATHER_WAIT,
     StepKind.REDUCE_ISSUE: StepKind.REDUCE_WAIT,
+    StepKind.ALL_REDUCE_ISSUE: StepKind.ALL_REDUCE_WAIT,
     StepKind.OFFLOAD_ISSUE: StepKind.OFFLOAD_WAIT,
     StepKind.RELOAD_ISSUE: StepKind.RELOAD_WAIT,
 }
 ISSUE_OF = {wait: issue for issue, wait in WAIT_OF.items()}
 ISSUES, WAITS = tuple(WAIT_OF), tuple(ISSUE_OF)
-COLLECTIVES = (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE)
+COLLECTIVES = (StepKind.GATHER_ISSUE, StepKind.REDUCE_ISSUE, StepKind.ALL_REDUCE_ISSUE)
 
 _LANES = {
     kind: lane
     for issue, lane in zip(
         WAIT_OF,
-        (Lane.ALL_GATHER, Lane.REDUCE_SCATTER, *COPIES),
+        (Lane.ALL_GATHER, Lane.REDUCE_SCATTER, Lane.ALL_REDUCE, *COPIES),
         strict=True,
     )
     for kind in (issue, WAIT_OF[issue])
@@ -155,6 +167,8 @@ RANGES = {
     StepKind.RELEASE: "release",
     StepKind.REDUCE_ISSUE: "reduce_scatter",
     StepKind.REDUCE_WAIT: "reduce_scatter_wait",
+    StepKind.ALL_REDUCE_ISSUE: "all_reduce",
+    StepKind.ALL_REDUCE_WAIT: "all_reduce_wait",
     StepKind.OFFLOAD_ISSUE: "offload",
     StepKind.OFFLOAD_WAIT: "offload_wait",
     StepKind.RELOAD_ISSUE: "reload",

@@ -21,7 +21,7 @@ from graphshard.schedule.reasons import (
 from graphshard.view.marks import Card
 from graphshard.view.reasons import reason_text
 from graphshard.view.sheet import CollectiveBar, Sheet
-from graphshard.view.text import bytes_text
+from graphshard.view.text import bytes_text, ranks_of
 from graphshard.view.units import rate_text, time_text
 
 KEPT, RESHARDED = "kept until backward", "resharded"
@@ -31,7 +31,7 @@ COMPUTED_AGAIN, OFFLOADED = "computed again", "offloaded"
 def collective_card(sheet: Sheet, found: CollectiveBar, by_id: Mapping[int, GroupInfo]) -> Card:
     """Bytes, times, slack or exposed time, rate, memory, and why it runs when it does."""
     entry = found.entry
-    ranks = by_id[found.step.groups[0]].world_size
+    ranks = ranks_of(found.step, by_id[found.step.groups[0]])
     card = [("bytes", bytes_text(entry.size_bytes))]
     if not found.step.is_copy:
         card += [("dtype", entry.dtype or "as the gradients"), ("ranks", f"{ranks:,}")]
@@ -65,7 +65,8 @@ def _rate(found: CollectiveBar, ranks: int) -> Iterator[tuple[str, str]]:
     if found.step.is_copy:
         yield "copied at", rate_text(found.entry.size_bytes, took_us)
         return
-    received_bytes = found.entry.size_bytes * (ranks - 1) / ranks
+    rounds = 2 if found.step.lane is Lane.ALL_REDUCE else 1
+    received_bytes = rounds * found.entry.size_bytes * (ranks - 1) / ranks
     if took_us > 0 and received_bytes > 0:
         yield "received at", rate_text(received_bytes, took_us)
 

@@ -14,6 +14,7 @@ COLUMNS = {"predicted us": 14, "measured us": 14, "error": 10}
 COLLECTIVES = {
     StepKind.GATHER_ISSUE: "all-gather",
     StepKind.REDUCE_ISSUE: "reduce-scatter",
+    StepKind.ALL_REDUCE_ISSUE: "all-reduce",
     StepKind.OFFLOAD_ISSUE: "offload",
     StepKind.RELOAD_ISSUE: "reload",
 }

@@ -50,6 +50,7 @@ class _Share:
 
     gather_us: float = 0.0
     reduce_us: float = 0.0
+    all_reduce_us: float = 0.0
     exposed_us: float = 0.0
 
 
@@ -58,7 +59,9 @@ def table_of(sheet: Sheet) -> Table:
     shares = _shares(sheet)
     titles: tuple[str, ...] = ("parameters", "gathered")
     if sheet.axis.timed:
-        titles += ("all-gathers", "reduce-scatters", "exposed", "gathered for")
+        titles += ("all-gathers", "reduce-scatters")
+        titles += ("all-reduces",) if _all_reduces(sheet) else ()
+        titles += ("exposed", "gathered for")
     again = _computed_again(sheet)
     if again:
         titles += (COMPUTED_AGAIN,)
@@ -77,13 +80,18 @@ def _line(
     ]
     if sheet.axis.timed:
         share = shares.get(group.id, _Share())
-        cells += map(_time, (share.gather_us, share.reduce_us, share.exposed_us))
-        cells.append(_time(resident(sheet, row)))
+        cells += map(_time, (share.gather_us, share.reduce_us))
+        cells += [_time(share.all_reduce_us)] if _all_reduces(sheet) else []
+        cells += map(_time, (share.exposed_us, resident(sheet, row)))
     if again:
         cells.append(again.get(group.id, Cell("-", 0)))
     cells.append(_text("kept" if _kept(sheet, row) else "resharded"))
     cells.append(_text(_because(sheet, group)))
     return GroupLine(group.id, group_name(group), tuple(cells))
+
+
+def _all_reduces(sheet: Sheet) -> bool:
+    return any(schedule.num_all_reduces for schedule in sheet.plan.schedules)
 
 
 def _computed_again(sheet: Sheet) -> dict[int, Cell]:
@@ -131,6 +139,7 @@ def _plus(before: _Share, found: CollectiveBar, part: float) -> _Share:
     return _Share(
         before.gather_us + (us if lane is Lane.ALL_GATHER else 0.0),
         before.reduce_us + (us if lane is Lane.REDUCE_SCATTER else 0.0),
+        before.all_reduce_us + (us if lane is Lane.ALL_REDUCE else 0.0),
         before.exposed_us + part * found.exposed_us,
     )
 

@@ -84,4 +84,6 @@ def _counts(sheet: Sheet) -> Iterator[Figure]:
     yield Figure("groups", f"{len(plan.groups):,}")
     yield Figure(f"all-gathers {step}", f"{gathers:,}")
     yield Figure(f"reduce-scatters {step}", f"{reductions:,}")
+    if all_reduces := sum(s.num_all_reduces for s in plan.schedules):
+        yield Figure(f"all-reduces {step}", f"{all_reduces:,}")
     yield Figure("gathered parameters, peak", bytes_text(plan.gathered_peak_bytes()))

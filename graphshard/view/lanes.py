@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphshard.schedule.plan import Direction, GroupInfo, Lane, StepKind
+from graphshard.schedule.steps import WAITS
 from graphshard.view.cards import collective_card, decisions, wait_card
 from graphshard.view.marks import AxisMark, MarkRow
 from graphshard.view.sheet import CollectiveBar, Sheet
@@ -20,6 +21,7 @@ from graphshard.view.units import time_text
 MARK_KINDS = {
     Lane.ALL_GATHER: "gather",
     Lane.REDUCE_SCATTER: "reduce",
+    Lane.ALL_REDUCE: "all-reduce",
     Lane.OFFLOAD: "offload",
     Lane.RELOAD: "offload",
 }
@@ -127,7 +129,7 @@ def _copies(sheet: Sheet) -> Iterator[AxisMark]:
         if step.kind is StepKind.COMPUTE or step.group is None or end <= start:
             continue
         names = " + ".join(sheet.names[group] for group in step.groups)
-        way = "out of" if step.kind in (StepKind.GATHER_WAIT, StepKind.REDUCE_WAIT) else "into"
+        way = "out of" if step.kind in WAITS else "into"
         card = (
             ("start", time_text(start)),
             ("duration", time_text(end - start)),

@@ -16,7 +16,7 @@ from graphshard.view.optimizer import part_text
 from graphshard.view.reasons import reason_text
 from graphshard.view.recomputed import recomputed_text
 from graphshard.view.scenario import Carried, Scenario, predicted
-from graphshard.view.text import bytes_text, count_text, group_names
+from graphshard.view.text import bytes_text, collectives_text, count_text, group_names
 from graphshard.view.units import change_text, time_text
 
 MOST_WAITS = 5
@@ -27,8 +27,7 @@ def log_text(plan: Plan, measured: Measured | None = None) -> str:
     plan = shown(plan)
     s = plan.summary()
     lines = [
-        f"{plan.name}: {count_text(s['groups'], 'group')}, {s['all_gathers']:,} all-gathers and "
-        f"{s['reduce_scatters']:,} reduce-scatters per step, at most "
+        f"{plan.name}: {count_text(s['groups'], 'group')}, {collectives_text(s)} per step, at most "
         f"{bytes_text(s['gathered_peak_bytes'])} of gathered parameters"
     ]
     if again := recomputed_text(plan):

@@ -18,6 +18,8 @@ WORDS = {
     StepKind.GATHER_WAIT: ("all-gather", "awaited"),
     StepKind.REDUCE_ISSUE: ("reduce-scatter", "issued"),
     StepKind.REDUCE_WAIT: ("reduce-scatter", "awaited"),
+    StepKind.ALL_REDUCE_ISSUE: ("all-reduce", "issued"),
+    StepKind.ALL_REDUCE_WAIT: ("all-reduce", "awaited"),
     StepKind.OFFLOAD_ISSUE: ("offload", "issued"),
     StepKind.OFFLOAD_WAIT: ("offload", "awaited"),
     StepKind.RELOAD_ISSUE: ("reload", "issued"),

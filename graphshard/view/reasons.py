@@ -28,6 +28,7 @@ DECISIONS = {
     Decision.IN_PLACE: "collectives in place, without copies",
     Decision.KEPT: "what stays gathered",
     Decision.ON_NODE: "shards that the ranks of a node hold until backward",
+    Decision.ALL_REDUCES: "all-reduces issued where their reduce-scatter is waited for",
     Decision.BUCKETS: "merged and split collectives",
     Decision.RECOMPUTE: "recomputation of activations",
     Decision.OFFLOAD: "activations that the host holds until backward",
@@ -38,6 +39,7 @@ RULES = {HoldRule.USER: "; reshard_after_forward decides", HoldRule.FSDP2: "; as
 BOUNDS = {
     Bound.PREFETCH_LISTS: "bound by the user's prefetch lists",
     Bound.GRADIENTS: "its gradients are complete only here",
+    Bound.REDUCED: "its reduce-scatter is waited for only here",
     Bound.ACTIVATIONS: "what it copies is complete only here",
     Bound.FIRST: "nothing computes before it",
     Bound.LANE_FREE: "it starts as soon as its lane is free",
@@ -47,6 +49,7 @@ KINDS = {StepKind.GATHER_ISSUE: "gathers", StepKind.REDUCE_ISSUE: "reductions"}
 
 BUSY: Mapping[StepKind | None, str] = {
     StepKind.GATHER_ISSUE: "the gather",
+    StepKind.ALL_REDUCE_ISSUE: "the all-reduce",
     StepKind.OFFLOAD_ISSUE: "the offload",
     StepKind.RELOAD_ISSUE: "the reload",
 }

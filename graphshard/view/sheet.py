@@ -100,8 +100,7 @@ def _measured_us(plan: Plan, measured: Measured | None) -> dict[tuple[Direction,
 
 
 def _collectives(plan: Plan, rows: Timeline, axis: Axis) -> Iterator[CollectiveBar]:
-    """Copies to and from the host too, in the order of issue, forward first; all-reduces over
-    replicas have no step of their own."""
+    """Copies to and from the host too, in the order of issue, forward first."""
     found = [s for lane in rows.lanes for s in lane.segments if s.group is not None and not s.kept]
     found.sort(key=lambda s: s.first)
     timed = dict(_timed(plan))

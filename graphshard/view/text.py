@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, zip_longest
+from typing import Any
 
 from graphshard.schedule.plan import (
     Direction,
@@ -38,6 +39,7 @@ LANE_WORDS = {
     Lane.COMPUTE: "compute",
     Lane.ALL_GATHER: "all-gather",
     Lane.REDUCE_SCATTER: "reduce-scatter",
+    Lane.ALL_REDUCE: "all-reduce",
     Lane.OFFLOAD: "offload",
     Lane.RELOAD: "reload",
 }
@@ -48,6 +50,8 @@ STEP_WORDS = {
     StepKind.RELEASE: "release",
     StepKind.REDUCE_ISSUE: "issue reduce-scatter",
     StepKind.REDUCE_WAIT: "wait for reduce-scatter",
+    StepKind.ALL_REDUCE_ISSUE: "issue all-reduce",
+    StepKind.ALL_REDUCE_WAIT: "wait for all-reduce",
     StepKind.OFFLOAD_ISSUE: "issue offload",
     StepKind.OFFLOAD_WAIT: "wait for offload",
     StepKind.RELOAD_ISSUE: "issue reload",
@@ -119,6 +123,20 @@ def step_text(step: Step, names: dict[int, str]) -> str:
     return f"{words} {'' if step.group is None else names[step.group]}{on_node}".rstrip()
 
 
+def collectives_text(summary: Mapping[str, Any]) -> str:
+    """summary: `Plan.summary()`. All-reduces are those over replicas, which few plans have."""
+    kinds = ("all_gathers", "all-gathers"), ("reduce_scatters", "reduce-scatters")
+    texts = [f"{summary[key]:,} {noun}" for key, noun in kinds]
+    if not summary["all_reduces"]:
+        return " and ".join(texts)
+    return f"{', '.join(texts)} and {summary['all_reduces']:,} all-reduces"
+
+
+def ranks_of(issue: Step, group: GroupInfo) -> int:
+    """How many ranks take part in the collective of `group` that `issue` starts."""
+    return group.replicas if issue.lane is Lane.ALL_REDUCE else group.world_size
+
+
 def ranks_text(plan: Plan) -> str:
     sizes = sorted({g.world_size for g in plan.groups})
     if not sizes:
@@ -141,15 +159,19 @@ def _directions(plan: Plan) -> Iterator[str]:
     widths = [DIRECTION_WIDTH] * (len(plan.schedules) + 1)
     yield _cells("", (*(s.direction.value for s in plan.schedules), "step"), widths)
     columns = [_direction_numbers(s) for s in plan.schedules]
-    for index, name in enumerate(("all-gathers", "kept, no all-gather", "reduce-scatters", "ops")):
+    titles = ("all-gathers", "kept, no all-gather", "reduce-scatters", "all-reduces", "ops")
+    for index, name in enumerate(titles):
         numbers = [column[index] for column in columns]
+        if name == "all-reduces" and not any(numbers):  # only replicas have some
+            continue
         yield _cells(name, (f"{n:,}" for n in (*numbers, sum(numbers))), widths)
 
 
-def _direction_numbers(schedule: Schedule) -> tuple[int, int, int, int]:
+def _direction_numbers(schedule: Schedule) -> tuple[int, ...]:
     kept = sum(s.kept for s in schedule.of_kind(StepKind.GATHER_ISSUE))
     ops = sum(s.stop - s.start for s in schedule.of_kind(StepKind.COMPUTE))
-    return schedule.num_all_gathers, kept, schedule.num_reduce_scatters, ops
+    reductions = schedule.num_reduce_scatters, schedule.num_all_reduces
+    return schedule.num_all_gathers, kept, *reductions, ops
 
 
 def _peak_line(plan: Plan, rows: Timeline) -> str:

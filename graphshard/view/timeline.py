@@ -21,11 +21,13 @@ from graphshard.schedule.plan import (
     StepKind,
     gathered_bytes_by_step,
 )
-from graphshard.schedule.steps import COPIES, WAIT_OF
+from graphshard.schedule.steps import WAIT_OF
 
 # Share of the axis given to the steps that are not compute, so that a communication step stays
 # visible next to compute steps of thousands of ops.
 POINT_SHARE = 0.25
+# Lanes that every picture has.
+ALWAYS = (Lane.COMPUTE, Lane.ALL_GATHER, Lane.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ def axis_edges(steps: Sequence[Step]) -> tuple[float, ...]:
 
 
 def lane_rows(plan: Plan) -> tuple[LaneRows, ...]:
-    """Top to bottom: compute, all-gather, reduce-scatter, and copies if there are any."""
+    """Top to bottom: compute, all-gather, reduce-scatter; all-reduces and copies if there are."""
     spans: dict[Lane, list[LaneSegment]] = {lane: [] for lane in Lane}
     offset = 0
     for schedule in plan.schedules:
@@ -140,7 +142,7 @@ def lane_rows(plan: Plan) -> tuple[LaneRows, ...]:
         for issue in WAIT_OF:
             found = _communication(schedule.direction, numbered, issue)
             spans[Step(issue).lane].extend(found)
-    return tuple(_stack(lane, own) for lane, own in spans.items() if own or lane not in COPIES)
+    return tuple(_stack(lane, own) for lane, own in spans.items() if own or lane in ALWAYS)
 
 
 def computing_groups(steps: Iterable[Step]) -> list[int | None]:

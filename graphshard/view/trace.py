@@ -19,7 +19,7 @@ from graphshard.files.decode import MOST
 from graphshard.files.reading import read_packed_json
 from graphshard.schedule.plan import Lane, Plan, StepKind
 from graphshard.view.scenario import Carried, ComputeSpan, Scenario, scenarios
-from graphshard.view.text import lane_names
+from graphshard.view.text import lane_names, ranks_of
 
 Event: TypeAlias = dict[str, Any]
 
@@ -184,13 +184,14 @@ def _collective(
     us = carried.end_us - carried.start_us
     found = _slice(carried.name, "collective", at, _tid(carried.lane), carried.start_us, us)
     issue = scenario.works[carried.issue].step
-    ranks = {group.id: group.world_size for group in plan.groups}
+    group = next(group for group in plan.groups if group.id == issue.groups[0])
+    ranks = ranks_of(issue, group)
     found["args"] = {
         "groups": [group.fqn for n in issue.groups for group in plan.groups if group.id == n],
         "bytes": carried.entry.size_bytes,
         "dtype": carried.entry.dtype,
         "direction": carried.entry.direction,
-        "ranks": ranks[issue.groups[0]],
+        "ranks": ranks,
     }
     yield found
     if carried.wait is None:

@@ -216,10 +216,15 @@ def _prefetches(groups: int) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def fuzz_cases(draw: st.DrawFn, most_ranks: int = 4) -> FuzzCase:
-    """A model, how it is sharded and compiled, and two to six things that are done with it."""
-    ranks = draw(_rarely(2, 1, 3, 4).filter(lambda number: number <= most_ranks))
-    mesh = draw(_rarely("flat", *MESHES[ranks][1:]))
+def fuzz_cases(draw: st.DrawFn, most_ranks: int = 4, *, replicated: bool = False) -> FuzzCase:
+    """A model, how it is sharded and compiled, and two to six things that are done with it.
+
+    replicated: in any case over several replicas.
+    """
+    counts = st.sampled_from([4, 4, 3, 2]) if replicated else _rarely(2, 1, 3, 4)
+    ranks = draw(counts.filter(lambda number: number <= most_ranks))
+    several = MESHES[ranks][2 if replicated else 1 :]
+    mesh = draw(st.sampled_from(several) if replicated else _rarely("flat", *several))
     tree = draw(_trees())
     groups = draw(_groups(tree, ranks, ranks if mesh == "flat" else int(mesh.split("x")[1])))
     calls = draw(st.lists(_calls(tree, len(groups)), min_size=1, max_size=5))

@@ -45,6 +45,15 @@ def test_equals_eager(pool: Pool, tally: Counter[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(int(CASES * LIMIT_S))
 @pytest.mark.skipif(capped(2) < 2, reason="needs 2 ranks")
+def test_equals_eager_over_replicas(pool: Pool) -> None:
+    """All-reduces are under way until backward ends, whatever else comes."""
+    cases = fuzz_cases(most_ranks=capped(4), replicated=True)
+    compare_drawn(pool, Counter(), CASES // 2, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(int(CASES * LIMIT_S))
+@pytest.mark.skipif(capped(2) < 2, reason="needs 2 ranks")
 @pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13")
 def test_equals_eager_on_several_meshes(pool: Pool) -> None:
     cases = on_several_meshes(fuzz_cases(most_ranks=capped(4)))

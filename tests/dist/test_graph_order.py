@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from contract_models import mesh_of
 from drawing import drawing
 from hypothesis import given
 from hypothesis import strategies as st
 from patching import patched
-from pool import Ctx, Pool
+from pool import Ctx, Pool, capped
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -113,16 +114,16 @@ def events(into: list[str]) -> Iterator[None]:
         return ended
 
     def completing(original: Any) -> Any:
-        def complete(self: Reduction) -> None:
-            original(self)
+        def assign(self: Reduction, output: Any) -> None:
+            original(self, output)
             into.append(f"+ {self.live.fqn}")
 
-        return complete
+        return assign
 
     with (
         patched(gather, "send", sending),
         patched(run, "ended", ending),
-        patched(Reduction, "complete", completing),
+        patched(Reduction, "assign", completing),
     ):
         yield
 
@@ -234,6 +235,8 @@ def fail(model: Any, step: Step, x: Tensor) -> None:
 
 
 def same_as_eager(ctx: Ctx, steps: tuple[Step, ...]) -> tuple[int, int]:
+    if ctx.world_size == 4:
+        ctx = replace(ctx, mesh=mesh_of(ctx, (2, 2), "replicate", "shard"))
     models = [cut(ctx, compiles=compiles) for compiles in (False, True)]
     optims = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
     # FSDP2 wants to see the root first.
@@ -259,6 +262,7 @@ def same_as_eager(ctx: Ctx, steps: tuple[Step, ...]) -> tuple[int, int]:
         assert group.is_sharded
     order = order_of(models[1])
     assert not order._put_off
+    assert not order._all_reduces
     return order.num_ahead, order.num_put_off
 
 
@@ -288,12 +292,55 @@ def test_as_eager(pool: Pool, name: str) -> None:
         assert (num_put_off > 0) is (name != "unsharded, and gathered ahead")
 
 
-def test_drawn(pool: Pool) -> None:
-    """`GRAPHSHARD_ORDERS=100 GRAPHSHARD_ORDERS_SEED=1` draws more than CI's 3."""
+@pytest.mark.skipif(capped(4) < 4, reason="needs 4 ranks")
+@pytest.mark.parametrize("name", ["steady", "none comes", "failed", "micro-steps"])
+def test_as_eager_over_replicas(pool: Pool, name: str) -> None:
+    """All-reduces go on until backward ends."""
+    for _, num_put_off in pool.run(4, same_as_eager, CASES[name]):
+        assert num_put_off > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_drawn(pool: Pool, ranks: int) -> None:
+    """`GRAPHSHARD_ORDERS=100 GRAPHSHARD_ORDERS_SEED=1` draws more than CI's 3. Four ranks are two
+    replicas."""
 
     @drawing(COUNT, SEED)
     @given(drawn_runs)
     def draw(steps: tuple[Step, ...]) -> None:
-        pool.run(2, same_as_eager, steps)
+        pool.run(capped(ranks), same_as_eager, steps)
 
     draw()
+
+
+def stepped_in_backward(ctx: Ctx) -> None:
+    """Hooks take gradients of all replicas as soon as these are there: no graph leaves any."""
+    ctx = replace(ctx, mesh=mesh_of(ctx, (2, 2), "replicate", "shard"))
+    models = [cut(ctx, compiles=compiles) for compiles in (False, True)]
+    for param in (param for model in models for param in model.parameters()):
+        optim = torch.optim.SGD([param], lr=1e-2)
+
+        def step(_: Tensor, optim: Any = optim) -> None:
+            optim.step()
+            optim.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+
+    def refused(_: Any) -> Any:
+        def put_off(*args: Any) -> None:
+            raise AssertionError("it was put off")
+
+        return put_off
+
+    with patched(GraphOrder, "put_off_all_reduce", refused):
+        for number in range(6):
+            for model in models:
+                torch.manual_seed(number)
+                model(torch.randn(2, 8, device=ctx.device)).square().mean().backward()
+    ours, theirs = ([p.to_local() for p in model.parameters()] for model in models)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.skipif(capped(4) < 4, reason="needs 4 ranks")
+def test_what_hooks_read_is_not_left_to_the_end(pool: Pool) -> None:
+    pool.run(4, stepped_in_backward)

@@ -5,12 +5,14 @@ reads what the runtime or the plan says.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from contract_models import mesh_of
 from patching import patched
-from pool import Ctx, Pool
+from pool import Ctx, Pool, capped
 from test_memory import Storages, watch_gathered
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -160,6 +162,22 @@ def test_ten_budgets_are_kept_byte_for_byte(pool: Pool) -> None:
             assert LEAST < row["measured"] / row["predicted"] < MOST, row
         assert any(row["recompute"] for row in rows)
         assert len({row["predicted"] for row in rows}) > 4
+
+
+def replicated(ctx: Ctx) -> dict[str, Any]:
+    """Two replicas: what was reduced is there until it is handed over."""
+    ctx = replace(ctx, mesh=mesh_of(ctx, (2, 2), "replicate", "shard"))
+    torch._dynamo.reset()
+    model = sharded(ctx)
+    model.compile(backend="graphshard", options={"fallback": "error", "replan_after": 1000})
+    *_, optimizer = steps_of(model, ctx, 3)
+    return peaks(model, optimizer, ctx)
+
+
+@pytest.mark.skipif(capped(4) < 4, reason="needs 4 ranks")
+def test_replicas_take_what_the_plan_says(pool: Pool) -> None:
+    for row in pool.run(4, replicated):
+        assert LEAST < row["measured"] / row["predicted"] < MOST, row
 
 
 def compiled_within(ctx: Ctx) -> list[dict[str, Any]]:

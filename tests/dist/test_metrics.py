@@ -10,7 +10,7 @@ import graphshard
 CASE = CASES["llama"]
 GROUPS = 5
 COUNTS = ("groups", "groups_in_graphs", "plans")
-COLLECTIVES = ("all_gathers", "reduce_scatters", "collective_bytes")
+COLLECTIVES = ("all_gathers", "reduce_scatters", "all_reduces", "collective_bytes")
 PREDICTED = (
     "step_predicted_us", "exposed_predicted_us", "peak_predicted_bytes", "budget_bytes",
     "step_fsdp2_predicted_us", "gap", "optimizer_predicted_us",

@@ -4,14 +4,18 @@ Two ranks calibrate themselves and train; another process, which never saw them,
 with their profile.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from contract_models import mesh_of
 from patching import patched
-from pool import Ctx, Pool
+from pool import Ctx, Pool, capped
 from test_memory_truth import NO_LIMIT, planned, recording, sampled_on
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
@@ -63,10 +67,12 @@ def trained(ctx: Ctx, path: str, asked: dict[str, Any]) -> tuple[str, list[int]]
     return plan.to_json(), [size for _, size in seen]
 
 
-def offline(path: str, world_size: int, asked: dict[str, Any]) -> Plan:
+def offline(
+    path: str, world_size: int, asked: dict[str, Any], build: Callable[[], Any] = sharded
+) -> Plan:
     inputs = torch.zeros((2, CONFIG.batch, CONFIG.seq_len), dtype=torch.int64, device="meta")
     return graphshard.plan(
-        sharded, tuple(inputs), world_size=world_size, hardware=path, name="offline", **asked
+        build, tuple(inputs), world_size=world_size, hardware=path, name="offline", **asked
     )
 
 
@@ -88,10 +94,33 @@ def test_an_offline_plan_is_the_plan_that_runs(
         asked = {"memory_budget": int(asked["memory_budget"] * free.fsdp2.peak_bytes)}
     ahead = offline(path, world_size, asked)
     for text, gathered in pool.run(2, trained, path, asked):
-        ran = Plan.from_json(text)
-        assert ran.collective_signature == ahead.collective_signature
-        assert ran.groups == ahead.groups
-        assert ran.schedules == ahead.schedules
-        assert (ran.fsdp2, ran.forecasts) == (ahead.fsdp2, ahead.forecasts)
-        assert ran.estimate == ahead.estimate
+        assert_same(Plan.from_json(text), ahead)
         assert gathered == [size for _, size in planned(ahead)]
+
+
+def assert_same(ran: Plan, ahead: Plan) -> None:
+    assert ran.collective_signature == ahead.collective_signature
+    assert ran.groups == ahead.groups
+    assert ran.schedules == ahead.schedules
+    assert (ran.fsdp2, ran.forecasts) == (ahead.fsdp2, ahead.forecasts)
+    assert ran.estimate == ahead.estimate
+
+
+def replicated() -> Any:
+    """Two replicas of two ranks."""
+    return sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def trained_replicas(ctx: Ctx, path: str) -> str:
+    mesh = mesh_of(ctx, (2, 2), "replicate", "shard")
+    text, _ = trained(replace(ctx, mesh=mesh), path, {})
+    return text
+
+
+@pytest.mark.skipif(capped(4) < 4, reason="needs 4 ranks")
+def test_replicas_are_planned_offline_too(pool: Pool, machine: tuple[str, int]) -> None:
+    path, _ = machine
+    ahead = offline(path, 4, {}, replicated)
+    assert ahead.summary()["all_reduces"] == len(ahead.groups)
+    for text in pool.run(4, trained_replicas, path):
+        assert_same(Plan.from_json(text), ahead)

@@ -36,7 +36,7 @@ def draw(random: Random) -> Case:
     if action in SETTINGS:
         point = "step"
     replicas = random.choice([1, 1, 1, 2])
-    if point == "all-reduce":
+    if point.startswith("all-reduce"):
         replicas = 2
     world_size = random.choice([2, 2, 3] if replicas == 1 else [2, 4])
     rank = -1 if action == "interrupt" else random.randrange(world_size)
