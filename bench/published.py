@@ -13,7 +13,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common names
 
 from bench import rounds  # noqa: E402
-from bench.published_models import LLAMA, build  # noqa: E402
+from bench.published_models import LLAMA, RANKS_PER_NODE, build  # noqa: E402
 from graphshard.compiler.planning import Posed  # noqa: E402
 from graphshard.compiler.planning_inputs import policy_of  # noqa: E402
-from graphshard.cost.curve import Trust, line  # noqa: E402
+from graphshard.cost.curve import Trust, line, scaled  # noqa: E402
 from graphshard.cost.machine import Machine  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
-from graphshard.cost.roofline import Arithmetic, AttentionRate  # noqa: E402
+from graphshard.cost.roofline import AttentionRate, Bandwidth, Kernel  # noqa: E402
 from graphshard.offline.study import Point, Study  # noqa: E402
 from graphshard.offline.target import made_of  # noqa: E402
 from graphshard.options import parse_options  # noqa: E402
@@ -36,8 +36,8 @@ from graphshard.pricing.reserved import reserved_bytes  # noqa: E402
 from graphshard.schedule.plan import Direction, Plan  # noqa: E402
 
 ROWS = ROOT / "bench" / "published.toml"
-RANKS_PER_NODE = 8
 GIB = 2**30
+NOISE = 0.01  # what two published figures have to differ by for an order to mean something
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class Row:
     accumulate: int = 1
     compiled: bool = False
     precision: str = "mixed"
+    mesh: str = "fsdp"
     memory_gib: float | None = None
     software: str = ""
     keeps_logits: bool = False
@@ -67,12 +68,8 @@ class Row:
         return (
             f"{self.family} {self.model}, {self.gpus} {self.machine}, {self.batch} x {self.seq:,}, "
             f"{self.recompute}, {compute}, {self.precision}"
+            + (f", {self.mesh}" if self.mesh != "fsdp" else "")
         )
-
-    @property
-    def is_priced(self) -> bool:
-        """The cost model has no price for products in float8."""
-        return self.precision != "float8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,36 +103,33 @@ def predictions(rows: Sequence[Row]) -> Iterator[tuple[Row, Predicted]]:
             yield row, predicted(row, answer.plan, study.posed(answer.point))
 
 
-def _model(row: Row) -> tuple[str, str, int, str, str]:
-    return row.family, row.model, row.seq, row.recompute, row.precision
+def _model(row: Row) -> tuple[str, str, int, str, str, str]:
+    return row.family, row.model, row.seq, row.recompute, row.precision, row.mesh
 
 
 def machine_of(row: Row) -> Machine:
     """The preset, with what the software of that time was slower in."""
-    machine, processor = preset(row.machine), preset(row.machine).processor
+    machine, own = preset(row.machine), preset(row.machine).processor
     known = tomllib.loads(ROWS.read_text())["software"].get(row.software, {}).get(row.machine)
     if known is None:
         return machine
-    launch_us, name = processor.memory.base_us, f"{row.machine}, {row.software}"
-    attention = tuple(
-        AttentionRate(
-            "bfloat16",
-            line(launch_us, entry["flops_per_s"] / 1e6),
-            Trust.PRESET,
-            backward=backward,
-            half_length=entry["half_length"],
-        )
-        for backward, entry in (
-            (False, known["attention_forward"]),
-            (True, known["attention_backward"]),
-        )
+    slower = {a.dtype: scaled(a.curve, 1, known.get("products", 1.0)) for a in own.arithmetic}
+    fused = Bandwidth(Kernel.FUSED, scaled(own.memory, 1, known.get("fused", 1.0)))
+    then = replace(
+        own,
+        arithmetic=tuple(replace(a, curve=slower[a.dtype]) for a in own.arithmetic),
+        attention=(
+            _attention(known["attention_forward"], own.memory.base_us, backward=False),
+            _attention(known["attention_backward"], own.memory.base_us, backward=True),
+        ),
+        slower=(*own.slower, fused),
     )
-    arithmetic = processor.arithmetic
-    if rate := known.get("products_flops_per_s"):
-        products = Arithmetic("bfloat16", line(launch_us, rate / 1e6), Trust.PRESET)
-        arithmetic = (products, *(a for a in arithmetic if a.dtype != "bfloat16"))
-    own = replace(processor, arithmetic=arithmetic, attention=attention)
-    return replace(machine, name=name, processor=own)
+    return replace(machine, name=f"{row.machine}, {row.software}", processor=then)
+
+
+def _attention(entry: dict[str, float], launch_us: float, *, backward: bool) -> AttentionRate:
+    curve, half = line(launch_us, entry["flops_per_s"] / 1e6), entry["half_length"]
+    return AttentionRate("bfloat16", curve, Trust.PRESET, backward=backward, half_length=half)
 
 
 def _point(row: Row) -> Point:
@@ -148,8 +142,10 @@ def predicted(row: Row, plan: Plan, posed: Posed) -> Predicted:
     """FSDP2's own schedule, which is what the publishers ran."""
     assert plan.estimate is not None
     assert plan.fsdp2 is not None
-    passes_us = row.accumulate * plan.estimate.fsdp2.step_time_us
-    step_us = passes_us + plan.estimate.optimizer_us
+    estimate = plan.estimate
+    waits_us = 0.0 if estimate.stragglers is None else estimate.stragglers.fsdp2_us
+    passes_us = row.accumulate * (estimate.fsdp2.step_time_us + waits_us)
+    step_us = passes_us + estimate.optimizer_us
     tokens = row.accumulate * row.batch * row.seq
     tensors = kept_by_eager(row, posed.costs.lifetimes)
     reserved = reserved_bytes(plan.fsdp2.schedules, posed.problem, posed.costs.groups, tensors)
@@ -193,7 +189,26 @@ def render(found: Sequence[tuple[Row, Predicted]]) -> str:
     splits = {row.split for row, _ in found}
     for split in sorted(splits):
         lines.append(f"{split}: {summary([pair for pair in found if pair[0].split == split])}")
+    right, all_pairs = rankings(found)
+    lines.append(f"{right} of {all_pairs} pairs of settings of a model ranked as published")
     return "\n".join(lines)
+
+
+def rankings(found: Sequence[tuple[Row, Predicted]]) -> tuple[int, int]:
+    """How many pairs of rows of one source, model and number of GPUs are ranked as published, and
+    how many there are, but for those that differ by less than NOISE."""
+    verdicts = [
+        (one[1].tokens_per_s > other[1].tokens_per_s)
+        == (one[0].tokens_per_s > other[0].tokens_per_s)
+        for one, other in combinations(found, 2)
+        if _settings_of(one[0]) == _settings_of(other[0])
+        and abs(error_of(one[0].tokens_per_s, other[0].tokens_per_s)) > NOISE
+    ]
+    return sum(verdicts), len(verdicts)
+
+
+def _settings_of(row: Row) -> tuple[str, str, int]:
+    return row.source, row.model, row.gpus
 
 
 def summary(found: Sequence[tuple[Row, Predicted]]) -> str:
@@ -212,7 +227,7 @@ def main() -> int:
     parser.add_argument("--source", help="only rows of this source")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args()
-    rows = [row for row in published() if row.is_priced and args.source in (None, row.source)]
+    rows = [row for row in published() if args.source in (None, row.source)]
     found = list(predictions(rows))
     if args.json:
         result = [{**asdict(row), "predicted": asdict(told)} for row, told in found]

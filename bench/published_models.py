@@ -1,16 +1,19 @@
 """The models of published figures, on the meta device, sharded as their publishers did.
 
-In: the family and size of a model, the length, what is computed again, the dtype of reductions.
+In: the family and size of a model, the length, what is computed again, the precision, the mesh.
 Out: a sharded model and the inputs of one step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -34,6 +37,9 @@ FLOAT8 = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
 def _is_float8(module: nn.Module, fqn: str) -> bool:
     return isinstance(module, nn.Linear) and fqn != "head"
+
+
+RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class Mpt(nn.Module):
 
 
 def build(
-    family: str, model: str, seq: int, recompute: str, precision: str, batch: int
+    family: str, model: str, seq: int, recompute: str, precision: str, mesh: str, batch: int
 ) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """Torchtitan's last block stays gathered until backward; FSDP1's is its root's."""
     with torch.device("meta"):
@@ -114,9 +120,13 @@ def build(
     if precision == "float8":
         convert_to_float8_training(net, config=FLOAT8, module_filter_fn=_is_float8)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    how: dict[str, Any] = {"mp_policy": policy}
+    if mesh == "hsdp":
+        shape = dist.get_world_size() // RANKS_PER_NODE, RANKS_PER_NODE
+        how["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     *others, last = net.layers
     for layer in others:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(last, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(net, mp_policy=policy)
+        fully_shard(layer, **how)
+    fully_shard(last, **how, reshard_after_forward=False)
+    fully_shard(net, **how)
     return net, (tokens, targets)
