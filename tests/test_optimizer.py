@@ -34,6 +34,7 @@ from graphshard.view.headline import headline
 from graphshard.view.html import render
 from graphshard.view.log_text import log_text
 from graphshard.view.sheet import sheet_of
+from graphshard.view.text import summary_lines
 from graphshard.view.units import time_text
 
 HARDWARE = "h100-ib400"
@@ -302,6 +303,15 @@ def test_the_viewer_shows_the_whole_step():
     assert dict(exposed.beside)["measured"] == time_text(found.exposed_us)
     assert bound.value == time_text(estimate.whole_bound_us)
     assert f"The pictures show forward and backward, {passes} of the step" in render(plan)
+
+
+def test_the_summary_has_the_step():
+    plan = planned(layers(3))
+    passes = time_text(plan.estimate.step_time_us)
+    assert f"\nforward and backward {passes}; FSDP2 " in summary_lines(plan)
+    plan = with_optimizer(plan, plan.estimate.step_time_us)
+    whole = time_text(plan.estimate.whole_step_us)
+    assert f"\nstep {whole}, of it optimizer {passes} (50.0 %); FSDP2 " in summary_lines(plan)
 
 
 def test_the_gain_is_of_the_whole_step():

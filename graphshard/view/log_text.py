@@ -12,7 +12,7 @@ from graphshard.schedule.plan import Baseline, Plan
 from graphshard.schedule.reasons import NotEarlier
 from graphshard.schedule.steps import ISSUES, range_name
 from graphshard.view.names import shown
-from graphshard.view.optimizer import part_text
+from graphshard.view.optimizer import step_line
 from graphshard.view.reasons import reason_text
 from graphshard.view.recomputed import recomputed_text
 from graphshard.view.scenario import Carried, Scenario, predicted
@@ -59,10 +59,7 @@ def _costs(plan: Plan, own: Scenario) -> Iterator[str]:
     compute_us = own.us - own.exposed_us
     theirs = "" if plan.fsdp2 is None else f"; FSDP2 {time_text(_us(plan.fsdp2))}"
     if (estimate := plan.estimate) is not None and estimate.optimizer is not None:
-        yield (
-            f"  predicted: step {time_text(estimate.whole_step_us)}, {part_text(estimate)}; FSDP2 "
-            f"{time_text(estimate.whole_fsdp2_us)}"
-        )
+        yield f"  predicted: {step_line(estimate)}"
     yield (
         f"  predicted: forward and backward {time_text(own.us)}, compute {time_text(compute_us)}, "
         f"communication {time_text(comm_us)}, exposed {time_text(own.exposed_us)} "

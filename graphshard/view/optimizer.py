@@ -1,4 +1,4 @@
-"""The optimizer's part of a step, in words."""
+"""The time of a step, and the optimizer's part of it, in words."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ def share_text(estimate: Estimate) -> str:
     return f"{share:.1%}".replace("%", " %")
 
 
-def part_text(estimate: Estimate) -> str:
-    """ "of it optimizer 31.0 ms (4.0 %)"; "" without one."""
+def step_line(estimate: Estimate) -> str:
+    """ "step 776 ms, of it optimizer 31.0 ms (4.0 %); FSDP2 901 ms": as predicted. Without an
+    optimizer it is forward and backward."""
+    own, theirs = time_text(estimate.whole_step_us), time_text(estimate.whole_fsdp2_us)
     if estimate.optimizer is None:
-        return ""
-    return f"of it optimizer {time_text(estimate.optimizer_us)} ({share_text(estimate)})"
+        return f"forward and backward {own}; FSDP2 {theirs}"
+    part = f"of it optimizer {time_text(estimate.optimizer_us)} ({share_text(estimate)})"
+    return f"step {own}, {part}; FSDP2 {theirs}"

@@ -20,6 +20,7 @@ from graphshard.schedule.plan import (
     numel,
 )
 from graphshard.view.names import shown
+from graphshard.view.optimizer import step_line
 from graphshard.view.timeline import Timeline, timeline
 
 WIDTH = 92
@@ -145,12 +146,16 @@ def ranks_text(plan: Plan) -> str:
 
 
 def summary_lines(plan: Plan) -> str:
-    """Plan, collectives of each direction, gathered peak, groups; neighbours alike share a row."""
+    """Plan, collectives of each direction, gathered peak, the step's time if it is known, groups;
+    neighbours alike share a row."""
     plan = shown(plan)
     rows = timeline(plan)
     lines = [f"{plan.name}  (torch {plan.torch_version}, {ranks_text(plan)})", ""]
     lines += _directions(plan)
-    lines += ["", _peak_line(plan, rows), ""]
+    lines += ["", _peak_line(plan, rows)]
+    if plan.estimate is not None:
+        lines.append(step_line(plan.estimate))
+    lines.append("")
     lines += _group_table(plan)
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
