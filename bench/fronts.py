@@ -34,7 +34,8 @@ from bench.rounds import say  # noqa: E402
 from examples import llama  # noqa: E402
 from graphshard.compiler.planning_inputs import policy_of  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
-from graphshard.offline.study import Answer, Point, Study  # noqa: E402
+from graphshard.offline.point import Answer, Point  # noqa: E402
+from graphshard.offline.study import Study  # noqa: E402
 from graphshard.offline.target import made_of  # noqa: E402
 from graphshard.options import parse_options  # noqa: E402
 from graphshard.view.front import Panel, Series, Spot, front_svg  # noqa: E402

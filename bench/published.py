@@ -28,7 +28,8 @@ from graphshard.cost.curve import Trust, line, scaled  # noqa: E402
 from graphshard.cost.machine import Machine  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
 from graphshard.cost.roofline import AttentionRate, Bandwidth, Kernel  # noqa: E402
-from graphshard.offline.study import Point, Study  # noqa: E402
+from graphshard.offline.point import Point  # noqa: E402
+from graphshard.offline.study import Study  # noqa: E402
 from graphshard.offline.target import made_of  # noqa: E402
 from graphshard.options import parse_options  # noqa: E402
 from graphshard.pricing.lifetimes import Lifetime  # noqa: E402

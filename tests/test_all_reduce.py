@@ -19,7 +19,8 @@ from graphshard.cost.comm import CollectiveKind, RankGroup, network_us
 from graphshard.cost.whatif import cluster_of, step_time_formula, what_if
 from graphshard.errors import InfeasibleBudget, PlanError
 from graphshard.offline.api import machine_of
-from graphshard.offline.study import Point, Study
+from graphshard.offline.point import Point
+from graphshard.offline.study import Study
 from graphshard.offline.world import Made
 from graphshard.planner.bounds import lower_bound_us
 from graphshard.planner.checked import checked

@@ -8,8 +8,9 @@ import pytest
 from test_offline import llama, net
 
 from graphshard.cost.presets import preset
+from graphshard.offline.point import Point
 from graphshard.offline.repeats import CAPTURED
-from graphshard.offline.study import Point, Study
+from graphshard.offline.study import Study
 from graphshard.offline.target import made_of
 from graphshard.pricing.lifetimes import At
 from graphshard.pricing.liveness import Kind

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 import graphshard
 from graphshard.errors import CaptureError, InfeasibleBudget, OfflineError
 from graphshard.offline.api import machine_of
+from graphshard.offline.point import Point
 from graphshard.offline.repeats import CAPTURED, repeats_in
-from graphshard.offline.study import Point, Study
+from graphshard.offline.study import Study
 from graphshard.offline.target import made_of, target_of
 from graphshard.offline.world import built, pretended
 from graphshard.pricing.op_costs import graph_costs

@@ -13,8 +13,9 @@ from torch.distributed.tensor import Shard
 import graphshard
 from graphshard.fsdp2.versions import TORCH
 from graphshard.offline.api import machine_of
+from graphshard.offline.point import Point
 from graphshard.offline.repeats import CAPTURED
-from graphshard.offline.study import Point, Study
+from graphshard.offline.study import Study
 from graphshard.offline.world import Made
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.schedule.plan import Plan

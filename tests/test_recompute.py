@@ -17,7 +17,8 @@ from graphshard.compiler.planning import is_worth
 from graphshard.cost.presets import preset
 from graphshard.graph.program import copy_of
 from graphshard.offline.capture import capture
-from graphshard.offline.study import Point, Study
+from graphshard.offline.point import Point
+from graphshard.offline.study import Study
 from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended
 from graphshard.planner.infeasible import LEAST_PLAUSIBLE_BYTES

@@ -9,8 +9,9 @@ from test_offline import llama, net
 from graphshard.compiler.planning import PlanningInputs
 from graphshard.cost.presets import preset
 from graphshard.offline import recut
+from graphshard.offline.point import Point
 from graphshard.offline.repeats import CAPTURED
-from graphshard.offline.study import Point, Study
+from graphshard.offline.study import Study
 from graphshard.offline.target import made_of
 from graphshard.planner.infeasible import LEAST_PLAUSIBLE_BYTES
 from graphshard.pricing.problem import PlanningPolicy

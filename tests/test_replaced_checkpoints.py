@@ -10,7 +10,8 @@ from graphshard.compiler.partition import released
 from graphshard.compiler.planning_inputs import policy_of
 from graphshard.cost.presets import preset
 from graphshard.offline.capture import capture
-from graphshard.offline.study import Point, Study
+from graphshard.offline.point import Point
+from graphshard.offline.study import Study
 from graphshard.offline.target import made_of
 from graphshard.offline.world import faked, pretended
 from graphshard.options import parse_options

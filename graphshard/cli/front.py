@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from graphshard.view.front import Panel, Series, Spot
 
 if TYPE_CHECKING:
-    from graphshard.offline.study import Answer, Point
+    from graphshard.offline.point import Answer, Point
 
 NO_LIMIT = 2**60
 PLANS = "planned, one for each budget"

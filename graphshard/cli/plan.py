@@ -27,7 +27,7 @@ from graphshard.view.front import Panel, front_svg
 from graphshard.view.offline import Effort, SweepRow, plan_text, sweep_text
 
 if TYPE_CHECKING:
-    from graphshard.offline.study import Answer, Point
+    from graphshard.offline.point import Answer, Point
     from graphshard.offline.target import Target
 
 
@@ -165,7 +165,7 @@ def _points(args: argparse.Namespace, target: Target) -> tuple[Point, ...]:
     """Every combination of what is asked for."""
     from graphshard.compiler.planning_inputs import policy_of
     from graphshard.offline.api import is_fused, machine_of
-    from graphshard.offline.study import Point
+    from graphshard.offline.point import Point
     from graphshard.options import parse_options
 
     machines = [machine_of(name) for name in _machines(args.hw, args.network)]

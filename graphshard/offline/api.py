@@ -16,7 +16,8 @@ from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
 from graphshard.errors import OfflineError, OptionsError
 from graphshard.files.reading import names_file
-from graphshard.offline.study import Point, Study
+from graphshard.offline.point import Point
+from graphshard.offline.study import Study
 from graphshard.offline.target import Sizes, made_of
 from graphshard.offline.world import Made
 from graphshard.options import parse_count, parse_options

@@ -33,13 +33,13 @@ from graphshard.compiler.partition import (
     repeating,
 )
 from graphshard.compiler.planning import PlanningInputs, Posed, best_plans, problem_of
-from graphshard.cost.machine import Machine
 from graphshard.cost.stragglers import with_stragglers
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import copy_of
 from graphshard.offline.capture import Captured, capture
 from graphshard.offline.concrete import concrete
+from graphshard.offline.point import Answer, Point
 from graphshard.offline.recut import recut
 from graphshard.offline.repeats import CAPTURED, Repeat, repeats_in, shorten, shortened
 from graphshard.offline.target import Sizes
@@ -61,7 +61,6 @@ from graphshard.offline.world import (
 )
 from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import GraphCosts, graph_costs
-from graphshard.pricing.problem import PlanningPolicy
 from graphshard.pricing.recompute import NO_UNITS, ChosenUnits
 from graphshard.schedule.plan import Plan, Recomputed
 from graphshard.view.offline import Effort
@@ -69,46 +68,10 @@ from graphshard.view.offline import Effort
 Build = Callable[[Sizes], Made]
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """What to plan for. sizes: of the inputs, by the names that the building function knows.
-
-    fused: compute is priced as a compiler fuses it, not op by op.
-    """
-
-    world_size: int
-    ranks_per_node: int
-    machine: Machine
-    policy: PlanningPolicy
-    sizes: Sizes = ()
-    fused: bool = False
-
-    @property
-    def in_parts(self) -> bool:
-        """As `PlanningInputs.in_parts`."""
-        return self.policy.regroup and self.world_size > 1
-
-
 # sizes, machine, recompute, fused, in parts, freed: what the costs of a graph hang on.
 _CostsKey: TypeAlias = tuple[Sizes, str, bool, bool, bool, bool]
 # What is computed again besides or offloaded, fused, freed.
 _CutKey: TypeAlias = tuple[ChosenUnits, bool, bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """plan: None if nothing fits the point's budget; `infeasible` then says why."""
-
-    point: Point
-    plan: Plan | None
-    infeasible: InfeasibleBudget | None = None
-
-    def fitting(self) -> Plan:
-        """The plan. Raises InfeasibleBudget if nothing fits."""
-        if self.plan is None:
-            assert self.infeasible is not None
-            raise self.infeasible
-        return self.plan
 
 
 class _NotCounted(Exception):

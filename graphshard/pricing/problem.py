@@ -103,10 +103,7 @@ def price(
         )
         for info in costs.groups
     )
-    backward: tuple[Region, ...] = ()
-    if (last := stages.get(Direction.BACKWARD)) is not None:
-        backward = with_late_gradients(last, costs.groups, groups)
-    forward = stages[Direction.FORWARD].regions
+    forward, backward = stages[Direction.FORWARD].regions, _backward(costs, groups, stages)
     if policy.reshard is not Reshard.AUTO:
         asked = [g for g in groups if settings[g.id].reshard is False]
         forward, backward = with_unread(forward, backward, asked)
@@ -140,6 +137,13 @@ def price(
     )
     host = machine.host if policy.offload or costs.offloads else None
     return with_host(problem, costs.offloads, host, policy.host_bytes)
+
+
+def _backward(
+    costs: GraphCosts, groups: Sequence[Group], stages: Mapping[Direction, Divided]
+) -> tuple[Region, ...]:
+    last = stages.get(Direction.BACKWARD)
+    return () if last is None else with_late_gradients(last, costs.groups, groups)
 
 
 def with_unread(
