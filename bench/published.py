@@ -59,6 +59,7 @@ class Row:
     compiled: bool = False
     precision: str = "mixed"
     mesh: str = "fsdp"
+    fsdp: int = 2
     memory_gib: float | None = None
     software: str = ""
     keeps_logits: bool = False

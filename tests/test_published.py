@@ -1,20 +1,21 @@
 """Predicted training steps against figures that others published (`bench/published.toml`).
 
-No constant of the cost model is fitted to a row so far. What holds is asserted; what misses is
-printed (`pytest -s`) and explained in docs/cost-model.md. All rows: `python bench/published.py`.
+What the cost model has to hold is asserted, on rows to which nothing was fitted. All rows, one by
+one: `python bench/published.py`; why some of them are missed: docs/cost-model.md.
 """
 
 from collections import Counter
 
 import pytest
 
-from bench.published import error_of, predictions, published
-from graphshard.cost.reserved import reserved_bytes
-from graphshard.schedule.estimate import Category
-from graphshard.schedule.forecast import Forecast
+from bench.published import error_of, predictions, published, rankings
 
-TOKENS, MEMORY = 0.20, 0.10  # how far off a prediction may be
-SEEN = [row for row in published() if row.split == "seen"]
+# Means of errors' sizes over rows that are held out, of all and of FSDP2's; the largest of one row.
+MEAN, MEAN_FSDP2, WORST = 0.12, 0.08, 0.25
+RESERVED = 0.08  # of one row
+RANKED = 0.95  # of all pairs of settings
+# A row that memory had made slow: docs/cost-model.md, "Why it misses".
+OUT_OF_MEMORY = "llm-foundry-a100-40", "70b", 64
 
 
 def test_the_split_is_by_the_rule_that_the_file_states():
@@ -31,35 +32,40 @@ def test_the_split_is_by_the_rule_that_the_file_states():
 
 @pytest.fixture(scope="module")
 def found():
-    return dict(predictions(SEEN))
+    return list(predictions(published()))
 
 
-@pytest.mark.slow  # the first row plans all of them: 22 s on two idle cores
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("row", SEEN, ids=[row.name for row in SEEN])
-def test_published(row, found):
-    told = found[row]
-    tokens = error_of(told.tokens_per_s, row.tokens_per_s)
-    print(f"\n{row.name}: {told.tokens_per_s:,.0f} tokens/s ({tokens:+.1%})")
-    assert abs(tokens) <= TOKENS
-    if row.memory_gib is None:
-        return
-    memory = error_of(told.reserved_gib, row.memory_gib)
-    print(f"  {told.reserved_gib:.1f} GiB ({memory:+.1%})")
-    # A captured graph saves less than eager selective checkpointing does.
-    if row.compiled:
-        assert abs(memory) <= MEMORY
+def errors(found, **wanted):
+    """Of tokens/s, of rows with these facts, by row."""
+    return {
+        row: error_of(told.tokens_per_s, row.tokens_per_s)
+        for row, told in found
+        if all(getattr(row, name) == value for name, value in wanted.items())
+    }
 
 
-def test_reserved_memory_is_that_of_each_stream_at_its_own_peak():
-    forward = Forecast((), (), ((Category.ACTIVATION, (1, 5)), (Category.ALL_GATHER, (7, 2))))
-    backward = Forecast(
-        (),
-        (),
-        (
-            (Category.ACTIVATION, (6, 1)),
-            (Category.TEMP, (2, 3)),
-            (Category.SHARDED_GRAD, (0, 4)),
-        ),
-    )
-    assert reserved_bytes((forward, backward)) == 7 + 4 + 8
+def mean_size(found, **wanted):
+    sizes = [abs(error) for error in errors(found, **wanted).values()]
+    return sum(sizes) / len(sizes)
+
+
+@pytest.mark.slow  # 27 models are captured: 3 minutes on one idle core
+@pytest.mark.timeout(1_800)
+class TestPredictions:
+    def test_of_rows_that_are_held_out(self, found):
+        assert mean_size(found, split="held_out") <= MEAN
+        assert mean_size(found, split="held_out", fsdp=2) <= MEAN_FSDP2
+        for row, error in errors(found, split="held_out").items():
+            if (row.source, row.model, row.gpus) != OUT_OF_MEMORY:
+                assert abs(error) <= WORST, row.name
+
+    def test_of_reserved_memory(self, found):
+        rows = [(row, told) for row, told in found if row.memory_gib is not None]
+        assert len(rows) > 10
+        for row, told in rows:
+            assert abs(error_of(told.reserved_gib, row.memory_gib)) <= RESERVED, row.name
+
+    def test_rank_settings_as_they_were_measured(self, found):
+        right, pairs = rankings(found)
+        assert pairs > 30
+        assert right >= RANKED * pairs
