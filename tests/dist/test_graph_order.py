@@ -313,10 +313,26 @@ def test_drawn(pool: Pool, ranks: int) -> None:
     draw()
 
 
+def two_groups_each(ctx: Ctx, *, compiles: bool) -> Any:
+    """Of the reductions of a graph, the next one waits for the last."""
+    torch.manual_seed(0)
+    model = Cut()
+    model.blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)
+    )
+    for block in model.to(ctx.device).blocks:
+        for layer in block[::2]:
+            fully_shard(layer, mesh=ctx.mesh)
+    fully_shard(model, mesh=ctx.mesh)
+    if compiles:
+        model.compile(backend="graphshard")
+    return model
+
+
 def stepped_in_backward(ctx: Ctx) -> int:
     """Hooks take gradients of all replicas as soon as these are there: no graph leaves any."""
     ctx = replace(ctx, mesh=mesh_of(ctx, (2, 2), "replicate", "shard"))
-    models = [cut(ctx, compiles=compiles) for compiles in (False, True)]
+    models = [two_groups_each(ctx, compiles=compiles) for compiles in (False, True)]
     left: list[int] = []
     for model in models:
         for param in model.parameters():
@@ -342,4 +358,4 @@ def stepped_in_backward(ctx: Ctx) -> int:
 @pytest.mark.skipif(capped(4) < 4, reason="needs 4 ranks")
 def test_what_hooks_read_is_not_left_to_the_end(pool: Pool) -> None:
     for num_hooks in pool.run(4, stepped_in_backward):
-        assert num_hooks == 6 * 8
+        assert num_hooks == 6 * 16
