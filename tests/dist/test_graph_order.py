@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import graphshard
 from graphshard.capture.root_state import root_states_under
 from graphshard.runtime import gather, run
-from graphshard.runtime.graph_order import GraphOrder
+from graphshard.runtime.graph_order import GraphOrder, Turn
 from graphshard.runtime.reduce import Reduction
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore:graphshard. group")]
@@ -329,8 +329,11 @@ def two_groups_each(ctx: Ctx, *, compiles: bool) -> Any:
     return model
 
 
-def stepped_in_backward(ctx: Ctx) -> int:
-    """Hooks take gradients of all replicas as soon as these are there: no graph leaves any."""
+def stepped_in_backward(ctx: Ctx, waits: bool) -> int:
+    """Hooks take gradients of all replicas as soon as these are there: no graph leaves any.
+
+    waits: for its reductions, as a graph does for those that it waits for in time.
+    """
     ctx = replace(ctx, mesh=mesh_of(ctx, (2, 2), "replicate", "shard"))
     models = [two_groups_each(ctx, compiles=compiles) for compiles in (False, True)]
     left: list[int] = []
@@ -345,17 +348,24 @@ def stepped_in_backward(ctx: Ctx) -> int:
                     left.append(sum(map(len, order_of(model)._all_reduces.values())))
 
             param.register_post_accumulate_grad_hook(step)
-    for number in range(6):
-        for model in models:
-            torch.manual_seed(number)
-            model(torch.randn(2, 8, device=ctx.device)).square().mean().backward()
+    in_time = patched(Turn, "puts_off", lambda _: lambda *args: False)
+    with in_time if waits else nullcontext():
+        train_both(ctx, models)
     ours, theirs = ([p.to_local() for p in model.parameters()] for model in models)
     assert all(map(torch.equal, ours, theirs))
     assert not any(left)
     return len(left)
 
 
+def train_both(ctx: Ctx, models: list[Any]) -> None:
+    for number in range(6):
+        for model in models:
+            torch.manual_seed(number)
+            model(torch.randn(2, 8, device=ctx.device)).square().mean().backward()
+
+
 @pytest.mark.skipif(capped(4) < 4, reason="needs 4 ranks")
-def test_what_hooks_read_is_not_left_to_the_end(pool: Pool) -> None:
-    for num_hooks in pool.run(4, stepped_in_backward):
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_hooks_read_is_not_left_to_the_end(pool: Pool, waits: bool) -> None:
+    for num_hooks in pool.run(4, stepped_in_backward, waits):
         assert num_hooks == 6 * 16
