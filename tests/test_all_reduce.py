@@ -39,6 +39,7 @@ from graphshard.schedule.plan import Lane, Plan, StepKind
 from graphshard.schedule.reasons import Gain
 from graphshard.schedule.replay import critical_path, replayed
 from graphshard.schedule.steps import ISSUES
+from graphshard.view.html import render
 from graphshard.view.lanes import lane_rows
 from graphshard.view.log_text import log_text
 from graphshard.view.scenario import scenarios
@@ -135,8 +136,8 @@ def test_views_show_it(plans: list[Plan]) -> None:
     for number, scenario in enumerate(scenarios(plan), 1):
         slices = [e for e in events if e.get("cat") == "exposed" and e["pid"] == number]
         assert sum(e["dur"] for e in slices) == pytest.approx(scenario.exposed_us)
-    why = why_text(plan, "0")
-    assert "backward, issue all-reduce" in why
+    assert "backward, issue all-reduce" in why_text(plan, "0")
+    assert '<i class="all-reduce"></i>all-reduce over replicas' in render(plan)
 
 
 def test_a_plan_of_before_opens() -> None:

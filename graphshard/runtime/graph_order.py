@@ -227,8 +227,11 @@ class GraphOrder:
         on until it ends."""
         put_off = self._put_off.get(task, [])
         while put_off:
-            all_reduce = put_off.pop(0).go_on()
-            if all_reduce.is_under_way:
+            reduction = put_off.pop(0)
+            all_reduce = reduction.go_on()
+            if reduction.is_read_early:
+                all_reduce.complete()
+            elif all_reduce.is_under_way:
                 self._all_reduces.setdefault(task, []).append(all_reduce)
         self._put_off.pop(task, None)
 

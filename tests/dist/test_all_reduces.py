@@ -335,12 +335,12 @@ def test_a_backward_that_fails_leaves_nothing_under_way(pool: Pool, where: str) 
 def measured(ctx: Ctx) -> list[tuple[float, float]]:
     """Microseconds of each all-reduce: measured, and as the rank that plans again has it then."""
     ctx, case = hybrid(ctx), CASES["llama"]
-    problems: list[Problem] = []
+    problems: list[tuple[Problem, Problem]] = []
 
     def noting(original: Any) -> Any:
-        def call(*args: Any) -> Problem:
-            problems.append(original(*args))
-            return problems[-1]
+        def call(before: Problem, *args: Any) -> Problem:
+            problems.append((before, original(before, *args)))
+            return problems[-1][1]
 
         return call
 
@@ -355,13 +355,17 @@ def measured(ctx: Ctx) -> list[tuple[float, float]]:
         if s.step.kind is StepKind.ALL_REDUCE_ISSUE
     }
     assert len(seen) == len(found.plan.groups)
-    return [(seen[g.id], alone_us(p, g)) for p in problems for g in p.groups]
+    return [
+        (seen[group.id], together_us(before, group))
+        for before, after in problems
+        for group in after.groups
+    ]
 
 
-def alone_us(problem: Problem, group: Group) -> float:
-    """Of the parts in one collective, which has one launch."""
+def together_us(before: Problem, group: Group) -> float:
+    """Of the parts in one collective, with one of the launches that each has got."""
     assert group.all_reduce_lane is not None
-    launch_us = problem.lanes[group.all_reduce_lane].launch_us
+    launch_us = before.lanes[group.all_reduce_lane].launch_us
     grads = [part.gradient for part in group.parts if part.gradient is not None]
     each = [grad.all_reduce.us for grad in grads if grad.all_reduce is not None]
     return sum(each) - launch_us * (len(each) - 1)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import graphshard
 from graphshard.capture.root_state import root_states_under
 from graphshard.runtime import gather, run
-from graphshard.runtime.graph_order import GraphOrder
+from graphshard.runtime.graph_order import GraphOrder, Turn
 from graphshard.runtime.reduce import Reduction
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore:graphshard. group")]
@@ -313,34 +313,59 @@ def test_drawn(pool: Pool, ranks: int) -> None:
     draw()
 
 
-def stepped_in_backward(ctx: Ctx) -> None:
-    """Hooks take gradients of all replicas as soon as these are there: no graph leaves any."""
+def two_groups_each(ctx: Ctx, *, compiles: bool) -> Any:
+    """Of the reductions of a graph, the next one waits for the last."""
+    torch.manual_seed(0)
+    model = Cut()
+    model.blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)
+    )
+    for block in model.to(ctx.device).blocks:
+        for layer in block[::2]:
+            fully_shard(layer, mesh=ctx.mesh)
+    fully_shard(model, mesh=ctx.mesh)
+    if compiles:
+        model.compile(backend="graphshard")
+    return model
+
+
+def stepped_in_backward(ctx: Ctx, waits: bool) -> int:
+    """Hooks take gradients of all replicas as soon as these are there: no graph leaves any.
+
+    waits: for its reductions, as a graph does for those that it waits for in time.
+    """
     ctx = replace(ctx, mesh=mesh_of(ctx, (2, 2), "replicate", "shard"))
-    models = [cut(ctx, compiles=compiles) for compiles in (False, True)]
-    for param in (param for model in models for param in model.parameters()):
-        optim = torch.optim.SGD([param], lr=1e-2)
+    models = [two_groups_each(ctx, compiles=compiles) for compiles in (False, True)]
+    left: list[int] = []
+    for model in models:
+        for param in model.parameters():
+            optim = torch.optim.SGD([param], lr=1e-2)
 
-        def step(_: Tensor, optim: Any = optim) -> None:
-            optim.step()
-            optim.zero_grad()
+            def step(_: Tensor, optim: Any = optim, model: Any = model) -> None:
+                optim.step()
+                optim.zero_grad()
+                if model is models[1]:
+                    left.append(sum(map(len, order_of(model)._all_reduces.values())))
 
-        param.register_post_accumulate_grad_hook(step)
-
-    def refused(_: Any) -> Any:
-        def put_off(*args: Any) -> None:
-            raise AssertionError("it was put off")
-
-        return put_off
-
-    with patched(GraphOrder, "put_off_all_reduce", refused):
-        for number in range(6):
-            for model in models:
-                torch.manual_seed(number)
-                model(torch.randn(2, 8, device=ctx.device)).square().mean().backward()
+            param.register_post_accumulate_grad_hook(step)
+    in_time = patched(Turn, "puts_off", lambda _: lambda *args: False)
+    with in_time if waits else nullcontext():
+        train_both(ctx, models)
     ours, theirs = ([p.to_local() for p in model.parameters()] for model in models)
     assert all(map(torch.equal, ours, theirs))
+    assert not any(left)
+    return len(left)
+
+
+def train_both(ctx: Ctx, models: list[Any]) -> None:
+    for number in range(6):
+        for model in models:
+            torch.manual_seed(number)
+            model(torch.randn(2, 8, device=ctx.device)).square().mean().backward()
 
 
 @pytest.mark.skipif(capped(4) < 4, reason="needs 4 ranks")
-def test_what_hooks_read_is_not_left_to_the_end(pool: Pool) -> None:
-    pool.run(4, stepped_in_backward)
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_hooks_read_is_not_left_to_the_end(pool: Pool, waits: bool) -> None:
+    for num_hooks in pool.run(4, stepped_in_backward, waits):
+        assert num_hooks == 6 * 16

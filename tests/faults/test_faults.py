@@ -80,6 +80,13 @@ def test_a_rank_that_stops_for_good(point: str, world_size: int) -> None:
     assert outcome(Case(world_size, Fault("stop", point, 5))) == ENDS
 
 
+@pytest.mark.parametrize("action", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("point", ["all-reduce", "all-reduce wait"])
+def test_a_rank_that_is_lost_while_replicas_add_up(point: str, action: str) -> None:
+    """The others end, with nothing under way and nothing gathered."""
+    assert outcome(Case(4, Fault(action, point, 3), replicas=2)) == ENDS
+
+
 def test_a_hook_that_raises_on_one_rank() -> None:
     assert outcome(Case(2, Fault("raise", "hook", 5))) == ENDS
 
