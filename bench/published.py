@@ -150,7 +150,10 @@ def predicted(row: Row, plan: Plan, posed: Posed) -> Predicted:
     step_us = passes_us + estimate.optimizer_us
     tokens = row.accumulate * row.batch * row.seq
     tensors = kept_by_eager(row, posed.costs.lifetimes)
-    reserved = reserved_bytes(plan.fsdp2.schedules, posed.problem, posed.costs.groups, tensors)
+    capacity_bytes = preset(row.machine).processor.capacity_bytes
+    reserved = reserved_bytes(
+        plan.fsdp2.schedules, posed.problem, posed.costs.groups, tensors, capacity_bytes
+    )
     return Predicted(tokens / step_us * 1e6, reserved / GIB)
 
 

@@ -68,6 +68,18 @@ def test_what_a_state_takes_of_a_large_block_splits_it():
     assert allocator.reserved_bytes == 128 * MIB
 
 
+def test_a_full_device_gives_back_what_is_not_in_use():
+    allocator = Allocator(capacity_bytes=100 * MIB)
+    allocator.free(allocator.allocate(60 * MIB))
+    in_use = allocator.allocate(30 * MIB)  # half of the 60
+    allocator.allocate(60 * MIB, stream=1)  # nothing to give back
+    assert (allocator.emptied, allocator.reserved_bytes) == (1, 120 * MIB)
+    allocator.free(in_use)
+    allocator.allocate(40 * MIB, stream=2)
+    assert (allocator.emptied, allocator.reserved_bytes) == (2, 100 * MIB)
+    assert allocator.peak_bytes == 120 * MIB
+
+
 sizes = st.one_of(st.integers(1, MIB), st.integers(MIB, 64 * MIB))
 
 

@@ -4,8 +4,8 @@ In: allocations and frees in the order of a program. Out: bytes reserved. The ru
 c10/cuda/CUDACachingAllocator.cpp (torch 2.13) with its default settings: sizes are rounded to
 ROUND; a block serves only the stream that asked for it first, and only small or only large sizes;
 the smallest free block that is large enough is taken, and split if enough is left; neighbours that
-are free become one block; what no block can serve takes a new segment. Garbage collection, and
-what happens where the device is full, are left out.
+are free become one block; what no block can serve takes a new segment; where the device has
+no room for it, all segments in which nothing is in use are given back first.
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ class Block:
 
 @dataclass(slots=True)
 class Allocator:
-    """reserved_bytes: of all segments so far; none is given back."""
+    """reserved_bytes: of all segments; peak_bytes: the most that they were. capacity_bytes: of the
+    device; None: as much as it takes. emptied: how often it was full, which stops the device. What
+    does not fit even then is counted as if it did."""
 
+    capacity_bytes: int | None = None
     reserved_bytes: int = 0
+    peak_bytes: int = 0
+    emptied: int = 0
+    _end: int = 0  # the next segment's address
     _free: dict[tuple[int, bool], list[tuple[int, int]]] = field(default_factory=dict)
     _blocks: dict[int, Block] = field(default_factory=dict)  # by address
 
@@ -74,9 +80,26 @@ class Allocator:
             whole = LARGE_SEGMENT
         else:
             whole = -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
-        block = self._blocks[self.reserved_bytes] = Block(pool, self.reserved_bytes, whole)
+        if self.capacity_bytes is not None and self.reserved_bytes + whole > self.capacity_bytes:
+            self._empty()
+        block = self._blocks[self._end] = Block(pool, self._end, whole)
+        self._end += whole
         self.reserved_bytes += whole
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
         return block
+
+    def _empty(self) -> None:
+        """Give back every segment that is one free block."""
+        self.emptied += 1
+        for free in self._free.values():
+            blocks = [self._blocks[address] for _, address in free]
+            whole = [block for block in blocks if block.before is None and block.after is None]
+            self.reserved_bytes -= sum(block.size for block in whole)
+            free[:] = [
+                (block.size, block.address)
+                for block in blocks
+                if block.before is not None or block.after is not None
+            ]
 
     def _split(self, block: Block, size: int) -> None:
         rest = Block(

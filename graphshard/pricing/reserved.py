@@ -31,7 +31,7 @@ class _Training:
     problem: Problem
     groups: Sequence[GroupInfo]
     lifetimes: Sequence[Lifetime]
-    allocator: Allocator = field(default_factory=Allocator)
+    allocator: Allocator
     held: dict[object, list[Block]] = field(default_factory=lambda: defaultdict(list))
     made: dict[At, list[int]] = field(default_factory=lambda: defaultdict(list))
     ended: dict[At, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -49,9 +49,11 @@ def reserved_bytes(
     problem: Problem,
     groups: Sequence[GroupInfo],
     lifetimes: Sequence[Lifetime],
+    capacity_bytes: int | None = None,
 ) -> int:
-    """The peak over several steps. schedules: of FSDP2's own order, forward and backward."""
-    training = _Training(problem, groups, lifetimes)
+    """The peak over several steps. schedules: of FSDP2's own order, forward and backward.
+    capacity_bytes: of the device; None: without a limit."""
+    training = _Training(problem, groups, lifetimes, Allocator(capacity_bytes))
     for number, lifetime in enumerate(lifetimes):
         training.made[lifetime.born].append(number)
         training.ended[lifetime.last].append(number)
@@ -64,7 +66,7 @@ def reserved_bytes(
         for key in (Category.ALL_GATHER, Category.REDUCE_SCATTER, Category.UNSHARDED_GRAD):
             training.give(key)
         _optimize(training, shards, is_first=iteration == 0)
-    return training.allocator.reserved_bytes
+    return training.allocator.peak_bytes
 
 
 def _shards(problem: Problem, group: GroupInfo) -> list[int]:
