@@ -95,12 +95,13 @@ def shard(
     policies = policies_of(model, sharding, calls)
     meshes = {name: call.mesh for call in sharding.calls for name in call.params}
     common = None if shape is None else mesh_of(shape)
+    params = dict(named_params(model))
     names = {modules: [] for modules in calls}  # type: dict[Modules, list[str]]
-    for name, _ in named_params(model):
+    for name in params:
         if (own := owner_of(name, calls)) is not None:
             names[own].append(name)
-    ignored = {model.get_parameter(name) for name in sharding.whole}
-    dims = {model.get_parameter(name): dim for name, dim in sharding.dims}
+    ignored = {params[name] for name in sharding.whole if name in params}
+    dims = {params[name]: dim for name, dim in sharding.dims if name in params}
     root = policies.get(calls[-1]) or next(iter(policies.values()))
     for modules in calls:
         own_policies = policies.get(modules, root)

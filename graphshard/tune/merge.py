@@ -127,6 +127,17 @@ def described(
     return Described(info, settings)
 
 
+def renamed(own: Described, block: str, other: str) -> Described:
+    """The group of a block as that of another one, which is alike."""
+
+    def name(fqn: str) -> str:
+        return other + fqn.removeprefix(block)
+
+    info = own.info
+    params = tuple(replace(param, fqn=name(param.fqn)) for param in info.params)
+    return replace(own, info=replace(info, fqn=name(info.fqn), params=params))
+
+
 def resharded(own: Described, reshard: Reshard, ranks_per_node: int) -> Described:
     """A group that was left to FSDP2, with what a setting says of it; the root stays as it is."""
     info, settings = own.info, own.settings

@@ -25,8 +25,8 @@ from graphshard.tune.subject import Subject, shapes_for
 
 # Less than this is no reason to plan one more setting.
 TOLERANCE = 0.01
-# Of the best plan's peak: what other points of the front are allowed.
-LESS = (0.75, 0.5)
+# Of the best plan's peak: what another point of the front is allowed.
+LESS = (0.6,)
 
 
 @dataclass(frozen=True, slots=True)

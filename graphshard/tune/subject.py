@@ -23,14 +23,23 @@ from graphshard.errors import CaptureError, OfflineError
 from graphshard.fsdp2 import states_under
 from graphshard.fsdp2.describe import name_of
 from graphshard.fsdp2.undo import Obstacle, Sharding, obstacle, sharding_of, undo
+from graphshard.offline.repeats import Repeat, repeats_in, shorten
+from graphshard.offline.repeats import is_inside as is_group_of
 from graphshard.offline.study import Point, Study
 from graphshard.offline.target import Sizes
-from graphshard.offline.world import Made, built, faked, groups_of, pretended, world_of
+from graphshard.offline.world import Fake, Made, built, faked, groups_of, pretended, world_of
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.tune.layout import plain_name, shard, shards_alike
-from graphshard.tune.merge import Described, Union
-from graphshard.tune.modules import Groupings, Modules, groupings_of, owner_of, root_of
+from graphshard.tune.merge import Described, Union, renamed
+from graphshard.tune.modules import (
+    Groupings,
+    Modules,
+    groupings_of,
+    is_inside,
+    owner_of,
+    root_of,
+)
 from graphshard.tune.setting import Grouping, MeshShape
 
 Build = Callable[[Sizes], Made]
@@ -83,6 +92,8 @@ class Subject:
     sharding: Sharding = Sharding()
     costs: dict[Sizes, Costs] = field(default_factory=dict)
     _finest: dict[tuple[int, MeshShape | None], World] = field(default_factory=dict)
+    _whole: tuple[str, ...] | None = None
+    _repeats: tuple[Repeat, ...] = ()
     _own: dict[int, World] = field(default_factory=dict)
     _shapes: dict[int, MeshShape | None] = field(default_factory=dict)
     _ranks: dict[int, int] = field(default_factory=dict)
@@ -169,7 +180,12 @@ class Subject:
         if full:
             for name in (name for names in self.groupings.blocks for name in names):
                 checkpointed(made.model, name)
-        shard(made.model, sharding, self.groupings.finest, shape)
+        calls = self.groupings.finest
+        for repeat in self._repeats:
+            shorten(made.model, repeat, count=1)
+            gone = repeat.names[1:]
+            calls = tuple(m for m in calls if not any(is_inside(m[0], block) for block in gone))
+        shard(made.model, sharding, calls, shape)
         return made
 
     # -- worlds --------------------------------------------------------------------------------
@@ -178,10 +194,24 @@ class Subject:
         """The finest groups on a mesh; None: of the model's own calls."""
         key = world_size, shape
         if key not in self._finest:
-            build = partial(self._built, self.sizes[0], shape)
             with pretended(world_size):
-                self._finest[key] = self._world(build)
+                fake = faked(partial(self._built, self.sizes[0], shape))
+                world = self._world(fake)
+                if self._whole is None:
+                    self._whole, self._repeats = tuple(world), tuple(repeats_in(fake.model))
+                else:
+                    world = {name: self._of_alike(world, name) for name in self._whole}
+            self._finest[key] = world
         return self._finest[key]
+
+    def _of_alike(self, world: World, name: str) -> Described:
+        """The group, where of alike blocks only the first was sharded."""
+        for repeat in self._repeats:
+            block = next((block for block in repeat.names if is_group_of(name, block)), None)
+            if block is not None:
+                first = repeat.names[0]
+                return renamed(world[name.replace(block, first, 1)], first, block)
+        return world[name]
 
     def own(self, world_size: int) -> World:
         """The groups that the model's own calls make."""
@@ -191,7 +221,7 @@ class Subject:
                 meshes = [call.mesh for call in sharding_of(made.model).calls if call.mesh]
                 self._shapes[world_size] = _shape(meshes, world_size)
                 self._ranks[world_size] = max(mesh.size() for mesh in meshes)
-                self._own[world_size] = self._world(lambda: made)
+                self._own[world_size] = self._world(faked(lambda: made))
         return self._own[world_size]
 
     def own_shape(self, world_size: int) -> MeshShape | None:
@@ -206,8 +236,7 @@ class Subject:
         self.own(world_size)
         return self._ranks[world_size]
 
-    def _world(self, build: Callable[[], Made]) -> World:
-        fake = faked(build)
+    def _world(self, fake: Fake) -> World:
         names = [name_of(group) for group in groups_of(fake)]
         world = world_of(fake, names, self.machines.ranks_per_node)
         return {
