@@ -18,8 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from torch.distributed.tensor import Shard
 
 from graphshard.fsdp2.undo import Sharding, ShardingCall
+from graphshard.schedule.setting import MeshShape, Resharding
 from graphshard.tune.modules import Calls, Modules, owner_of
-from graphshard.tune.setting import MeshShape, Reshard
 
 DIMS = ("replicate", "shard")
 # What a model without any gets: the usual ones of training in float32.
@@ -85,7 +85,7 @@ def shard(
     sharding: Sharding,
     calls: Calls,
     shape: MeshShape | None,
-    reshard: Reshard = Reshard.OPEN,
+    reshard: Resharding = Resharding.OPEN,
     ranks_per_node: int = 0,
 ) -> None:
     """shape: None takes the meshes of the model's own calls. The last call is the root's.
@@ -105,11 +105,12 @@ def shard(
     root = policies.get(calls[-1]) or next(iter(policies.values()))
     for modules in calls:
         own_policies = policies.get(modules, root)
+        keeps = None if modules == calls[-1] else argument(reshard, ranks_per_node)
         own_mesh = next((meshes[n] for n in names[modules] if n in meshes), None)
         fully_shard(
             _modules(model, modules),
             mesh=common or own_mesh or _any(sharding.calls),
-            reshard_after_forward=None if modules == calls[-1] else argument(reshard, ranks_per_node),
+            reshard_after_forward=keeps,
             shard_placement_fn=_placement(dims) if dims else None,
             mp_policy=own_policies.mixed_precision,
             offload_policy=own_policies.offload,
@@ -130,11 +131,11 @@ def _placement(dims: dict[nn.Parameter, int]) -> Callable[[nn.Parameter], Shard]
     return lambda param: Shard(dims.get(param, 0))
 
 
-def argument(reshard: Reshard, ranks_per_node: int) -> bool | int | None:
+def argument(reshard: Resharding, ranks_per_node: int) -> bool | int | None:
     """`reshard_after_forward` of all calls but the root's."""
-    if reshard is Reshard.NODE:
+    if reshard is Resharding.NODE:
         return ranks_per_node
-    return {Reshard.ALWAYS: True, Reshard.NEVER: False}.get(reshard)
+    return {Resharding.ALWAYS: True, Resharding.NEVER: False}.get(reshard)
 
 
 def mesh_of(shape: MeshShape) -> DeviceMesh:

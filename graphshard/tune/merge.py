@@ -1,8 +1,8 @@
 """Costs of a coarser grouping from those of a finer one.
 
 In: costs of a captured step and the groups of a world, of the finest grouping; and which of these
-groups are one in another grouping. Out: the same for that grouping, as if it had been captured. What
-compute does is the same: only what travels together, and for how long it is there, changes.
+groups are one in another grouping. Out: the same for that grouping, as if it had been captured.
+Compute is the same: only what travels together, and for how long it is there, changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graphshard.pricing.op_costs import GraphCosts, OpCosts
 from graphshard.pricing.recompute import RecomputeUnit
 from graphshard.pricing.usage import GradReady, GroupUse, Usage
 from graphshard.schedule.plan import GroupInfo
-from graphshard.tune.setting import Reshard
+from graphshard.schedule.setting import Resharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,15 @@ def merged(
     unions: Sequence[Union],
     order: Sequence[str],
 ) -> Merged:
-    """costs: of the finest grouping, whose groups `world` has by name. order: FQNs of parameters, as
-    they stand in groups."""
+    """costs: of the finest grouping, whose groups `world` has by name. order: FQNs of parameters,
+    as they stand in groups."""
     rank = {name: place for place, name in enumerate(order)}
     old = {g.fqn: g.id for g in costs.groups}
     used = [u for u in unions if any(name in old for name in u.members)]
     used.sort(key=lambda u: min(old[name] for name in u.members if name in old))
-    group, param, found = {}, {}, []
+    group: dict[int, int] = {}
+    param: dict[tuple[int, int], int] = {}
+    found: list[Described] = []
     for number, union in enumerate(used):
         names = [name for name in union.members if name in old]
         places = sorted(
@@ -138,15 +140,15 @@ def renamed(own: Described, block: str, other: str) -> Described:
     return replace(own, info=replace(info, fqn=name(info.fqn), params=params))
 
 
-def resharded(own: Described, reshard: Reshard, ranks_per_node: int) -> Described:
+def resharded(own: Described, reshard: Resharding, ranks_per_node: int) -> Described:
     """A group that was left to FSDP2, with what a setting says of it; the root stays as it is."""
     info, settings = own.info, own.settings
-    if settings.is_root or reshard in (Reshard.OPEN, Reshard.AS_IS):
+    if settings.is_root or reshard in (Resharding.OPEN, Resharding.AS_IS):
         return own
-    keeps = reshard is Reshard.NEVER
+    keeps = reshard is Resharding.NEVER
     info = replace(info, reshard_after_forward=not keeps)
     settings = replace(settings, reshard=not keeps)
-    if reshard is Reshard.NODE:
+    if reshard is Resharding.NODE:
         settings = replace(
             settings,
             post_forward_ranks=ranks_per_node,

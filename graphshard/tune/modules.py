@@ -1,8 +1,8 @@
 """Which modules of a model could be groups.
 
-In: a model that is not sharded, and what sharded it before. Out: for each grouping the `fully_shard`
-calls that make it, as names of modules, children first; and the finest of all, of which each other
-one is a union.
+In: a model that is not sharded, and what sharded it before. Out: for each grouping the
+`fully_shard` calls that make it, as names of modules, children first; and the finest of all, of
+which each other one is a union.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from graphshard.fsdp2.undo import Sharding
-from graphshard.tune.setting import NEIGHBOURS, Grouping
+from graphshard.schedule.setting import NEIGHBOURS, Grouping
 
 # The names of the modules of one `fully_shard` call.
 Modules = tuple[str, ...]
@@ -57,7 +57,7 @@ def groupings_of(model: nn.Module, sharding: Sharding, root: str) -> Groupings:
     found: dict[Grouping, Calls] = {Grouping.AS_IS: own} if own else {}
     if blocks:
         found[Grouping.BLOCKS] = (*((name,) for name in blocks), *top)
-        apart = [m for m in _apart(model, root, blocks, own, closed) if m not in found]
+        apart = list(_apart(model, root, blocks, own, closed))
         if apart:
             found[Grouping.APART] = (*((name,) for name in blocks), *apart, *top)
         for kind, count in NEIGHBOURS.items():
@@ -102,9 +102,7 @@ def _closed(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _block_lists(
-    model: nn.Module, root: str, closed: set[str]
-) -> Iterator[tuple[str, ...]]:
+def _block_lists(model: nn.Module, root: str, closed: set[str]) -> Iterator[tuple[str, ...]]:
     """The outermost lists of modules of one class."""
     found: list[str] = []
     for name, module in model.named_modules():
@@ -143,9 +141,7 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _finest(
-    own: Calls, found: Mapping[Grouping, Calls], closed: set[str], top: Calls
-) -> Calls:
+def _finest(own: Calls, found: Mapping[Grouping, Calls], closed: set[str], top: Calls) -> Calls:
     """Every module of any call alone; together only where they share parameters."""
     parts: dict[Modules, None] = {}
     for modules in (m for calls in (own, *found.values()) for m in calls if m not in top):

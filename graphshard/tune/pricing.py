@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 
 from graphshard.compiler.planning import PlanningInputs, Posed, best_plans, problem_of
 from graphshard.compiler.planning_inputs import policy_of
@@ -20,8 +19,8 @@ from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.pricing.recompute import RecomputeUnit
 from graphshard.schedule.plan import Figures, Plan
+from graphshard.schedule.setting import Checkpointing, Grouping, Resharding, Scheduling, Setting
 from graphshard.tune.merge import Described, Merged, merged, resharded
-from graphshard.tune.setting import Checkpointing, Grouping, Reshard, Scheduling, Setting
 from graphshard.tune.subject import Costs, Subject, World
 
 # A plan may be so much above its lower bound.
@@ -80,24 +79,19 @@ class Pricer:
         return len(self._priced)
 
     @property
-    def num_bounded(self) -> int:
-        return len(self._bounds)
+    def tried(self) -> list[Priced]:
+        """All that were planned, or did not fit."""
+        return list(self._priced.values())
 
-    @property
-    def fitting(self) -> list[Priced]:
-        """All that were planned, and fit."""
-        return [priced for priced in self._priced.values() if priced.plan is not None]
+    def rate(self, priced: Priced) -> float:
+        """Tokens per second of all ranks."""
+        return self.tokens_per_s(priced.setting, priced.step_us)
 
     def tokens_per_s(self, setting: Setting, step_us: float) -> float:
         """Of all ranks."""
         sizes = dict(setting.sizes)
         own = sizes["batch"] * sizes["seq"] * setting.micro_steps
         return own * self.subject.data_ranks(setting.world_size) / step_us * 1e6
-
-    def tokens_per_step(self, setting: Setting) -> int:
-        sizes = dict(setting.sizes)
-        ranks = self.subject.data_ranks(setting.world_size)
-        return sizes["batch"] * sizes["seq"] * setting.micro_steps * ranks
 
     def bound(self, setting: Setting) -> Bound:
         if setting not in self._bounds:
@@ -169,7 +163,7 @@ class Pricer:
             return _with_groups(costs, subject.own(setting.world_size))
         finest = subject.finest(setting.world_size, setting.mesh)
         order = groupings.params
-        if setting.reshard is Reshard.AS_IS:
+        if setting.reshard is Resharding.AS_IS:
             assert setting.grouping is Grouping.AS_IS
             own = subject.own(setting.world_size)
             order = tuple(param.fqn for one in own.values() for param in one.info.params)
@@ -199,7 +193,7 @@ def options_of(subject: Subject, setting: Setting) -> dict[str, object]:
     """`options=` of the backend."""
     if setting.scheduling is Scheduling.FSDP2:
         return {"schedule": "fsdp2", "micro_steps": setting.micro_steps}
-    decides = subject.groupings is None and setting.reshard is Reshard.OPEN
+    decides = subject.groupings is None and setting.reshard is Resharding.OPEN
     auto = setting.checkpointing is Checkpointing.AUTO
     return {
         "memory_budget": setting.budget_bytes,

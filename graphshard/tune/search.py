@@ -6,21 +6,22 @@ first, until no bound is TOLERANCE better than the best plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from itertools import count
 
 from graphshard.offline.target import Sizes
-from graphshard.tune.pricing import Priced, Pricer
-from graphshard.tune.setting import (
+from graphshard.schedule.setting import (
     Checkpointing,
     Decision,
     Grouping,
     MeshShape,
-    Reshard,
+    Resharding,
     Scheduling,
     Setting,
 )
+from graphshard.tune.pricing import Priced, Pricer
 from graphshard.tune.subject import Subject, shapes_for
 
 # Less than this is no reason to plan one more setting.
@@ -46,12 +47,12 @@ class Space:
     world_size: int
     shapes: tuple[MeshShape | None, ...]
     groupings: tuple[Grouping, ...]
-    reshards: tuple[Reshard, ...]
+    reshards: tuple[Resharding, ...]
     checkpointings: tuple[Checkpointing, ...]
     batches: tuple[tuple[Sizes, int], ...]
     budget_bytes: int
 
-    def settings(self, reshards: Sequence[Reshard] | None = None) -> Iterator[Setting]:
+    def settings(self, reshards: Sequence[Resharding] | None = None) -> Iterator[Setting]:
         for shape in self.shapes:
             for grouping in self.groupings:
                 for reshard in self.reshards if reshards is None else reshards:
@@ -69,10 +70,9 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What the best setting gains by one decision: without it, it would be `without`."""
+    """Without one decision, the best setting would be `without`."""
 
     decision: Decision
-    best: Priced
     without: Priced
 
 
@@ -80,8 +80,8 @@ class Gain:
 class Found:
     """For one number of GPUs. present: what the model does by itself, None if it was not sharded.
     best: None if nothing fits, then `nearest` is the setting that needs least. front: no other is
-    faster and smaller; the fastest first. left: of what was not planned, how much faster than the
-    best the most promising one can be at most, as a share."""
+    faster and smaller; the fastest first. num_planned: of num_settings, and for the gains. left: of
+    what was not planned, how much faster than the best the most promising one can be at most."""
 
     world_size: int
     present: Priced | None
@@ -89,6 +89,7 @@ class Found:
     front: tuple[Priced, ...] = ()
     gains: tuple[Gain, ...] = ()
     num_settings: int = 0
+    num_planned: int = 0
     left: float = 0.0
     nearest: Priced | None = None
 
@@ -101,11 +102,11 @@ def space_of(subject: Subject, world_size: int, asked: Asked) -> Space:
     kinds = [Checkpointing.AS_IS] if costs.free is not None else []
     kinds += [Checkpointing.AUTO]
     kinds += [Checkpointing.FULL] if costs.full is not None else []
-    reshards = [Reshard.OPEN]
+    reshards = [Resharding.OPEN]
     if groupings is not None:
-        reshards += [Reshard.ALWAYS, Reshard.NEVER]
+        reshards += [Resharding.ALWAYS, Resharding.NEVER]
         if world_size > subject.machines.ranks_per_node:
-            reshards.append(Reshard.NODE)
+            reshards.append(Resharding.NODE)
     return Space(
         world_size,
         shapes,
@@ -117,9 +118,7 @@ def space_of(subject: Subject, world_size: int, asked: Asked) -> Space:
     )
 
 
-def batches_for(
-    subject: Subject, world_size: int, asked: Asked
-) -> Iterator[tuple[Sizes, int]]:
+def batches_for(subject: Subject, world_size: int, asked: Asked) -> Iterator[tuple[Sizes, int]]:
     """Sizes of a micro-step, and how many of them a step has."""
     for sizes in asked.batches:
         if asked.batch_tokens is None:
@@ -131,24 +130,24 @@ def batches_for(
             yield sizes, asked.batch_tokens // tokens
 
 
-def found_for(
-    subject: Subject, pricer: Pricer, space: Space, present: Setting | None
-) -> Found:
+def found_for(subject: Subject, pricer: Pricer, space: Space, present: Setting | None) -> Found:
     """The best setting of `space`, and what is around it."""
+    before = pricer.num_planned
     now = None if present is None else pricer.price(present)
-    best, left, least = _best(pricer, space)
+    best, left = _best(pricer, space)
     if best is None:
-        nearest = None if least is None else Priced(least, None, pricer.bound(least).least_bytes)
-        return Found(space.world_size, now, None, num_settings=space.size, nearest=nearest)
+        planned, nearest = pricer.num_planned - before, _nearest(pricer, space)
+        return Found(space.world_size, now, None, (), (), space.size, planned, nearest=nearest)
     around = [pricer.price(setting) for setting in _around(pricer, space, best)]
-    own = [p for p in pricer.fitting if _is_of(p.setting, space)]
+    own = [p for p in pricer.tried if p.plan is not None and _is_of(p.setting, space)]
     return Found(
         space.world_size,
         now,
         best,
-        tuple(front_of(pricer, [best, *own, *(p for p in around if p.plan is not None)])),
+        tuple(front_of(pricer, [*own, *(p for p in around if p.plan is not None)])),
         tuple(_gains(subject, pricer, best, present)),
         space.size,
+        pricer.num_planned - before,
         left,
     )
 
@@ -161,47 +160,47 @@ def _is_of(setting: Setting, space: Space) -> bool:
     )
 
 
-def _best(pricer: Pricer, space: Space) -> tuple[Priced | None, float, Setting | None]:
-    """The best, what is left (see `Found`), and the setting that needs least memory."""
-    first, others = space.reshards[:1], space.reshards[1:]
-    heap: list[tuple[float, int, Setting]] = []
-    least: Setting | None = None
-    for number, setting in enumerate(space.settings(first)):
+def _best(pricer: Pricer, space: Space) -> tuple[Priced | None, float]:
+    """The best, and what is left (see `Found`)."""
+    first, *others = space.reshards
+    ties = count()  # among equal promises the first one comes first
+    queue: list[tuple[float, int, Setting]] = []
+
+    def promise(setting: Setting) -> None:
         bound = pricer.bound(setting)
-        if least is None or bound.least_bytes < pricer.bound(least).least_bytes:
-            least = setting
         if bound.least_bytes <= space.budget_bytes:
-            heap.append((-pricer.tokens_per_s(setting, bound.step_us), number, setting))
-    heapify(heap)
-    best: Priced | None = None
-    while heap:
-        promised, number, setting = heappop(heap)
-        reached = 0.0 if best is None else pricer.tokens_per_s(best.setting, best.step_us)
+            heappush(queue, (-pricer.tokens_per_s(setting, bound.step_us), next(ties), setting))
+
+    for setting in space.settings((first,)):
+        promise(setting)
+    best, reached = None, 0.0
+    while queue:
+        promised, _, setting = heappop(queue)
         if -promised <= reached * (1 + TOLERANCE):
-            return best, max(0.0, -promised / reached - 1), least
+            return best, max(0.0, -promised / reached - 1)
         priced = pricer.price(setting)
-        if priced.plan is None:
-            if best is None and least is not None:
-                bound = pricer.bound(setting).least_bytes
-                least = setting if bound < pricer.bound(least).least_bytes else least
-        elif pricer.tokens_per_s(setting, priced.step_us) > reached:
-            best = priced
-        # What is not resharded by the planner is no better than its bound, unless that is far away.
-        if setting.reshard is first[0] and _is_open(pricer, priced, promised):
-            for place, reshard in enumerate(others, start=1):
-                other = replace(setting, reshard=reshard)
-                bound_us = pricer.bound(other)
-                if bound_us.least_bytes <= space.budget_bytes:
-                    tokens = pricer.tokens_per_s(other, bound_us.step_us)
-                    heappush(heap, (-tokens, number + place * space.size, other))
-    return best, 0.0, least
+        if priced.plan is not None and pricer.rate(priced) > reached:
+            best, reached = priced, pricer.rate(priced)
+        # Another rule of resharding is no better than the bound of this one.
+        if setting.reshard is first and _is_open(pricer, priced, -promised):
+            for other in others:
+                promise(replace(setting, reshard=other))
+    return best, 0.0
+
+
+def _nearest(pricer: Pricer, space: Space) -> Priced:
+    """What needs least memory, where nothing fits."""
+    tried = [p for p in pricer.tried if _is_of(p.setting, space)]
+    if tried:
+        return min(tried, key=lambda p: p.least_bytes)
+    settings = space.settings(space.reshards[:1])
+    least = min(settings, key=lambda setting: pricer.bound(setting).least_bytes)
+    return Priced(least, None, pricer.bound(least).least_bytes)
 
 
 def _is_open(pricer: Pricer, priced: Priced, promised: float) -> bool:
     """A plan is so far from its bound that another rule of resharding could be better."""
-    if priced.plan is None:
-        return True
-    return pricer.tokens_per_s(priced.setting, priced.step_us) * (1 + TOLERANCE) < -promised
+    return priced.plan is None or pricer.rate(priced) * (1 + TOLERANCE) < promised
 
 
 def _around(pricer: Pricer, space: Space, best: Priced) -> Iterator[Setting]:
@@ -223,9 +222,7 @@ def front_of(pricer: Pricer, priced: Iterable[Priced]) -> list[Priced]:
     """Those that no other beats in tokens per second and memory, the fastest first."""
     found: list[Priced] = []
     every = {one.setting: one for one in priced}.values()
-    for one in sorted(
-        every, key=lambda p: (-pricer.tokens_per_s(p.setting, p.step_us), p.peak_bytes)
-    ):
+    for one in sorted(every, key=lambda p: (-pricer.rate(p), p.peak_bytes)):
         if not found or one.peak_bytes < found[-1].peak_bytes:
             found.append(one)
     return found
@@ -240,52 +237,54 @@ def present_of(subject: Subject, world_size: int, sizes: Sizes, micro_steps: int
         return None
     shape = subject.own_shape(world_size) if subject.moves and subject.groupings else None
     return Setting(
-        world_size, shape, Grouping.AS_IS, Reshard.AS_IS, Checkpointing.AS_IS, sizes, micro_steps,
+        world_size,
+        shape,
+        Grouping.AS_IS,
+        Resharding.AS_IS,
+        Checkpointing.AS_IS,
+        sizes,
+        micro_steps,
         Scheduling.FSDP2,
-    )  # fmt: skip
+    )
 
 
 def _gains(
     subject: Subject, pricer: Pricer, best: Priced, present: Setting | None
 ) -> Iterator[Gain]:
     """Each decision taken back by itself."""
-    for decision, changes in _reverts(subject, best.setting, present).items():
-        other = replace(best.setting, **changes)
+    for decision, other in _reverted(subject, best.setting, present):
         if other != best.setting:
-            yield Gain(decision, best, pricer.price(other))
+            yield Gain(decision, pricer.price(other))
 
 
-def _reverts(
+def _reverted(
     subject: Subject, best: Setting, present: Setting | None
-) -> Mapping[Decision, Mapping[str, object]]:
-    """By decision, what the model would do by itself in its place."""
-    found: dict[Decision, dict[str, object]] = {}
-    groupings = subject.groupings
-    fsdp = None if best.mesh is None else MeshShape(1, best.world_size)
-    found[Decision.MESH] = {"mesh": fsdp if present is None else present.mesh}
-    if groupings is not None:
+) -> Iterator[tuple[Decision, Setting]]:
+    """By decision, the best setting with what the model would do by itself in its place."""
+    if best.mesh is not None:
+        own_mesh = MeshShape(1, best.world_size) if present is None else present.mesh
+        yield Decision.MESH, replace(best, mesh=own_mesh)
+    if subject.groupings is not None:
         kinds = (Grouping.AS_IS, Grouping.BLOCKS, Grouping.WHOLE)
-        found[Decision.GROUPING] = {
-            "grouping": next(kind for kind in kinds if kind in groupings.calls)
-        }
-        found[Decision.RESHARD] = {"reshard": own_reshard(subject)}
-    elif present is not None:
-        found[Decision.RESHARD] = {"reshard": Reshard.AS_IS}
+        own = next(kind for kind in kinds if kind in subject.groupings.calls)
+        yield Decision.GROUPING, replace(best, grouping=own)
+        yield Decision.RESHARD, replace(best, reshard=own_reshard(subject))
+    else:
+        yield Decision.RESHARD, replace(best, reshard=Resharding.AS_IS)
     checkpoints = subject.costs[best.sizes].free is not None
-    found[Decision.CHECKPOINTING] = {
-        "checkpointing": Checkpointing.AS_IS if checkpoints else Checkpointing.NONE
-    }
+    kind = Checkpointing.AS_IS if checkpoints else Checkpointing.NONE
+    yield Decision.CHECKPOINTING, replace(best, checkpointing=kind)
     if present is not None:
-        found[Decision.BATCH] = {"sizes": present.sizes, "micro_steps": present.micro_steps}
+        sizes, micro_steps = present.sizes, present.micro_steps
+        yield Decision.BATCH, replace(best, sizes=sizes, micro_steps=micro_steps)
     if best.checkpointing is not Checkpointing.AUTO:
-        found[Decision.SCHEDULING] = {"scheduling": Scheduling.FSDP2}
-    return found
+        yield Decision.SCHEDULING, replace(best, scheduling=Scheduling.FSDP2)
 
 
-def own_reshard(subject: Subject) -> Reshard:
+def own_reshard(subject: Subject) -> Resharding:
     """The rule that the model's own calls follow, the root's aside; where each has its own, what
     FSDP2 does where nothing is said."""
     given = {call.reshard_after_forward for call in subject.sharding.calls[:-1]}
     if given == {False}:
-        return Reshard.NEVER
-    return Reshard.NODE if given == {subject.machines.ranks_per_node} else Reshard.ALWAYS
+        return Resharding.NEVER
+    return Resharding.NODE if given == {subject.machines.ranks_per_node} else Resharding.ALWAYS

@@ -30,6 +30,7 @@ from graphshard.offline.target import Sizes
 from graphshard.offline.world import Fake, Made, built, faked, groups_of, pretended, world_of
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy
+from graphshard.schedule.setting import Grouping, MeshShape
 from graphshard.tune.layout import plain_name, shard, shards_alike
 from graphshard.tune.merge import Described, Union, renamed
 from graphshard.tune.modules import (
@@ -40,7 +41,6 @@ from graphshard.tune.modules import (
     owner_of,
     root_of,
 )
-from graphshard.tune.setting import Grouping, MeshShape
 
 Build = Callable[[Sizes], Made]
 World = Mapping[str, Described]
@@ -76,8 +76,8 @@ class Kept:
 @dataclass(slots=True)
 class Subject:
     """See above. sizes: of all batches to be tried. groupings: None for a model that keeps its
-    calls (`kept` says why). is_sharded: FUNCTION had sharded it. moves: onto other meshes (not beside
-    tensor parallel, say)."""
+    calls (`kept` says why). is_sharded: FUNCTION had sharded it. moves: onto other meshes (not
+    beside tensor parallel, say)."""
 
     name: str
     build: Build
@@ -89,7 +89,7 @@ class Subject:
     moves: bool = True
     kept: Kept | None = None
     groupings: Groupings | None = None
-    sharding: Sharding = Sharding()
+    sharding: Sharding = field(default_factory=Sharding)
     costs: dict[Sizes, Costs] = field(default_factory=dict)
     _finest: dict[tuple[int, MeshShape | None], World] = field(default_factory=dict)
     _whole: tuple[str, ...] | None = None
@@ -154,8 +154,7 @@ class Subject:
             self.say(f"with each block checkpointed it cannot be captured: {error}")
             return
         for sizes, costs in zip(self.sizes, full, strict=True):
-            own = self.costs[sizes]
-            self.costs[sizes] = Costs(own.own, own.free, _unwrapped(costs))
+            self.costs[sizes] = replace(self.costs[sizes], full=_unwrapped(costs))
 
     def _study(self, build: Build) -> Study:
         machine = self.machines.machine
@@ -170,6 +169,14 @@ class Subject:
     def _captured(self, sizes: Sizes, *, full: bool = False) -> Made:
         shape = MeshShape(1, dist.get_world_size()) if self.moves else None
         return self._built(sizes, shape, full=full)
+
+    def bare(self) -> nn.Module:
+        """The model without shards."""
+        with pretended(self.worlds[0]):
+            model = built(partial(self.build, self.sizes[0])).model
+            if self.groupings is not None:
+                undo(model)
+        return model
 
     def _built(self, sizes: Sizes, shape: MeshShape | None, *, full: bool = False) -> Made:
         """With the finest groups. shape: None for the meshes of the model's own calls."""
@@ -272,9 +279,7 @@ def checkpointed(model: nn.Module, name: str) -> None:
 
 def _unwrapped(costs: GraphCosts) -> GraphCosts:
     """With the names that groups have without checkpoint wrappers."""
-    groups = tuple(
-        replace(group, fqn=plain_name(group.fqn)) for group in costs.groups
-    )
+    groups = tuple(replace(group, fqn=plain_name(group.fqn)) for group in costs.groups)
     return replace(costs, groups=groups)
 
 

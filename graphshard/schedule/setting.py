@@ -1,11 +1,9 @@
-"""What can be set, as plain values: one `Setting` is one way to run a step."""
+"""What of a sharded model can be set, as plain values: one `Setting` is one way to run a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-
-from graphshard.offline.target import Sizes
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,7 +29,7 @@ class Grouping(StrEnum):
 NEIGHBOURS = {Grouping.PAIRS: 2, Grouping.QUADS: 4}
 
 
-class Reshard(StrEnum):
+class Resharding(StrEnum):
     """What becomes of gathered parameters after forward; of all groups but the root's."""
 
     AS_IS = "as it is"
@@ -59,15 +57,15 @@ class Scheduling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """mesh: None for that of the model's own calls. batch: sequences per rank in one micro-step,
-    of which a step has micro_steps. budget_bytes: for the planner."""
+    """mesh: None for that of the model's own calls. sizes: of one rank's inputs in a micro-step, by
+    name; a step has micro_steps of them. budget_bytes: for the planner."""
 
     world_size: int
     mesh: MeshShape | None
     grouping: Grouping
-    reshard: Reshard
+    reshard: Resharding
     checkpointing: Checkpointing
-    sizes: Sizes
+    sizes: tuple[tuple[str, int], ...]
     micro_steps: int = 1
     scheduling: Scheduling = Scheduling.PLANNED
     budget_bytes: int | None = None
