@@ -1,4 +1,4 @@
-"""Tuning: groupings without a capture of their own, the search, and the code that sets a setting."""
+"""Tuning: groupings without a capture of their own, the search, and the code."""
 
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from graphshard.offline.api import machine_of
 from graphshard.offline.repeats import CAPTURED
 from graphshard.offline.study import Point, Study
 from graphshard.offline.target import made_of
-from graphshard.offline.world import Made, faked, groups_of, pretended, world_of
+from graphshard.offline.world import faked, groups_of, pretended, world_of
 from graphshard.planner.bounds import lower_bound_us
 from graphshard.planner.plan_step import fsdp2
 from graphshard.pricing.problem import PlanningPolicy, price
@@ -46,7 +46,6 @@ from graphshard.tune.search import (
 )
 from graphshard.tune.subject import Machines, Subject, shapes_for
 
-MIB = 2**20
 WORLD, PER_NODE = 16, 4
 MACHINES = Machines(machine_of("h100-ethernet100"), PER_NODE, False)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -156,61 +155,274 @@ WAYS = {
 }
 
 
-def really(subject, wanted):
-    """What `wanted` is when the model is sharded so and captured: infos, settings, costs."""
+def sharded_so(subject, wanted, sizes):
+    """As the setting wants it, without the finest groups."""
+    made = subject.build(sizes)
+    sharding = undo(made.model)
     calls = subject.groupings.calls[wanted.grouping]
+    shard(made.model, sharding, calls, wanted.mesh, wanted.reshard, PER_NODE)
+    return made
 
-    def build_it(sizes):
-        made = subject.build(sizes)
-        sharding = undo(made.model)
-        shard(made.model, sharding, calls, wanted.mesh, wanted.reshard, PER_NODE)
-        return made
 
+def captured(subject, wanted):
+    """Costs of the model in these groups."""
     policy = PlanningPolicy(recompute=True, replaces_checkpoints=True, regroup=True)
     point = Point(WORLD, PER_NODE, MACHINES.machine, policy, wanted.sizes)
-    (found,) = Study("net", build_it, (point,), whole=True).costs()
+    build_it = partial(sharded_so, subject, wanted)
+    ((own, free),) = Study("net", build_it, (point,), whole=True).costs()
+    return free or own
+
+
+def described(subject, wanted):
+    """Infos and settings of these groups on this mesh, by name."""
     with pretended(WORLD):
-        fake = faked(partial(build_it, wanted.sizes))
+        fake = faked(partial(sharded_so, subject, wanted, wanted.sizes))
         names = [name_of(group) for group in groups_of(fake)]
         world = world_of(fake, names, PER_NODE)
     rows = zip(world.infos, world.settings, strict=True)
-    return found, dict(zip(names, rows, strict=True))
+    return dict(zip(names, rows, strict=True))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_groupings_are_priced_as_if_they_had_been_captured(way):
-    shard_it, make = WAYS[way]
-    subject = subject_of(shard_it, make)
-    pricer = Pricer(subject)
+    subject = subject_of(*WAYS[way], batches=(1,))
     for place, grouping in enumerate(subject.groupings.calls):
-        # Meshes and rules of resharding in turn: each grouping has some, each of them a grouping.
-        shards = (WORLD, PER_NODE, 8)[place % 3]
-        rules = [Resharding.OPEN, Resharding.ALWAYS, Resharding.NEVER]
-        rules += [Resharding.NODE] if shards > PER_NODE else []
+        real_costs = captured(subject, setting(grouping))
+        # Meshes in turn: each grouping has one, each mesh a grouping.
+        shards = (WORLD, 8, PER_NODE)[place % 3]
+        rules = [Resharding.OPEN, Resharding.NEVER]
+        rules += [Resharding.NODE] if shards > PER_NODE else [Resharding.ALWAYS]
         for reshard in rules:
-            wanted = setting(grouping, shards, reshard)
-            (own, free), world = really(subject, wanted)
-            costs, planning = pricer._inputs(wanted)
-            for info, told in zip(costs.groups, planning.settings, strict=True):
-                real_info, real = world[info.fqn]
-                assert replace(info, id=0) == replace(real_info, id=0)
-                assert lanes_aside(told) == lanes_aside(real)
-            real_costs = free or own
-            infos = tuple(replace(world[g.fqn][0], id=g.id) for g in real_costs.groups)
-            settings = [world[g.fqn][1] for g in real_costs.groups]
-            policy = policy_for(subject, wanted)
-            problem = price(replace(real_costs, groups=infos), settings, MACHINES.machine, policy)
-            ours = price(costs, planning.settings, MACHINES.machine, policy)
-            assert lower_bound_us(ours) == pytest.approx(lower_bound_us(problem), rel=1e-9)
-            theirs, found = fsdp2(problem), fsdp2(ours)
-            assert found.us == pytest.approx(theirs.us, rel=1e-9)
-            # A group is named in the graph by a float32 scalar.
-            assert found.peak_bytes == pytest.approx(theirs.peak_bytes, abs=64)
-            assert sum(u.saved_bytes for u in costs.units) == sum(
-                u.saved_bytes for u in real_costs.units
-            )
+            compare(subject, setting(grouping, shards, reshard), real_costs)
+
+
+def compare(subject, wanted, real_costs):
+    world = described(subject, wanted)
+    costs, planning = Pricer(subject).inputs(wanted)
+    for info, told in zip(costs.groups, planning.settings, strict=True):
+        real_info, real = world[info.fqn]
+        assert replace(info, id=0) == replace(real_info, id=0)
+        assert lanes_aside(told) == lanes_aside(real)
+    infos = tuple(replace(world[g.fqn][0], id=g.id) for g in real_costs.groups)
+    settings = [world[g.fqn][1] for g in real_costs.groups]
+    policy = policy_for(subject, wanted)
+    real = price(replace(real_costs, groups=infos), settings, MACHINES.machine, policy)
+    ours = price(costs, planning.settings, MACHINES.machine, policy)
+    assert lower_bound_us(ours) == pytest.approx(lower_bound_us(real), rel=1e-9)
+    found, theirs = fsdp2(ours), fsdp2(real)
+    assert found.us == pytest.approx(theirs.us, rel=1e-9)
+    # A group is named in the graph by a float32 scalar.
+    assert found.peak_bytes == pytest.approx(theirs.peak_bytes, abs=64)
+    # What one block hands to the next may be computed again in a group of both, only.
+    freed = [sum(u.saved_bytes for u in own.units) for own in (costs, real_costs)]
+    assert freed[0] <= freed[1]
 
 
 def lanes_aside(own):
     """Lanes are named in the order in which they are found."""
     return replace(own, gather_lane="", reduce_lane="", post_forward_lane="")
+
+
+# -- search --------------------------------------------------------------------------------------
+
+
+ASKED = Asked(2**33, tuple(map(sizes_of, (1, 2))))
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    """A model whose network decides, and what was found for it."""
+    subject = subject_of()
+    pricer = Pricer(subject)
+    space = space_of(subject, WORLD, ASKED)
+    present = present_of(subject, WORLD, sizes_of(1), 1)
+    return subject, pricer, space, found_for(subject, pricer, space, present)
+
+
+def test_the_best_is_that_of_all(tuned):
+    subject, _, space, found = tuned
+    exhaustive = Pricer(subject)
+    every = [exhaustive.price(one) for one in space.settings()]
+    assert space.size == len(every) == found.num_settings
+    assert found.num_planned < len(every) / 2
+    best = max(exhaustive.rate(one) for one in every if one.plan is not None)
+    assert exhaustive.rate(found.best) <= best
+    assert best <= exhaustive.rate(found.best) * (1 + max(found.left, TOLERANCE))
+
+
+def test_no_plan_beats_its_bound(tuned):
+    _, pricer, _, found = tuned
+    for one in [found.best, *found.front]:
+        assert pricer.bound(one.setting).step_us <= one.step_us * (1 + 1e-9)
+        assert pricer.bound(one.setting).least_bytes <= one.peak_bytes
+
+
+def test_the_front_falls_in_both(tuned):
+    _, pricer, _, found = tuned
+    assert found.front[0] == found.best
+    for one, after in zip(found.front, found.front[1:], strict=False):
+        assert pricer.rate(one) >= pricer.rate(after)
+        assert one.peak_bytes > after.peak_bytes
+
+
+def test_each_gain_takes_one_decision_back(tuned):
+    _, pricer, _, found = tuned
+    fields = {
+        Decision.MESH: "mesh",
+        Decision.GROUPING: "grouping",
+        Decision.RESHARD: "reshard",
+        Decision.CHECKPOINTING: "checkpointing",
+        Decision.BATCH: "sizes",
+    }
+    assert found.gains
+    for gain in found.gains:
+        name = fields[gain.decision]
+        changed = {name: getattr(gain.without.setting, name)}
+        assert gain.without.setting == replace(found.best.setting, **changed) != found.best.setting
+        assert gain.without == pricer.price(gain.without.setting)
+
+
+def test_the_present_is_what_plan_says_of_it(tuned):
+    subject, _, _, found = tuned
+    point = Point(WORLD, PER_NODE, MACHINES.machine, PlanningPolicy(most_ahead=1), sizes_of(1))
+    (answer,) = Study("net", subject.build, (point,)).answers()
+    theirs = answer.plan.estimate.fsdp2
+    assert found.present.setting.scheduling is Scheduling.FSDP2
+    assert found.present.step_us == pytest.approx(theirs.step_time_us, rel=1e-6)
+    assert found.present.peak_bytes == pytest.approx(theirs.peak_bytes, abs=64)
+
+
+def test_where_nothing_fits_the_nearest_is_said(tuned):
+    subject, pricer, *_ = tuned
+    asked = replace(ASKED, budget_bytes=1000)
+    found = found_for(subject, pricer, space_of(subject, WORLD, asked), None)
+    assert (found.best, found.front, found.gains) == (None, (), ())
+    assert found.nearest.least_bytes > 1000
+
+
+def test_tokens_of_a_step_are_divided_into_micro_steps(tuned):
+    subject = tuned[0]
+    asked = replace(ASKED, batch_tokens=WORLD * 32 * 2)
+    assert list(batches_for(subject, WORLD, asked)) == [(sizes_of(1), 2), (sizes_of(2), 1)]
+    assert not list(batches_for(subject, WORLD, replace(asked, batch_tokens=WORLD * 32 + 1)))
+
+
+def test_meshes_are_of_whole_nodes():
+    assert list(shapes_for(16, 4)) == [
+        MeshShape(1, 16), MeshShape(4, 4), MeshShape(2, 8),
+    ]  # fmt: skip
+    assert list(shapes_for(4, 4)) == [MeshShape(1, 4)]
+    assert list(shapes_for(6, 4)) == [MeshShape(1, 6)]
+
+
+# -- models that keep something -------------------------------------------------------------------
+
+
+def over_tensor_parallel(model):
+    mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def with_a_method(model):
+    by_block(model)
+    register_fsdp_forward_method(model, "extra_repr")
+
+
+def several_roots(model):
+    for block in model.blocks:
+        fully_shard(block)
+
+
+def found_in(subject, batches=(1,)):
+    pricer = Pricer(subject)
+    space = space_of(subject, WORLD, Asked(2**33, tuple(map(sizes_of, batches))))
+    present = present_of(subject, WORLD, sizes_of(1), 1)
+    return space, found_for(subject, pricer, space, present)
+
+
+def test_tensor_parallel_keeps_its_meshes_and_may_have_other_groups():
+    subject = subject_of(over_tensor_parallel, batches=(1,))
+    space, found = found_in(subject)
+    assert (subject.kept, subject.moves) == (None, False)
+    assert subject.data_ranks(WORLD) == 8
+    assert space.shapes == (None,)
+    assert Grouping.PAIRS in space.groupings
+    assert found.best is not None
+
+
+@pytest.mark.parametrize(
+    ("shard_it", "why"), [(with_a_method, Obstacle.METHODS), (several_roots, None)]
+)
+def test_what_cannot_be_sharded_anew_keeps_its_calls(shard_it, why):
+    subject = subject_of(shard_it, batches=(1,))
+    space, found = found_in(subject)
+    assert subject.kept.obstacle is why
+    assert (space.shapes, space.groupings) == ((None,), (Grouping.AS_IS,))
+    assert found.best.setting.reshard is Resharding.OPEN
+    code = code_of(subject, subject.bare(), found.best.setting)
+    assert '"reshard": "auto"' in code
+    assert "def shard" not in code
+
+
+# -- code ----------------------------------------------------------------------------------------
+
+
+def ran(code, subject, wanted):
+    """The groups that the code makes of the bare model."""
+    names = {}
+    exec(compile(code, "tuned", "exec"), names)
+    with pretended(WORLD):
+
+        def build_it():
+            made = subject.build(wanted.sizes)
+            undo(made.model)
+            names["shard"](made.model, device_type="cpu")
+            return made
+
+        fake = faked(build_it)
+        found = [name_of(group) for group in groups_of(fake)]
+        world = world_of(fake, found, PER_NODE)
+    rows = zip(world.infos, world.settings, strict=True)
+    return dict(zip(found, rows, strict=True)), names
+
+
+@pytest.mark.parametrize("way", ["mixed", "nested", "columns", "unsharded"])
+def test_the_code_makes_the_groups_and_the_mesh(way):
+    subject = subject_of(*WAYS[way], batches=(1,))
+    model = subject.bare()
+    rules = [Resharding.OPEN, Resharding.NODE, Resharding.NEVER, Resharding.ALWAYS]
+    for place, grouping in enumerate(subject.groupings.calls):
+        wanted = setting(grouping, (WORLD, 8)[place % 2], rules[place % 4])
+        found, names = ran(code_of(subject, model, wanted), subject, wanted)
+        assert found == described(subject, wanted)
+        assert names["OPTIONS"]["memory_budget"] == 2**33
+        assert (names["SIZES"], names["MICRO_STEPS"]) == (dict(wanted.sizes), 1)
+
+
+def test_the_code_checkpoints_blocks():
+    subject = subject_of(batches=(1,))
+    wanted = setting(checkpointing=Checkpointing.FULL)
+    code = code_of(subject, subject.bare(), wanted)
+    with pretended(WORLD):
+        made = subject.build(wanted.sizes)
+        undo(made.model)
+        names = {}
+        exec(compile(code, "tuned", "exec"), names)
+        names["shard"](made.model, device_type="cpu")
+        kinds = {type(block).__name__ for block in made.model.blocks}
+    assert kinds == {"FSDPCheckpointWrapper"}
+    assert names["OPTIONS"]["recompute"] == "user"
+
+
+def test_meshes_that_would_cut_unevenly_are_left_out():
+    def over_half(model):
+        mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("replicate", "shard"))
+        by_block(model, mesh=mesh, shard_placement_fn=columns)
+
+    subject = subject_of(over_half, partial(net, dim=24), batches=(1,))
+    space = space_of(subject, WORLD, Asked(2**33, (sizes_of(1),)))
+    assert space.shapes == (MeshShape(4, 4), MeshShape(2, 8))

@@ -2,7 +2,8 @@
 
 In: costs of a captured step and the groups of a world, of the finest grouping; and which of these
 groups are one in another grouping. Out: the same for that grouping, as if it had been captured.
-Compute is the same: only what travels together, and for how long it is there, changes.
+Compute is the same: only what travels together, and for how long it is there, changes. Of what
+could be computed again, what one group hands to the next is missing, which a union of both could.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Pricer:
         return self._bounds[setting]
 
     def _bound(self, setting: Setting) -> Bound:
-        problem = problem_of(*self._inputs(setting))
+        problem = problem_of(*self.inputs(setting))
         units = self._costs(setting).costs.units if self.policy(setting).recompute else ()
         floor = _floor_bytes(problem)
         over = 0 if setting.budget_bytes is None else max(0, floor - setting.budget_bytes)
@@ -115,11 +115,11 @@ class Pricer:
         return self._priced[setting]
 
     def _price(self, setting: Setting) -> Priced:
-        costs, planning = self._inputs(setting)
+        costs, planning = self.inputs(setting)
         baseline = None
         if setting.checkpointing is Checkpointing.AUTO and self._size(setting).free is not None:
             own = replace(setting, checkpointing=Checkpointing.AS_IS)
-            baseline = problem_of(*self._inputs(own))
+            baseline = problem_of(*self.inputs(own))
         posed = Posed(costs, problem_of(costs, planning), baseline=baseline)
         try:
             plan, _ = best_plans(posed, planning)
@@ -132,7 +132,8 @@ class Pricer:
     def policy(self, setting: Setting) -> PlanningPolicy:
         return policy_for(self.subject, setting, self.near)
 
-    def _inputs(self, setting: Setting) -> tuple[GraphCosts, PlanningInputs]:
+    def inputs(self, setting: Setting) -> tuple[GraphCosts, PlanningInputs]:
+        """What is planned from."""
         found, fused = self._costs(setting), self.subject.machines.fused
         settings = tuple(replace(own, exact_sums=not fused) for own in found.settings)
         machine = self.subject.machines.machine

@@ -98,7 +98,8 @@ def space_of(subject: Subject, world_size: int, asked: Asked) -> Space:
     groupings, costs = subject.groupings, subject.costs[asked.batches[0]]
     shapes: tuple[MeshShape | None, ...] = (None,)
     if groupings is not None and subject.moves:
-        shapes = tuple(shapes_for(world_size, subject.machines.ranks_per_node))
+        every = shapes_for(world_size, subject.machines.ranks_per_node)
+        shapes = tuple(shape for shape in every if subject.may_be_on(world_size, shape))
     kinds = [Checkpointing.AS_IS] if costs.free is not None else []
     kinds += [Checkpointing.AUTO]
     kinds += [Checkpointing.FULL] if costs.full is not None else []
@@ -190,9 +191,10 @@ def _best(pricer: Pricer, space: Space) -> tuple[Priced | None, float]:
 
 def _nearest(pricer: Pricer, space: Space) -> Priced:
     """What needs least memory, where nothing fits."""
-    tried = [p for p in pricer.tried if _is_of(p.setting, space)]
-    if tried:
-        return min(tried, key=lambda p: p.least_bytes)
+    budget = space.budget_bytes
+    tried = [p for p in pricer.tried if p.plan is None and p.setting.budget_bytes == budget]
+    if own := [p for p in tried if _is_of(p.setting, space)]:
+        return min(own, key=lambda p: p.least_bytes)
     settings = space.settings(space.reshards[:1])
     least = min(settings, key=lambda setting: pricer.bound(setting).least_bytes)
     return Priced(least, None, pricer.bound(least).least_bytes)

@@ -167,7 +167,7 @@ class Subject:
         return Study(self.name, build, tuple(points), say=self.say)
 
     def _captured(self, sizes: Sizes, *, full: bool = False) -> Made:
-        shape = MeshShape(1, dist.get_world_size()) if self.moves else None
+        shape = None if self.is_sharded else MeshShape(1, dist.get_world_size())
         return self._built(sizes, shape, full=full)
 
     def bare(self) -> nn.Module:
@@ -210,6 +210,15 @@ class Subject:
                     world = {name: self._of_alike(world, name) for name in self._whole}
             self._finest[key] = world
         return self._finest[key]
+
+    def may_be_on(self, world_size: int, shape: MeshShape) -> bool:
+        """FSDP2 takes the model on this mesh; it cuts dims other than the first evenly only."""
+        try:
+            self.finest(world_size, shape)
+        except (NotImplementedError, ValueError, AssertionError) as error:
+            self.say(f"not over {shape.replicas} x {shape.shards} ranks: {error}")
+            return False
+        return True
 
     def _of_alike(self, world: World, name: str) -> Described:
         """The group, where of alike blocks only the first was sharded."""
