@@ -171,4 +171,4 @@ def _forget(module: nn.Module) -> None:
     for key in (STATE_KEY, REGISTRY_KEY):
         if not held[key]:
             del held[key]
-    _module_state_mapping.pop(module)
+    del _module_state_mapping[module]
