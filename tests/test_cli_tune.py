@@ -13,6 +13,7 @@ from graphshard.schedule.setting import (
     Decision,
     Grouping,
     MeshShape,
+    Obstacle,
     Resharding,
     Scheduling,
     Setting,
@@ -21,6 +22,7 @@ from graphshard.view.tune import (
     CHECKPOINTS,
     DECISIONS,
     GROUPS,
+    KEPT,
     RESHARDS,
     SCHEDULES,
     GainRow,
@@ -157,7 +159,7 @@ TUNED = Tuned(
 def test_every_value_has_words():
     for kind, words in (
         *((Grouping, GROUPS), (Resharding, RESHARDS), (Checkpointing, CHECKPOINTS)),
-        *((Scheduling, SCHEDULES), (Decision, DECISIONS)),
+        *((Scheduling, SCHEDULES), (Decision, DECISIONS), (Obstacle, KEPT)),
     ):
         assert set(words) == set(kind)
 
@@ -171,6 +173,11 @@ def test_the_text_says_what_is_gained():
     assert "groups: 2 blocks each, not as they are" in text
     assert "that does not fit: 8.0 GiB" in text
     assert re.search(r"batch: 4 x 8,192 x 2, not 2 x 8,192 +\+0\.0% tokens/s$", text, re.MULTILINE)
+
+
+def test_why_calls_are_kept():
+    text = tune_text("llama", "h100", [TUNED], 12.3, kept=Obstacle.ROOTS)
+    assert "Its fully_shard calls stay as they are: several sharded modules are outermost." in text
 
 
 def test_the_picture_has_the_time_of_tokens_of_one_gpu():

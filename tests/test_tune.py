@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from graphshard.fsdp2.describe import name_of
-from graphshard.fsdp2.undo import Obstacle, sharding_of, undo
+from graphshard.fsdp2.undo import sharding_of, undo
 from graphshard.offline.api import machine_of
 from graphshard.offline.repeats import CAPTURED
 from graphshard.offline.study import Point, Study
@@ -28,6 +28,7 @@ from graphshard.schedule.setting import (
     Decision,
     Grouping,
     MeshShape,
+    Obstacle,
     Resharding,
     Scheduling,
     Setting,
@@ -145,13 +146,12 @@ def columns(param):
 
 
 WAYS = {
-    "plain": (by_block, net),
     "mixed": (partial(by_block, mp_policy=MIXED), partial(net, DEPTH)),
-    "nested": (partial(by_block, nested=True), net),
-    "columns": (partial(by_block, shard_placement_fn=columns), net),
+    "nested": (partial(by_block, nested=True), partial(net, 3)),
+    "columns": (partial(by_block, shard_placement_fn=columns), partial(net, 3)),
     "unsharded": (None, partial(net, DEPTH)),
-    "checkpointed": (by_block, partial(net, block=Checkpointed)),
-    "root only": (fully_shard, net),
+    "checkpointed": (by_block, partial(net, 3, Checkpointed)),
+    "root only": (fully_shard, partial(net, 3)),
 }
 
 
@@ -355,12 +355,12 @@ def test_tensor_parallel_keeps_its_meshes_and_may_have_other_groups():
 
 
 @pytest.mark.parametrize(
-    ("shard_it", "why"), [(with_a_method, Obstacle.METHODS), (several_roots, None)]
+    ("shard_it", "why"), [(with_a_method, Obstacle.METHODS), (several_roots, Obstacle.ROOTS)]
 )
 def test_what_cannot_be_sharded_anew_keeps_its_calls(shard_it, why):
     subject = subject_of(shard_it, batches=(1,))
     space, found = found_in(subject)
-    assert subject.kept.obstacle is why
+    assert subject.kept is why
     assert (space.shapes, space.groupings) == ((None,), (Grouping.AS_IS,))
     assert found.best.setting.reshard is Resharding.OPEN
     code = code_of(subject, subject.bare(), found.best.setting)

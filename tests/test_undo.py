@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from graphshard.fsdp2.describe import name_of
-from graphshard.fsdp2.undo import Obstacle, Sharding, obstacle, sharding_of, undo
+from graphshard.fsdp2.undo import Sharding, obstacle, sharding_of, undo
 from graphshard.fsdp2.versions import TORCH
 from graphshard.offline.world import Made, World, built, faked, groups_of, pretended, world_of
+from graphshard.schedule.setting import Obstacle
 
 RANKS, PER_NODE = 16, 4
 MODULES = ("embedding", "blocks.0", "blocks.0.up", "blocks.1", "blocks.1.down", "head")

@@ -134,10 +134,12 @@ def _tune(args: argparse.Namespace) -> int:
         write_text(picture, front_svg(drawn, columns=2))
     took_s = perf_counter() - began
     if args.json:
-        print_json({"took_s": took_s, "gpus": [asdict(tuned) for tuned in every]})
+        print_json(
+            {"took_s": took_s, "kept": subject.kept, "gpus": [asdict(tuned) for tuned in every]}
+        )
     else:
         at = None if picture is None else str(picture)
-        print_text(tune_text(target.name, where, every, took_s, at))
+        print_text(tune_text(target.name, where, every, took_s, at, subject.kept))
     return EXIT_OK if all(tuned.front for tuned in every) else EXIT_INFEASIBLE
 
 

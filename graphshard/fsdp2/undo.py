@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import nn
@@ -36,15 +35,7 @@ from graphshard.fsdp2.state import (
     remove_hooks,
     states_under,
 )
-
-
-class Obstacle(StrEnum):
-    """Why `fully_shard` cannot be taken back."""
-
-    REPLICATES = "replicates"  # `replicate` of FSDP2
-    MESHES = "meshes"  # a call spreads parameters over several meshes
-    SUBCLASSES = "subclasses"  # parameters are of a tensor subclass, or have extensions
-    METHODS = "methods"  # `register_fsdp_forward_method`
+from graphshard.schedule.setting import Obstacle
 
 
 @dataclass(frozen=True, slots=True)

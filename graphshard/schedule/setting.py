@@ -71,6 +71,17 @@ class Setting:
     budget_bytes: int | None = None
 
 
+class Obstacle(StrEnum):
+    """Why a model keeps the `fully_shard` calls that it has."""
+
+    REPLICATES = "replicates"  # `replicate` of FSDP2
+    MESHES = "meshes"  # a call spreads parameters over several meshes
+    SUBCLASSES = "subclasses"  # parameters are of a tensor subclass, or have extensions
+    METHODS = "methods"  # `register_fsdp_forward_method`
+    ROOTS = "roots"  # several sharded modules are outermost
+    CAPTURE = "capture"  # with other groups it is not one graph
+
+
 class Decision(StrEnum):
     """The parts of a setting that can be told apart in what they gain."""
 

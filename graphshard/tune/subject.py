@@ -22,7 +22,7 @@ from graphshard.cost.machine import Machine
 from graphshard.errors import CaptureError, OfflineError
 from graphshard.fsdp2 import states_under
 from graphshard.fsdp2.describe import name_of
-from graphshard.fsdp2.undo import Obstacle, Sharding, obstacle, sharding_of, undo
+from graphshard.fsdp2.undo import Sharding, obstacle, sharding_of, undo
 from graphshard.offline.repeats import Repeat, repeats_in, shorten
 from graphshard.offline.repeats import is_inside as is_group_of
 from graphshard.offline.study import Point, Study
@@ -30,7 +30,7 @@ from graphshard.offline.target import Sizes
 from graphshard.offline.world import Fake, Made, built, faked, groups_of, pretended, world_of
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy
-from graphshard.schedule.setting import Grouping, MeshShape
+from graphshard.schedule.setting import Grouping, MeshShape, Obstacle
 from graphshard.tune.layout import plain_name, shard, shards_alike
 from graphshard.tune.merge import Described, Union, renamed
 from graphshard.tune.modules import (
@@ -65,14 +65,6 @@ class Costs:
     full: GraphCosts | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Why a model keeps the calls that sharded it: FSDP2 cannot be taken back, or several modules
-    are outermost (no obstacle)."""
-
-    obstacle: Obstacle | None
-
-
 @dataclass(slots=True)
 class Subject:
     """See above. sizes: of all batches to be tried. groupings: None for a model that keeps its
@@ -87,7 +79,7 @@ class Subject:
     say: Callable[[str], None] = lambda text: None
     is_sharded: bool = True
     moves: bool = True
-    kept: Kept | None = None
+    kept: Obstacle | None = None
     groupings: Groupings | None = None
     sharding: Sharding = field(default_factory=Sharding)
     costs: dict[Sizes, Costs] = field(default_factory=dict)
@@ -108,16 +100,13 @@ class Subject:
         except CaptureError:
             if self.groupings is None or not self.is_sharded:
                 raise
-            # A model may need the groups that it has.
-            self.say("with other groups it cannot be captured: it keeps those that it has")
-            self.groupings, self.kept = None, Kept(None)
+            self.groupings, self.kept = None, Obstacle.CAPTURE
             self._capture()
 
     def _look(self, model: nn.Module) -> None:
         self.is_sharded = bool(states_under(model))
-        found = obstacle(model)
-        if found is not None:
-            self.kept = Kept(found)
+        self.kept = obstacle(model)
+        if self.kept is not None:
             self.sharding = sharding_of(model)
             return
         self.sharding = undo(model)
@@ -127,7 +116,7 @@ class Subject:
             self.moves = own is not None and not self.sharding.has_dtensors
         root = root_of(self.sharding)
         if root is None:
-            self.kept = Kept(None)
+            self.kept = Obstacle.ROOTS
             return
         groupings = groupings_of(model, self.sharding, root)
         fitting = {
@@ -234,7 +223,8 @@ class Subject:
         if world_size not in self._own:
             with pretended(world_size):
                 made = built(partial(self.build, self.sizes[0]))
-                meshes = [call.mesh for call in sharding_of(made.model).calls if call.mesh]
+                calls = sharding_of(made.model).calls
+                meshes = [call.mesh for call in calls if call.mesh is not None]
                 self._shapes[world_size] = _shape(meshes, world_size)
                 self._ranks[world_size] = max(mesh.size() for mesh in meshes)
                 self._own[world_size] = self._world(faked(lambda: made))

@@ -10,6 +10,7 @@ from graphshard.schedule.setting import (
     Decision,
     Grouping,
     MeshShape,
+    Obstacle,
     Resharding,
     Scheduling,
     Setting,
@@ -52,6 +53,14 @@ DECISIONS = {
     Decision.CHECKPOINTING: "recompute",
     Decision.BATCH: "batch",
     Decision.SCHEDULING: "schedule",
+}
+KEPT = {
+    Obstacle.REPLICATES: "a module is sharded by `replicate`",
+    Obstacle.MESHES: "one call spreads parameters over several meshes",
+    Obstacle.SUBCLASSES: "parameters are tensor subclasses, or have all-gather extensions",
+    Obstacle.METHODS: "`register_fsdp_forward_method` was used",
+    Obstacle.ROOTS: "several sharded modules are outermost",
+    Obstacle.CAPTURE: "with other groups it is not one graph",
 }
 # Of the picture: time is that of so many tokens on one GPU.
 TOKENS = 1_000
@@ -101,13 +110,20 @@ class Tuned:
 
 
 def tune_text(
-    name: str, where: str, every: Sequence[Tuned], took_s: float, picture: str | None = None
+    name: str,
+    where: str,
+    every: Sequence[Tuned],
+    took_s: float,
+    picture: str | None = None,
+    kept: Obstacle | None = None,
 ) -> str:
-    """The screen. where: the machine, in words."""
+    """The screen. where: the machine, in words. kept: why the model keeps its calls, if it does."""
     lines = [f"{name}  {where}, no weights, no GPU used", ""]
     lines += _table(every)
     for tuned in every:
         lines += ["", *_about(tuned)]
+    if kept is not None:
+        lines += ["", f"Its fully_shard calls stay as they are: {KEPT[kept]}."]
     lines += ["", f"{took_s:.0f} s in all"]
     written = [tuned.code_path for tuned in every if tuned.code_path is not None]
     lines += [f"wrote {path}" for path in (*written, *([picture] if picture else []))]
