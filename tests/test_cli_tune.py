@@ -18,6 +18,7 @@ from graphshard.schedule.setting import (
     Scheduling,
     Setting,
 )
+from graphshard.view.front import front_svg
 from graphshard.view.tune import (
     CHECKPOINTS,
     DECISIONS,
@@ -185,3 +186,4 @@ def test_the_picture_has_the_time_of_tokens_of_one_gpu():
     best, now = panel.series
     assert best.spots[0].step_us == pytest.approx(1000 * 64 / 1500 * 1e6)
     assert now.spots[0].peak_bytes == 2**30
+    assert ">1,000 tokens of one GPU</text>" in front_svg([panel])

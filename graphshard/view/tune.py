@@ -229,8 +229,8 @@ def panels_of(name: str, where: str, every: Sequence[Tuned]) -> list[Panel]:
         if tuned.now is not None and tuned.now.fits:
             series.append(Series("now", (_spot(tuned.now),)))
         if tuned.front:
-            title = f"{name}, {tuned.world_size:,} x {where}, {TOKENS:,} tokens of one GPU"
-            found.append(Panel(title, tuple(series)))
+            title = f"{name}, {tuned.world_size:,} x {where}"
+            found.append(Panel(title, tuple(series), f"{TOKENS:,} tokens of one GPU"))
     return found
 
 
