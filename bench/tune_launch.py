@@ -67,7 +67,8 @@ def run(request: Request) -> Measured:
     model.compile(backend="graphshard", fullgraph=True, options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     clock = Clock(network.now_us, optimizer)
-    trainer = Trainer(model, clock, AsyncReduceScatter())
+    syncs_last = not code.get("SYNC_EACH", True)
+    trainer = Trainer(model, clock, AsyncReduceScatter(), syncs=syncs_last)
     steps_us, model_us, losses = [], [], []
     for step in range(WARM_UP_STEPS + request.num_steps):
         first = step * code["MICRO_STEPS"]

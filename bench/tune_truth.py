@@ -123,7 +123,8 @@ def words(setting: Setting) -> str:
         f"{GROUPS[setting.grouping]:<15}",
         f"{RESHARDS[setting.reshard]:<12}",
         f"{CHECKPOINTS[setting.checkpointing]:<11}",
-        f"{dict(setting.sizes)['batch']} x {setting.micro_steps}",
+        f"{dict(setting.sizes)['batch']} x {setting.micro_steps}"
+        f"{'' if setting.sync_each else ', sync last'}",
     )
     return " ".join(cells)
 

@@ -39,6 +39,7 @@ from graphshard.tune.modules import groupings_of, owner_of
 from graphshard.tune.pricing import Pricer, policy_for
 from graphshard.tune.search import (
     TOLERANCE,
+    Accumulated,
     Asked,
     batches_for,
     found_for,
@@ -235,7 +236,7 @@ def tuned():
     subject = subject_of()
     pricer = Pricer(subject)
     space = space_of(subject, WORLD, ASKED)
-    present = present_of(subject, WORLD, sizes_of(1), 1)
+    present = present_of(subject, WORLD, Accumulated(sizes_of(1)))
     return subject, pricer, space, found_for(subject, pricer, space, present)
 
 
@@ -303,8 +304,24 @@ def test_where_nothing_fits_the_nearest_is_said(tuned):
 def test_tokens_of_a_step_are_divided_into_micro_steps(tuned):
     subject = tuned[0]
     asked = replace(ASKED, batch_tokens=WORLD * 32 * 2)
-    assert list(batches_for(subject, WORLD, asked)) == [(sizes_of(1), 2), (sizes_of(2), 1)]
+    assert list(batches_for(subject, WORLD, asked)) == [
+        Accumulated(sizes_of(1), 2),
+        Accumulated(sizes_of(1), 2, sync_each=False),
+        Accumulated(sizes_of(2), 1),
+    ]
     assert not list(batches_for(subject, WORLD, replace(asked, batch_tokens=WORLD * 32 + 1)))
+
+
+def test_what_only_the_last_micro_step_reduces_takes_memory_for_less_communication(tuned):
+    pricer = tuned[1]
+    each = setting(micro_steps=4)
+    bounds = [pricer.bound(one).step_us for one in (each, replace(each, sync_each=False))]
+    planned = [pricer.price(one) for one in (each, replace(each, sync_each=False))]
+    assert bounds[0] > bounds[1]
+    assert planned[0].step_us > planned[1].step_us
+    assert planned[0].peak_bytes < planned[1].peak_bytes
+    single = pricer.price(setting(micro_steps=1))
+    assert planned[0].step_us == pytest.approx(4 * single.step_us, rel=0.02)
 
 
 def test_meshes_are_of_whole_nodes():
@@ -340,7 +357,7 @@ def several_roots(model):
 def found_in(subject, batches=(1,)):
     pricer = Pricer(subject)
     space = space_of(subject, WORLD, Asked(2**33, tuple(map(sizes_of, batches))))
-    present = present_of(subject, WORLD, sizes_of(1), 1)
+    present = present_of(subject, WORLD, Accumulated(sizes_of(1)))
     return space, found_for(subject, pricer, space, present)
 
 

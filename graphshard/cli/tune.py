@@ -182,7 +182,7 @@ def _budget(args: argparse.Namespace, subject: Subject) -> int:
 
 def _found(subject: Subject, pricer: Pricer, asked: Asked, gpus: int, present: Sizes) -> Found:
     """Raises OptionsError (GS105) for tokens that no batch divides."""
-    from graphshard.tune.search import found_for, present_of, space_of
+    from graphshard.tune.search import Accumulated, found_for, present_of, space_of
 
     space = space_of(subject, gpus, asked)
     if not space.batches:
@@ -193,8 +193,9 @@ def _found(subject: Subject, pricer: Pricer, asked: Asked, gpus: int, present: S
             f"has {subject.data_ranks(gpus) * dict(present)['seq']:,}",
         )
     say(f"{gpus:,} GPUs: {space.size:,} settings")
-    steps = dict(space.batches).get(present, 1)
-    return found_for(subject, pricer, space, present_of(subject, gpus, present, steps))
+    # FSDP2 reduces in each micro-step unless it is told not to.
+    now = next((batch for batch in space.batches if batch.sizes == present), Accumulated(present))
+    return found_for(subject, pricer, space, present_of(subject, gpus, now))
 
 
 def _tuned(

@@ -58,7 +58,8 @@ class Scheduling(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Setting:
     """mesh: None for that of the model's own calls. sizes: of one rank's inputs in a micro-step, by
-    name; a step has micro_steps of them. budget_bytes: for the planner."""
+    name; a step has micro_steps of them. sync_each: each of these reduces its gradients, not the
+    last one alone. budget_bytes: for the planner."""
 
     world_size: int
     mesh: MeshShape | None
@@ -67,6 +68,7 @@ class Setting:
     checkpointing: Checkpointing
     sizes: tuple[tuple[str, int], ...]
     micro_steps: int = 1
+    sync_each: bool = True
     scheduling: Scheduling = Scheduling.PLANNED
     budget_bytes: int | None = None
 

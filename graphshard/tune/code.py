@@ -40,6 +40,9 @@ def _head(subject: Subject, setting: Setting) -> Iterator[str]:
     yield "# Of one rank's inputs in a micro-step, of which a step has MICRO_STEPS."
     yield f"SIZES = {{{sizes.removesuffix(', ')}}}"
     yield f"MICRO_STEPS = {setting.micro_steps}"
+    if setting.micro_steps > 1:
+        yield "# Else model.set_requires_gradient_sync(False) before all micro-steps but the last."
+        yield f"SYNC_EACH = {setting.sync_each}"
     yield '# model.compile(backend="graphshard", options=OPTIONS)'
     yield "OPTIONS = {"
     for name, value in options_of(subject, setting).items():

@@ -99,7 +99,7 @@ class Pricer:
         return self._bounds[setting]
 
     def _bound(self, setting: Setting) -> Bound:
-        problem = problem_of(*self.inputs(setting))
+        problem = self._problem(setting)
         units = self._costs(setting).costs.units if self.policy(setting).recompute else ()
         floor = _floor_bytes(problem)
         over = 0 if setting.budget_bytes is None else max(0, floor - setting.budget_bytes)
@@ -119,13 +119,27 @@ class Pricer:
         baseline = None
         if setting.checkpointing is Checkpointing.AUTO and self._size(setting).free is not None:
             own = replace(setting, checkpointing=Checkpointing.AS_IS)
-            baseline = problem_of(*self.inputs(own))
-        posed = Posed(costs, problem_of(costs, planning), baseline=baseline)
+            baseline = self._problem(own)
+        posed = Posed(costs, self._problem(setting), baseline=baseline)
         try:
             plan, _ = best_plans(posed, planning)
         except InfeasibleBudget as error:
             return Priced(setting, None, error.shortage.least_bytes)
         return Priced(setting, replace(plan, name=self.subject.name))
+
+    def _problem(self, setting: Setting) -> Problem:
+        problem = problem_of(*self.inputs(setting))
+        if setting.micro_steps == 1 or not setting.sync_each:
+            return problem
+        # Only what does not reduce leaves groups gathered for the next micro-step.
+        groups = tuple(replace(g, keep_across=g.keep_across is True) for g in problem.groups)
+        return replace(
+            problem,
+            groups=groups,
+            micro_steps=setting.micro_steps,
+            sync_each=True,
+            has_gradients=True,
+        )
 
     # -- what a plan is made of ----------------------------------------------------------------
 
@@ -192,15 +206,16 @@ def policy_for(subject: Subject, setting: Setting, near: float = 0.0) -> Plannin
 
 def options_of(subject: Subject, setting: Setting) -> dict[str, object]:
     """`options=` of the backend."""
+    without_sync = 1 if setting.sync_each else setting.micro_steps
     if setting.scheduling is Scheduling.FSDP2:
-        return {"schedule": "fsdp2", "micro_steps": setting.micro_steps}
+        return {"schedule": "fsdp2", "micro_steps": without_sync}
     decides = subject.groupings is None and setting.reshard is Resharding.OPEN
     auto = setting.checkpointing is Checkpointing.AUTO
     return {
         "memory_budget": setting.budget_bytes,
         "recompute": "auto" if auto else "user",
         "offload": "never",
-        "micro_steps": setting.micro_steps,
+        "micro_steps": without_sync,
         "reshard": "auto" if decides else "fsdp2",
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
 
 from graphshard.offline.target import Sizes
 from graphshard.schedule.setting import (
@@ -41,6 +41,21 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Accumulated:
+    """`micro_steps` of `sizes` are a step; sync_each: see `Setting`."""
+
+    sizes: Sizes
+    micro_steps: int = 1
+    sync_each: bool = True
+
+
+def with_batch(setting: Setting, batch: Accumulated) -> Setting:
+    return replace(
+        setting, sizes=batch.sizes, micro_steps=batch.micro_steps, sync_each=batch.sync_each
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Space:
     """What is searched for one number of GPUs."""
 
@@ -49,19 +64,16 @@ class Space:
     groupings: tuple[Grouping, ...]
     reshards: tuple[Resharding, ...]
     checkpointings: tuple[Checkpointing, ...]
-    batches: tuple[tuple[Sizes, int], ...]
+    batches: tuple[Accumulated, ...]
     budget_bytes: int
 
     def settings(self, reshards: Sequence[Resharding] | None = None) -> Iterator[Setting]:
-        for shape in self.shapes:
-            for grouping in self.groupings:
-                for reshard in self.reshards if reshards is None else reshards:
-                    for kind in self.checkpointings:
-                        for sizes, micro_steps in self.batches:
-                            yield Setting(
-                                self.world_size, shape, grouping, reshard, kind, sizes, micro_steps,
-                                budget_bytes=self.budget_bytes,
-                            )  # fmt: skip
+        chosen = self.reshards if reshards is None else reshards
+        for shape, grouping, reshard, kind, batch in product(
+            self.shapes, self.groupings, chosen, self.checkpointings, self.batches
+        ):
+            own = Setting(self.world_size, shape, grouping, reshard, kind, batch.sizes)
+            yield replace(with_batch(own, batch), budget_bytes=self.budget_bytes)
 
     @property
     def size(self) -> int:
@@ -119,16 +131,19 @@ def space_of(subject: Subject, world_size: int, asked: Asked) -> Space:
     )
 
 
-def batches_for(subject: Subject, world_size: int, asked: Asked) -> Iterator[tuple[Sizes, int]]:
-    """Sizes of a micro-step, and how many of them a step has."""
+def batches_for(subject: Subject, world_size: int, asked: Asked) -> Iterator[Accumulated]:
+    """What a step may be made of."""
     for sizes in asked.batches:
         if asked.batch_tokens is None:
-            yield sizes, 1
+            yield Accumulated(sizes)
             continue
         own = dict(sizes)
         tokens = own["batch"] * own["seq"] * subject.data_ranks(world_size)
         if asked.batch_tokens % tokens == 0:
-            yield sizes, asked.batch_tokens // tokens
+            micro_steps = asked.batch_tokens // tokens
+            yield Accumulated(sizes, micro_steps)
+            if micro_steps > 1:
+                yield Accumulated(sizes, micro_steps, sync_each=False)
 
 
 def found_for(subject: Subject, pricer: Pricer, space: Space, present: Setting | None) -> Found:
@@ -208,10 +223,8 @@ def _is_open(pricer: Pricer, priced: Priced, promised: float) -> bool:
 def _around(pricer: Pricer, space: Space, best: Priced) -> Iterator[Setting]:
     """Other batches and checkpointing with the best's mesh and groups, and less memory."""
     for kind in space.checkpointings:
-        for sizes, micro_steps in space.batches:
-            setting = replace(
-                best.setting, checkpointing=kind, sizes=sizes, micro_steps=micro_steps
-            )
+        for batch in space.batches:
+            setting = with_batch(replace(best.setting, checkpointing=kind), batch)
             is_cheap = kind is not Checkpointing.AUTO
             if is_cheap and pricer.bound(setting).least_bytes <= space.budget_bytes:
                 yield setting
@@ -233,21 +246,20 @@ def front_of(pricer: Pricer, priced: Iterable[Priced]) -> list[Priced]:
 # -- gains -------------------------------------------------------------------------------------
 
 
-def present_of(subject: Subject, world_size: int, sizes: Sizes, micro_steps: int) -> Setting | None:
+def present_of(subject: Subject, world_size: int, batch: Accumulated) -> Setting | None:
     """What the model does by itself, in FSDP2's own order; None if it was not sharded."""
     if not subject.is_sharded:
         return None
-    shape = subject.own_shape(world_size) if subject.moves and subject.groupings else None
-    return Setting(
+    own = Setting(
         world_size,
-        shape,
+        subject.own_shape(world_size) if subject.moves and subject.groupings else None,
         Grouping.AS_IS,
         Resharding.AS_IS,
         Checkpointing.AS_IS,
-        sizes,
-        micro_steps,
-        Scheduling.FSDP2,
+        batch.sizes,
+        scheduling=Scheduling.FSDP2,
     )
+    return with_batch(own, batch)
 
 
 def _gains(
@@ -277,8 +289,8 @@ def _reverted(
     kind = Checkpointing.AS_IS if checkpoints else Checkpointing.NONE
     yield Decision.CHECKPOINTING, replace(best, checkpointing=kind)
     if present is not None:
-        sizes, micro_steps = present.sizes, present.micro_steps
-        yield Decision.BATCH, replace(best, sizes=sizes, micro_steps=micro_steps)
+        now = Accumulated(present.sizes, present.micro_steps, present.sync_each)
+        yield Decision.BATCH, with_batch(best, now)
     if best.checkpointing is not Checkpointing.AUTO:
         yield Decision.SCHEDULING, replace(best, scheduling=Scheduling.FSDP2)
 

@@ -158,7 +158,7 @@ def _cells(row: TuneRow, mark: str, has_price: bool) -> list[str]:
         RESHARDS[setting.reshard],
         CHECKPOINTS[setting.checkpointing],
         f"{sizes['batch']} x {sizes['seq']:,}",
-        str(setting.micro_steps),
+        _steps_text(setting),
     ]
     if not row.fits:
         cells += ["does not fit", "", "", f"> {bytes_text(row.least_bytes)}"]
@@ -168,6 +168,10 @@ def _cells(row: TuneRow, mark: str, has_price: bool) -> list[str]:
     if has_price:
         cells.append("" if row.usd_per_million is None else f"{row.usd_per_million:.4f}")
     return [*cells, mark]
+
+
+def _steps_text(setting: Setting) -> str:
+    return f"{setting.micro_steps}{'' if setting.sync_each else ', sync last'}"
 
 
 def mesh_text(setting: Setting) -> str:
@@ -209,8 +213,9 @@ def _gained(before: TuneRow, after: TuneRow) -> str:
 def _words(decision: Decision, row: TuneRow) -> str:
     setting = row.setting
     if decision is Decision.BATCH:
-        sizes, steps = dict(setting.sizes), setting.micro_steps
-        return f"{sizes['batch']} x {sizes['seq']:,}" + (f" x {steps}" if steps > 1 else "")
+        sizes = dict(setting.sizes)
+        steps = f" x {_steps_text(setting)}" if setting.micro_steps > 1 else ""
+        return f"{sizes['batch']} x {sizes['seq']:,}{steps}"
     words: dict[Decision, str] = {
         Decision.MESH: mesh_text(setting),
         Decision.GROUPING: GROUPS[setting.grouping],
