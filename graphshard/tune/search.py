@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, product
+from math import inf, log
+from time import perf_counter
 
 from graphshard.offline.target import Sizes
 from graphshard.schedule.setting import (
@@ -26,6 +28,12 @@ from graphshard.tune.subject import Subject, shapes_for
 
 # Less than this is no reason to plan one more setting.
 TOLERANCE = 0.01
+# Nor is this one for another setting than the simpler one before it.
+TIE = 0.002
+# A plan is searched well enough where it is as near to its bound.
+FAR = 0.05
+# So long, and for so many plans at least, the best is looked for.
+PATIENCE_S, LEAST_PLANS = 20.0, 10
 # Of the best plan's peak: what another point of the front is allowed.
 LESS = (0.6,)
 
@@ -180,25 +188,31 @@ def _best(pricer: Pricer, space: Space) -> tuple[Priced | None, float]:
     """The best, and what is left (see `Found`)."""
     first, *others = space.reshards
     ties = count()  # among equal promises the first one comes first
-    queue: list[tuple[float, int, Setting]] = []
+    queue: list[tuple[int, int, float, Setting]] = []
 
     def promise(setting: Setting) -> None:
         bound = pricer.bound(setting)
         if bound.least_bytes <= space.budget_bytes:
-            heappush(queue, (-pricer.tokens_per_s(setting, bound.step_us), next(ties), setting))
+            rate = pricer.tokens_per_s(setting, bound.step_us)
+            heappush(queue, (-round(log(rate) / TOLERANCE), next(ties), rate, setting))
 
     for setting in space.settings((first,)):
         promise(setting)
-    best, reached = None, 0.0
+    best, reached, before, began = None, 0.0, pricer.num_planned, perf_counter()
     while queue:
-        promised, _, setting = heappop(queue)
-        if -promised <= reached * (1 + TOLERANCE):
-            return best, max(0.0, -promised / reached - 1)
+        left = max(rate for *_, rate, _ in queue) / reached - 1 if reached else inf
+        tired = perf_counter() - began > PATIENCE_S and pricer.num_planned - before >= LEAST_PLANS
+        if left <= TOLERANCE or (tired and best is not None):
+            return best, max(0.0, left)
+        *_, promised, setting = heappop(queue)
+        if promised <= reached:
+            continue
         priced = pricer.price(setting)
-        if priced.plan is not None and pricer.rate(priced) > reached:
+        if priced.plan is not None and pricer.rate(priced) > reached * (1 + TIE):
             best, reached = priced, pricer.rate(priced)
-        # Another rule of resharding is no better than the bound of this one.
-        if setting.reshard is first and _is_open(pricer, priced, -promised):
+        # Another rule of resharding is no better than the bound of this one, and mostly one of the
+        # planner's choices.
+        if setting.reshard is first and _is_open(pricer, priced, promised):
             for other in others:
                 promise(replace(setting, reshard=other))
     return best, 0.0
@@ -217,7 +231,7 @@ def _nearest(pricer: Pricer, space: Space) -> Priced:
 
 def _is_open(pricer: Pricer, priced: Priced, promised: float) -> bool:
     """A plan is so far from its bound that another rule of resharding could be better."""
-    return priced.plan is None or pricer.rate(priced) * (1 + TOLERANCE) < promised
+    return priced.plan is None or pricer.rate(priced) * (1 + FAR) < promised
 
 
 def _around(pricer: Pricer, space: Space, best: Priced) -> Iterator[Setting]:
