@@ -29,7 +29,7 @@ from graphshard.tune.subject import Subject, shapes_for
 # Less than this is no reason to plan one more setting.
 TOLERANCE = 0.01
 # Nor is this one for another setting than the simpler one before it.
-TIE = 0.002
+TIE = 0.005
 # A plan is searched well enough where it is as near to its bound.
 FAR = 0.05
 # So long, and for so many plans at least, the best is looked for.
@@ -168,7 +168,7 @@ def found_for(subject: Subject, pricer: Pricer, space: Space, present: Setting |
         space.world_size,
         now,
         best,
-        tuple(front_of(pricer, [*own, *(p for p in around if p.plan is not None)])),
+        tuple(front_of(pricer, best, [*own, *(p for p in around if p.plan is not None)])),
         tuple(_gains(subject, pricer, best, present)),
         space.size,
         pricer.num_planned - before,
@@ -247,12 +247,12 @@ def _around(pricer: Pricer, space: Space, best: Priced) -> Iterator[Setting]:
             yield replace(best.setting, budget_bytes=int(share * best.peak_bytes))
 
 
-def front_of(pricer: Pricer, priced: Iterable[Priced]) -> list[Priced]:
-    """Those that no other beats in tokens per second and memory, the fastest first."""
-    found: list[Priced] = []
-    every = {one.setting: one for one in priced}.values()
-    for one in sorted(every, key=lambda p: (-pricer.rate(p), p.peak_bytes)):
-        if not found or one.peak_bytes < found[-1].peak_bytes:
+def front_of(pricer: Pricer, best: Priced, others: Iterable[Priced]) -> list[Priced]:
+    """The best, and slower ones that need less memory than all faster ones."""
+    found = [best]
+    slower = [one for one in others if pricer.rate(one) <= pricer.rate(best)]
+    for one in sorted(slower, key=lambda p: (-pricer.rate(p), p.peak_bytes)):
+        if one.peak_bytes < found[-1].peak_bytes:
             found.append(one)
     return found
 
