@@ -218,7 +218,16 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_get_op_type": None,
     },
     "torch.distributed._composable.contract": {
+        "REGISTRY_KEY": None,
+        "STATE_KEY": None,
         "_get_registry": "module",
+    },
+    "torch.distributed._composable_state": {
+        "_module_state_mapping": None,
+    },
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": {
+        "_CHECKPOINT_PREFIX": None,
+        "checkpoint_wrapper": None,
     },
     "torch.distributed.distributed_c10d": {
         "_get_default_store": "",

@@ -1,10 +1,10 @@
-"""The command line: `graphshard plan`, `machines`, `show`, `view`, `diff`, `calibrate`, `doctor`.
+"""The command line: `graphshard plan`, `tune`, `machines`, `show`, `view`, `diff` and others.
 
-Only plan, calibrate and doctor import torch, when they run. Results go to stdout, everything else
-to stderr. Exit status: 0 ok, 1 the model cannot be built or captured or doctor found a fault, 2
-wrong usage or a file that cannot be read or written, 3 no schedule fits the budget (of a sweep: of
-one row at least), 4 the user's own file or function fails. 141: nobody reads stdout any more; 130:
-interrupted.
+Only plan, tune, calibrate and doctor import torch, when they run. Results go to stdout, everything
+else to stderr. Exit status: 0 ok, 1 the model cannot be built or captured or doctor found a fault,
+2 wrong usage or a file that cannot be read or written, 3 no schedule fits the budget (of a sweep:
+of one row at least; of tune: of one number of GPUs), 4 the user's own file or function fails. 141:
+nobody reads stdout any more; 130: interrupted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from graphshard.cli.doctor import add_doctor
 from graphshard.cli.look import add_show, add_view
 from graphshard.cli.machines import add_machines
 from graphshard.cli.plan import add_plan
+from graphshard.cli.tune import add_tune
 from graphshard.errors import (
     CostError,
     DoctorError,
@@ -88,13 +89,14 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="graphshard",
-        description="Plan models sharded with fully_shard, look at plans, measure machines, "
-        "examine training scripts.",
+        description="Plan models sharded with fully_shard, find their best settings, look at "
+        "plans, measure machines, examine training scripts.",
     )
     parser.add_argument("--version", action="version", version=f"graphshard {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     for add in (
         add_plan,
+        add_tune,
         add_machines,
         add_show,
         add_view,

@@ -112,7 +112,7 @@ def _calls(one: Sharded, name: str) -> list[str]:
     keywords = {
         "mesh": one.mesh,
         "reshard_after_forward": "" if call.reshard_after_forward is None else "False",
-        "mp_policy": "" if call.mp_policy is None else _policy(call.mp_policy),
+        "mp_policy": "" if call.mp_policy is None else policy_text(call.mp_policy),
         "offload_policy": "",
         "ignored_params": "ignored" if one.ignores else "",
     }
@@ -126,7 +126,7 @@ def _calls(one: Sharded, name: str) -> list[str]:
     return lines
 
 
-def _policy(policy: MixedPrecisionPolicy) -> str:
+def policy_text(policy: MixedPrecisionPolicy) -> str:
     """Only what differs from the default."""
     default = MixedPrecisionPolicy()
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")

@@ -8,10 +8,8 @@ insists on numbers is captured once for each of its sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from time import perf_counter
 from typing import Any, TypeAlias
 
 from graphshard.capture.interpreter import no_collections
@@ -38,6 +36,7 @@ from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import copy_of
 from graphshard.offline.capture import Captured, capture
+from graphshard.offline.clock import Clock
 from graphshard.offline.concrete import concrete
 from graphshard.offline.point import Answer, Point
 from graphshard.offline.recut import recut
@@ -106,7 +105,7 @@ class Study:
     _cuts: dict[tuple[int, _CutKey], Partition] = field(default_factory=dict)
     _costs: dict[_CostsKey, GraphCosts] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
-    _times: dict[str, float] = field(default_factory=lambda: {"capture": 0, "passes": 0, "plan": 0})
+    _clock: Clock = field(default_factory=Clock)
 
     def answers(self) -> Iterator[Answer]:
         """One answer per point, in their order.
@@ -116,9 +115,22 @@ class Study:
         with no_collections():
             self._prepare()
         for point in self.points:
-            with no_collections(), self._timed("plan"):
+            with no_collections(), self._clock.timed("plan"):
                 answer = self._answer(point)
             yield answer
+
+    def costs(self) -> Iterator[tuple[GraphCosts, GraphCosts | None]]:
+        """What the whole model costs at each point: as the user checkpoints it, and with that
+        replaced, where it may be and there is something to replace. Raises as `answers`."""
+        with no_collections():
+            self._prepare()
+        for point in self.points:
+            found = [
+                self._costs.get(self._key(point, freed=freed))
+                or self._captured_costs(point, freed=freed)
+                for freed in ((False, True) if self._may_free(point) else (False,))
+            ]
+            yield found[0], found[1] if found[1:] else None
 
     @property
     def effort(self) -> Effort:
@@ -129,9 +141,9 @@ class Study:
             num_groups=len(infos),
             num_repeated=sum(repeat.count - CAPTURED for repeat in self._repeats),
             num_params=sum(p.numel for g in infos for p in g.params),
-            capture_s=self._times["capture"],
-            passes_s=self._times["passes"],
-            plan_s=self._times["plan"],
+            capture_s=self._clock.seconds["capture"],
+            passes_s=self._clock.seconds["passes"],
+            plan_s=self._clock.seconds["plan"],
         )
 
     def posed(self, point: Point) -> Posed:
@@ -187,7 +199,7 @@ class Study:
         def again(chosen: Recomputed) -> tuple[None, GraphCosts]:
             self.say("capturing a few blocks of each kind, since some activations are not saved")
             build, infos = partial(self.build, point.sizes), posed.costs.groups
-            with self._timed("capture"):
+            with self._clock.timed("capture"):
                 costs = recut(build, self.name, self._repeats, infos, planning, chosen)
             if costs is None or [g.fqn for g in costs.groups] != [g.fqn for g in infos]:
                 raise _NotCounted
@@ -226,7 +238,7 @@ class Study:
 
     def _capture_all(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> list[str]:
         """The names of the groups, in the order of their numbers."""
-        with self._timed("capture"):
+        with self._clock.timed("capture"):
             for own in every:
                 made = fake if own == sizes else built(partial(self.build, own))
                 self._shapes[own] = shapes(made)
@@ -253,7 +265,7 @@ class Study:
         asked = [(point, False) for point in self.points]
         asked += [(point, True) for point in self.points if self._may_free(point)]
         for key, (point, freed) in {self._key(p, freed=f): (p, f) for p, f in asked}.items():
-            costs: GraphCosts | None = self._short_costs(point, freed=freed)
+            costs: GraphCosts | None = self._captured_costs(point, freed=freed)
             for repeat in self._repeats:
                 costs = costs and unrolled(costs, repeat, infos)
             # A group that is used behind the captured blocks alone would be forgotten.
@@ -329,7 +341,7 @@ class Study:
             captured = self._capture_of(sizes)
             own = self._shapes[sizes]
             numbers = {name: own[at.leaf][at.dim] for at, name in captured.symbols.items()}
-            with self._timed("passes"):
+            with self._clock.timed("passes"):
                 parts = self._partition(captured, key)
                 placed = concrete(parts.placed, numbers)
             self._parts[sizes, key] = replace(parts, placed=placed)
@@ -354,7 +366,7 @@ class Study:
         policy, name = point.policy, point.machine.name
         return point.sizes, name, policy.recompute, point.fused, point.in_parts, freed
 
-    def _short_costs(self, point: Point, *, freed: bool) -> GraphCosts:
+    def _captured_costs(self, point: Point, *, freed: bool) -> GraphCosts:
         return graph_costs(
             self._cut(point.sizes, (NO_UNITS, point.fused, freed)).placed,
             point.machine,
@@ -362,12 +374,3 @@ class Study:
             fused=point.fused,
             parts=point.in_parts,
         )
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        """Adds to the time of `what`; what is timed inside counts there only."""
-        began, inside = perf_counter(), sum(self._times.values())
-        try:
-            yield
-        finally:
-            self._times[what] += perf_counter() - began - (sum(self._times.values()) - inside)

@@ -39,8 +39,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
+    """time: what takes the time of a spot."""
+
     title: str
     series: tuple[Series, ...]
+    time: str = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class _Drawn:
     across: tuple[_Tick, ...]
     up: tuple[_Tick, ...]
     lines: tuple[_Line, ...]
+    time: str
 
 
 def front_svg(panels: Sequence[Panel], columns: int = 1) -> str:
@@ -108,6 +112,7 @@ def _drawn(panel: Panel, x: float, y: float) -> _Drawn:
         tuple(_ticks(peaks, SIZES)),
         tuple(_ticks(steps, SCALES)),
         tuple(lines),
+        panel.time,
     )
 
 

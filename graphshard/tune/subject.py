@@ -1,0 +1,303 @@
+"""A user's model under tuning: what it is, what its steps cost, and its groups on each world.
+
+One capture serves all groupings and meshes: it is made with the finest groups, of which all others
+are unions (`graphshard.tune.merge`). A model whose `fully_shard` calls cannot be taken back keeps
+them, with its meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphshard.cost.machine import Machine
+from graphshard.errors import CaptureError, OfflineError
+from graphshard.fsdp2 import states_under
+from graphshard.fsdp2.describe import name_of
+from graphshard.fsdp2.undo import Sharding, obstacle, sharding_of, undo
+from graphshard.offline.point import Point
+from graphshard.offline.repeats import Repeat, repeats_in, shorten
+from graphshard.offline.repeats import is_inside as is_group_of
+from graphshard.offline.study import Study
+from graphshard.offline.target import Sizes
+from graphshard.offline.world import Fake, Made, built, faked, groups_of, pretended, world_of
+from graphshard.pricing.op_costs import GraphCosts
+from graphshard.pricing.problem import PlanningPolicy
+from graphshard.schedule.setting import Grouping, MeshShape, Obstacle
+from graphshard.tune.layout import plain_name, shard, shards_alike
+from graphshard.tune.merge import Described, Union, renamed
+from graphshard.tune.modules import (
+    Groupings,
+    Modules,
+    groupings_of,
+    is_inside,
+    owner_of,
+    root_of,
+)
+
+Build = Callable[[Sizes], Made]
+World = Mapping[str, Described]
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """What is tuned for."""
+
+    machine: Machine
+    ranks_per_node: int
+    fused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of one step at one size. free: with the model's checkpoints left to the planner, if it has
+    any. full: with each block checkpointed, if the model checkpoints nothing."""
+
+    own: GraphCosts
+    free: GraphCosts | None
+    full: GraphCosts | None = None
+
+
+@dataclass(slots=True)
+class Subject:
+    """See above. sizes: of all batches to be tried. groupings: None for a model that keeps its
+    calls (`kept` says why). is_sharded: FUNCTION had sharded it. moves: onto other meshes (not
+    beside tensor parallel, say)."""
+
+    name: str
+    build: Build
+    machines: Machines
+    worlds: tuple[int, ...]
+    sizes: tuple[Sizes, ...]
+    say: Callable[[str], None] = lambda text: None
+    is_sharded: bool = True
+    moves: bool = True
+    kept: Obstacle | None = None
+    groupings: Groupings | None = None
+    sharding: Sharding = field(default_factory=Sharding)
+    costs: dict[Sizes, Costs] = field(default_factory=dict)
+    _finest: dict[tuple[int, MeshShape | None], World] = field(default_factory=dict)
+    _whole: tuple[str, ...] | None = None
+    _repeats: tuple[Repeat, ...] = ()
+    _own: dict[int, World] = field(default_factory=dict)
+    _shapes: dict[int, MeshShape | None] = field(default_factory=dict)
+    _ranks: dict[int, int] = field(default_factory=dict)
+
+    def prepare(self) -> None:
+        """Look at the model, and capture its step. Raises OfflineError, CaptureError."""
+        first = self.worlds[0]
+        with pretended(first):
+            self._look(built(partial(self.build, self.sizes[0])).model)
+        try:
+            self._capture()
+        except CaptureError:
+            if self.groupings is None or not self.is_sharded:
+                raise
+            self.groupings, self.kept = None, Obstacle.CAPTURE
+            self._capture()
+
+    def _look(self, model: nn.Module) -> None:
+        self.is_sharded = bool(states_under(model))
+        self.kept = obstacle(model)
+        if self.kept is not None:
+            self.sharding = sharding_of(model)
+            return
+        self.sharding = undo(model)
+        meshes = [call.mesh for call in self.sharding.calls if call.mesh is not None]
+        if self.is_sharded:
+            own = _shape(meshes, dist.get_world_size())
+            self.moves = own is not None and not self.sharding.has_dtensors
+        root = root_of(self.sharding)
+        if root is None:
+            self.kept = Obstacle.ROOTS
+            return
+        groupings = groupings_of(model, self.sharding, root)
+        fitting = {
+            kind: calls
+            for kind, calls in groupings.calls.items()
+            if shards_alike(model, self.sharding, calls)
+        }
+        self.groupings = Groupings(
+            fitting, groupings.finest, groupings.blocks, groupings.params, root
+        )
+
+    # -- captures ------------------------------------------------------------------------------
+
+    def _capture(self) -> None:
+        found = list(self._study(self._captured).costs())
+        for sizes, (own, free) in zip(self.sizes, found, strict=True):
+            self.costs[sizes] = Costs(own, free)
+        if self.groupings is None or not self.groupings.blocks or found[0][1] is not None:
+            return
+        self.say("capturing it with each block checkpointed")
+        try:
+            full = [own for own, _ in self._study(partial(self._captured, full=True)).costs()]
+        except (CaptureError, OfflineError, ValueError) as error:
+            self.say(f"with each block checkpointed it cannot be captured: {error}")
+            return
+        for sizes, costs in zip(self.sizes, full, strict=True):
+            self.costs[sizes] = replace(self.costs[sizes], full=_unwrapped(costs))
+
+    def _study(self, build: Build) -> Study:
+        machine = self.machines.machine
+        policy = PlanningPolicy(recompute=True, replaces_checkpoints=True, regroup=True)
+        world, per_node = self.worlds[0], self.machines.ranks_per_node
+        points = [
+            Point(world, per_node, machine, policy, sizes, self.machines.fused)
+            for sizes in self.sizes
+        ]
+        return Study(self.name, build, tuple(points), say=self.say)
+
+    def _captured(self, sizes: Sizes, *, full: bool = False) -> Made:
+        shape = None if self.is_sharded else MeshShape(1, dist.get_world_size())
+        return self._built(sizes, shape, full=full)
+
+    def bare(self) -> nn.Module:
+        """The model without shards."""
+        with pretended(self.worlds[0]):
+            model = built(partial(self.build, self.sizes[0])).model
+            if self.groupings is not None:
+                undo(model)
+        return model
+
+    def _built(self, sizes: Sizes, shape: MeshShape | None, *, full: bool = False) -> Made:
+        """With the finest groups. shape: None for the meshes of the model's own calls."""
+        made = self.build(sizes)
+        if self.groupings is None:
+            return made
+        sharding = undo(made.model)
+        if full:
+            for name in (name for names in self.groupings.blocks for name in names):
+                checkpointed(made.model, name)
+        calls = self.groupings.finest
+        for repeat in self._repeats:
+            shorten(made.model, repeat, count=1)
+            gone = repeat.names[1:]
+            calls = tuple(m for m in calls if not any(is_inside(m[0], block) for block in gone))
+        shard(made.model, sharding, calls, shape)
+        return made
+
+    # -- worlds --------------------------------------------------------------------------------
+
+    def finest(self, world_size: int, shape: MeshShape | None) -> World:
+        """The finest groups on a mesh; None: of the model's own calls."""
+        key = world_size, shape
+        if key not in self._finest:
+            with pretended(world_size):
+                fake = faked(partial(self._built, self.sizes[0], shape))
+                world = self._world(fake)
+                if self._whole is None:
+                    self._whole, self._repeats = tuple(world), tuple(repeats_in(fake.model))
+                else:
+                    world = {name: self._of_alike(world, name) for name in self._whole}
+            self._finest[key] = world
+        return self._finest[key]
+
+    def may_be_on(self, world_size: int, shape: MeshShape) -> bool:
+        """FSDP2 takes the model on this mesh; it cuts dims other than the first evenly only."""
+        try:
+            self.finest(world_size, shape)
+        except (NotImplementedError, ValueError, AssertionError) as error:
+            self.say(f"not over {shape.replicas} x {shape.shards} ranks: {error}")
+            return False
+        return True
+
+    def _of_alike(self, world: World, name: str) -> Described:
+        """The group, where of alike blocks only the first was sharded."""
+        for repeat in self._repeats:
+            block = next((block for block in repeat.names if is_group_of(name, block)), None)
+            if block is not None:
+                first = repeat.names[0]
+                return renamed(world[name.replace(block, first, 1)], first, block)
+        return world[name]
+
+    def own(self, world_size: int) -> World:
+        """The groups that the model's own calls make."""
+        if world_size not in self._own:
+            with pretended(world_size):
+                made = built(partial(self.build, self.sizes[0]))
+                calls = sharding_of(made.model).calls
+                meshes = [call.mesh for call in calls if call.mesh is not None]
+                self._shapes[world_size] = _shape(meshes, world_size)
+                self._ranks[world_size] = max(mesh.size() for mesh in meshes)
+                self._own[world_size] = self._world(faked(lambda: made))
+        return self._own[world_size]
+
+    def own_shape(self, world_size: int) -> MeshShape | None:
+        """The mesh of the model's own calls, if it is one of all ranks."""
+        self.own(world_size)
+        return self._shapes[world_size]
+
+    def data_ranks(self, world_size: int) -> int:
+        """Ranks that have batches of their own."""
+        if not self.is_sharded:
+            return world_size
+        self.own(world_size)
+        return self._ranks[world_size]
+
+    def _world(self, fake: Fake) -> World:
+        names = [name_of(group) for group in groups_of(fake)]
+        world = world_of(fake, names, self.machines.ranks_per_node)
+        return {
+            name: Described(info, settings)
+            for name, info, settings in zip(names, world.infos, world.settings, strict=True)
+        }
+
+    def unions(self, grouping: Grouping) -> list[Union]:
+        """Of the finest groups. The model's groupings must be known."""
+        assert self.groupings is not None
+        calls = self.groupings.calls[grouping]
+        members: dict[Modules, list[str]] = {modules: [] for modules in calls}
+        for modules in self.groupings.finest:
+            own = owner_of(modules[0], calls)
+            assert own is not None
+            members[own].append(group_name(modules))
+        return [
+            Union(group_name(modules), tuple(names), modules == (self.groupings.root,))
+            for modules, names in members.items()
+        ]
+
+
+def group_name(modules: Modules) -> str:
+    """As FSDP2 and plans name the group of a call."""
+    return ", ".join(modules) or "(root)"
+
+
+def checkpointed(model: nn.Module, name: str) -> None:
+    """The module computes its activations again in backward."""
+    parent, _, own = name.rpartition(".")
+    model.get_submodule(parent).register_module(own, checkpoint_wrapper(model.get_submodule(name)))
+
+
+def _unwrapped(costs: GraphCosts) -> GraphCosts:
+    """With the names that groups have without checkpoint wrappers."""
+    groups = tuple(replace(group, fqn=plain_name(group.fqn)) for group in costs.groups)
+    return replace(costs, groups=groups)
+
+
+def _shape(meshes: Sequence[DeviceMesh], world_size: int) -> MeshShape | None:
+    """Of one mesh of all ranks, in their order; None for anything else."""
+    shapes = {tuple(mesh.shape) for mesh in meshes}
+    if len(shapes) != 1 or meshes[0].size() != world_size or meshes[0].ndim > 2:
+        return None
+    if any(mesh.mesh.flatten().tolist() != list(range(world_size)) for mesh in meshes):
+        return None
+    *replicas, shards = shapes.pop()
+    return MeshShape(replicas[0] if replicas else 1, shards)
+
+
+def shapes_for(world_size: int, ranks_per_node: int) -> Iterator[MeshShape]:
+    """FSDP over all ranks, and HSDP over whole nodes."""
+    yield MeshShape(1, world_size)
+    nodes, rest = divmod(world_size, ranks_per_node)
+    for count in range(1, nodes):
+        if not rest and nodes % count == 0:
+            yield MeshShape(nodes // count, ranks_per_node * count)
