@@ -6,6 +6,7 @@ options of the backend. Modules go by their names; those that differ in a number
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,9 +37,8 @@ def _head(subject: Subject, setting: Setting) -> Iterator[str]:
     if subject.groupings is not None:
         yield from _imports(subject, setting)
         yield ""
-    sizes = "".join(f"{name!r}: {size}, " for name, size in setting.sizes)
     yield "# Of one rank's inputs in a micro-step, of which a step has MICRO_STEPS."
-    yield f"SIZES = {{{sizes.removesuffix(', ')}}}"
+    yield f"SIZES = {json.dumps(dict(setting.sizes))}"
     yield f"MICRO_STEPS = {setting.micro_steps}"
     if setting.micro_steps > 1:
         yield "# Else model.set_requires_gradient_sync(False) before all micro-steps but the last."
