@@ -53,13 +53,17 @@ GROUPINGS = (Grouping.AS_IS, Grouping.PAIRS, Grouping.QUADS, Grouping.WHOLE)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians. The prediction is of what plans have in their step."""
+    """predicted_us, model_us: of forwards and backwards; medians. step_us: with the optimizer."""
 
     setting: Setting
     predicted_us: float
     predicted_peak_bytes: int
     step_us: float
     model_us: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_us / self.model_us - 1
 
 
 def subject_of(args: argparse.Namespace, machine: str) -> Subject:
@@ -135,20 +139,22 @@ def rows_of(pricer: Pricer, rounds: Sequence[dict[Setting, Measured]]) -> list[R
         priced = pricer.price(setting)
         steps = [time for found in rounds for time in found[setting].steps_us]
         alone = [time for found in rounds for time in found[setting].model_us]
-        rows.append(Row(setting, priced.step_us, priced.peak_bytes, median(steps), median(alone)))
-    return sorted(rows, key=lambda row: row.step_us)
+        rows.append(Row(setting, priced.passes_us, priced.peak_bytes, median(steps), median(alone)))
+    return sorted(rows, key=lambda row: row.model_us)
 
 
 def render(rows: Sequence[Row], chosen: Setting) -> str:
-    lines = [f"{'':<60}{'predicted':>12}{'measured':>12}{'less optimizer':>16}"]
+    lines = [f"{'forward and backward':<60}{'predicted':>12}{'measured':>12}{'error':>9}"]
     for row in rows:
-        times = f"{row.predicted_us / 1e3:>9.1f} ms{row.step_us / 1e3:>9.1f} ms"
+        times = f"{row.predicted_us / 1e3:>9.1f} ms{row.model_us / 1e3:>9.1f} ms"
         mark = "  chosen" if row.setting == chosen else ""
-        lines.append(f"{words(row.setting):<60}{times}{row.model_us / 1e3:>13.1f} ms{mark}")
+        lines.append(f"{words(row.setting):<60}{times}{row.error:>+9.1%}{mark}")
     own = next(row for row in rows if row.setting == chosen)
-    behind = own.step_us / rows[0].step_us - 1
-    order = kendalltau([row.predicted_us for row in rows], [row.step_us for row in rows])
+    behind = own.model_us / rows[0].model_us - 1
+    errors = [abs(row.error) for row in rows]
+    order = kendalltau([row.predicted_us for row in rows], [row.model_us for row in rows])
     lines += ["", f"chosen: {behind:.1%} behind the fastest of {len(rows)}"]
+    lines.append(f"error: {sum(errors) / len(errors):.1%} in the mean, at most {max(errors):.1%}")
     lines.append(f"order: Kendall's tau {order.statistic:.2f}")
     return "\n".join(lines)
 

@@ -48,7 +48,12 @@ class Priced:
         """Of a whole step, the optimizer included."""
         assert self.plan is not None
         assert self.plan.estimate is not None
-        return self._figures.step_time_us + self.plan.estimate.optimizer_us
+        return self.passes_us + self.plan.estimate.optimizer_us
+
+    @property
+    def passes_us(self) -> float:
+        """Of forward and backward, all micro-steps."""
+        return self._figures.step_time_us
 
     @property
     def exposed_us(self) -> float:
