@@ -423,6 +423,8 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_flat_weights_names": None,
     },
     "torch.ops.aten": {
+        "_fused_rms_norm": None,
+        "_fused_rms_norm_backward": None,
         "_grouped_mm": None,
         "_scaled_grouped_mm": None,
         "_scaled_dot_product_flash_attention": None,

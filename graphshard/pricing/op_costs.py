@@ -8,7 +8,7 @@ used and gradients come; and what backward could compute again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -32,12 +32,13 @@ from graphshard.schedule.plan import Direction, GroupInfo, StepKind
 
 @dataclass(frozen=True, slots=True)
 class OpCosts:
-    """One direction. us, live: one entry per compute op. memories: what `live` counts."""
+    """One direction. us, live: one entry per compute op. memories: what `live` counts; nothing of
+    blocks that were not captured (`GraphCosts.lifetimes` has them)."""
 
     usage: Usage
     us: tuple[float, ...]
     live: tuple[Live, ...]
-    memories: tuple[Memory, ...] = ()
+    memories: tuple[Memory, ...] = field(default=(), compare=False)
 
     @property
     def ends_us(self) -> tuple[float, ...]:
