@@ -174,7 +174,7 @@ def best_plans(posed: Posed, planning: PlanningInputs) -> tuple[Plan, Plan | Non
     costs, problem = posed.costs, posed.problem
     if not planning.policy.recompute or not costs.units:
         return _plan_of_posed(posed, problem, planning), None
-    chosen = _plan_of_posed(posed, _with_options(posed, planning), planning)
+    chosen = _plan_of_posed(posed, with_options(posed, planning), planning)
     if not chosen.recompute.changes_graph:
         return chosen, None
     try:
@@ -184,7 +184,8 @@ def best_plans(posed: Posed, planning: PlanningInputs) -> tuple[Plan, Plan | Non
     return (chosen, without) if is_worth(chosen, without) else (without, None)
 
 
-def _with_options(posed: Posed, planning: PlanningInputs) -> Problem:
+def with_options(posed: Posed, planning: PlanningInputs) -> Problem:
+    """The problem, with what backward could compute again and the host could hold."""
     groups, found = posed.costs.groups, posed.costs.units
     problem, host = offered(posed.problem, groups, found), planning.machine.host
     if problem.host is None or host is None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from graphshard.planner.activations import Offload
+from graphshard.planner.checked import checked
 from graphshard.planner.compare import simulated
 from graphshard.planner.memo import Memo
 from graphshard.planner.moves import lean_choices
@@ -39,6 +40,15 @@ def shortage_of(problem: Problem, budget_bytes: int, fsdp2_bytes: int) -> Shorta
         helps=tuple(helps),
         names=tuple((group.id, group.fqn) for group in problem.groups),
     )
+
+
+def may_fit(problem: Problem) -> bool:
+    """The leanest choices fit the budget: a fraction of what `shortage_of` takes."""
+    if problem.budget_bytes is None:
+        return True
+    memo = Memo(checked(problem))
+    context = SearchContext(memo, problem.budget_bytes)
+    return candidate(context, lean_choices(memo)) is not None
 
 
 def least_peak(memo: Memo) -> Candidate:

@@ -9,11 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from graphshard.compiler.planning import PlanningInputs, Posed, best_plans, problem_of
+from graphshard.compiler.planning import (
+    PlanningInputs,
+    Posed,
+    best_plans,
+    problem_of,
+    with_options,
+)
 from graphshard.compiler.planning_inputs import policy_of
 from graphshard.errors import InfeasibleBudget
 from graphshard.options import parse_options
 from graphshard.planner.bounds import lower_bound_us
+from graphshard.planner.infeasible import may_fit
 from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy
@@ -130,6 +137,9 @@ class Pricer:
             own = replace(setting, checkpointing=Checkpointing.AS_IS)
             baseline = self._problem(own)
         posed = Posed(costs, self._problem(setting), baseline=baseline)
+        recomputes = planning.policy.recompute and bool(costs.units)
+        if not may_fit(with_options(posed, planning) if recomputes else posed.problem):
+            return Priced(setting, None, self.bound(setting).least_bytes)
         try:
             plan, _ = best_plans(posed, planning)
         except InfeasibleBudget as error:
