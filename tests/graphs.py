@@ -7,7 +7,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from graphshard.graph.marks import REDUCE_GRAD, UNSHARD
-from graphshard.graph.program import Program, is_unshard, set_anchor_group
+from graphshard.graph.program import Program, compute_nodes, is_unshard, set_anchor_group
+from graphshard.pricing.liveness import memories, summed
 from graphshard.schedule.plan import GroupInfo, ParamInfo
 
 aten = torch.ops.aten
@@ -148,3 +149,8 @@ def _arg(arg) -> str:
     if isinstance(arg, list | tuple):
         return f"({_join(arg)})"
     return str(arg).removeprefix("torch.")
+
+
+def live_bytes(graph, **how):
+    """Bytes alive during each compute op. how: as of `memories`."""
+    return summed(memories(graph, **how), len(compute_nodes(graph)))

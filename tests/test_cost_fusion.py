@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from graphs import Sketch
+from graphs import Sketch, live_bytes
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench.peaks import step_peaks
 from graphshard.graph.program import compute_nodes
 from graphshard.pricing.fusion import UNFUSED, Fusion, fusion_of
-from graphshard.pricing.liveness import live_bytes
 
 aten = torch.ops.aten
 

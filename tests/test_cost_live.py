@@ -4,14 +4,14 @@ from operator import getitem
 
 import pytest
 import torch
-from graphs import Sketch, layers
+from graphs import Sketch, layers, live_bytes
 from test_cost_flops import Toy, captured, tokens
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphshard.graph.program import compute_nodes
 from graphshard.pricing.fusion import Fusion
-from graphshard.pricing.liveness import Live, live_bytes
+from graphshard.pricing.liveness import Live
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")

@@ -171,10 +171,11 @@ def best_plans(posed: Posed, planning: PlanningInputs) -> tuple[Plan, Plan | Non
 
     Raises InfeasibleBudget if no choice fits the policy's budget.
     """
-    costs, problem = posed.costs, posed.problem
-    if not planning.policy.recompute or not costs.units:
+    problem = posed.problem
+    offering = with_options(posed, planning)
+    if offering is problem:
         return _plan_of_posed(posed, problem, planning), None
-    chosen = _plan_of_posed(posed, with_options(posed, planning), planning)
+    chosen = _plan_of_posed(posed, offering, planning)
     if not chosen.recompute.changes_graph:
         return chosen, None
     try:
@@ -185,7 +186,10 @@ def best_plans(posed: Posed, planning: PlanningInputs) -> tuple[Plan, Plan | Non
 
 
 def with_options(posed: Posed, planning: PlanningInputs) -> Problem:
-    """The problem, with what backward could compute again and the host could hold."""
+    """The problem, with what backward could compute again and the host could hold; the same one
+    where the policy, or the graph, has nothing of that."""
+    if not planning.policy.recompute or not posed.costs.units:
+        return posed.problem
     groups, found = posed.costs.groups, posed.costs.units
     problem, host = offered(posed.problem, groups, found), planning.machine.host
     if problem.host is None or host is None:

@@ -119,10 +119,8 @@ def policy_of(options: Options, machine: Machine) -> PlanningPolicy:
     In FSDP2's own schedule only the waits: what it keeps is kept, and like FSDP2 one group ahead.
     Raises OptionsError (GS103) for the budget of a machine that does not say what it has.
     """
-    count, optimizer = (
-        options.micro_steps,
-        Optimizer(OptimizerKind(options.optimizer), options.clip),
-    )
+    count = options.micro_steps
+    optimizer = Optimizer(OptimizerKind(options.optimizer), options.clip)
     if not options.is_planned:
         return PlanningPolicy(most_ahead=1, micro_steps=count, optimizer=optimizer)
     budget = options.memory_budget

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphshard.offline.repeats import EARLY, Repeat
-from graphshard.pricing.lifetimes import At, Lifetime
+from graphshard.pricing.lifetimes import At, Lifetime, in_order
 from graphshard.schedule.plan import Direction
 
 NEAR = 1  # neighbours
@@ -43,9 +43,7 @@ def unrolled_lifetimes(
     found: Sequence[Lifetime], repeat: Repeat, rows: Mapping[Direction, Row]
 ) -> tuple[Lifetime, ...]:
     """In the order in which their ops run."""
-    moved = [one for lifetime in found for one in _all_of(lifetime, repeat, rows)]
-    order = list(Direction)
-    return tuple(sorted(moved, key=lambda one: (order.index(one.born.direction), one.born.op)))
+    return in_order(one for lifetime in found for one in _all_of(lifetime, repeat, rows))
 
 
 def _all_of(

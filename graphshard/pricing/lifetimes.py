@@ -6,7 +6,7 @@ step's ops make, from forward into backward where it is saved. What the caller b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,7 +36,11 @@ class Lifetime:
 def lifetimes(forward: Sequence[Memory], backward: Sequence[Memory]) -> tuple[Lifetime, ...]:
     """In the order in which their ops run. backward: nothing if there is none."""
     saved = {memory.name: memory for memory in backward if memory.kind is Kind.INPUTS}
-    found = [*_of_forward(forward, saved), *_of_backward(backward)]
+    return in_order([*_of_forward(forward, saved), *_of_backward(backward)])
+
+
+def in_order(found: Iterable[Lifetime]) -> tuple[Lifetime, ...]:
+    """By when they begin."""
     order = list(Direction)
     return tuple(sorted(found, key=lambda one: (order.index(one.born.direction), one.born.op)))
 

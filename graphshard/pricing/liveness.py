@@ -75,23 +75,6 @@ def saved_memory(forward: fx.Graph) -> dict[str, Storage]:
     return {n.name: Storage(owner(n).name, tensor_bytes(owner(n))) for n in nodes}
 
 
-def live_bytes(
-    graph: fx.Graph,
-    *,
-    frees_inputs: bool,
-    inputs: Mapping[str, Storage] = MappingProxyType({}),
-    fusion: Fusion = UNFUSED,
-) -> tuple[Live, ...]:
-    """Bytes alive during each of `graphshard.graph.program.compute_nodes(graph)`.
-
-    frees_inputs: an input's memory ends with its last reader (a boxed backward); else the caller
-    holds it to the end. inputs: what inputs show, where several may show the same memory. Sizes
-    that are symbols count with their hints.
-    """
-    count = len(compute_nodes(graph))
-    return summed(memories(graph, frees_inputs=frees_inputs, inputs=inputs, fusion=fusion), count)
-
-
 def summed(memories: Sequence[Memory], count: int) -> tuple[Live, ...]:
     """What is alive during each of `count` ops."""
     # One running sum per kind of memory: what is added at birth is taken away after the last use.
@@ -115,7 +98,13 @@ def memories(
     inputs: Mapping[str, Storage] = MappingProxyType({}),
     fusion: Fusion = UNFUSED,
 ) -> tuple[Memory, ...]:
-    """Every piece of memory that is alive during some op; arguments as of `live_bytes`."""
+    """Every piece of memory that is alive during some of
+    `graphshard.graph.program.compute_nodes(graph)`.
+
+    frees_inputs: an input's memory ends with its last reader (a boxed backward); else the caller
+    holds it to the end. inputs: what inputs show, where several may show the same memory. Sizes
+    that are symbols count with their hints.
+    """
     place = {node: i for i, node in enumerate(compute_nodes(graph))}
     times, ends = _times(graph, place, fusion)
     blocks: dict[fx.Node, Memory] = {}

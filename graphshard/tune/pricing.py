@@ -137,8 +137,7 @@ class Pricer:
             own = replace(setting, checkpointing=Checkpointing.AS_IS)
             baseline = self._problem(own)
         posed = Posed(costs, self._problem(setting), baseline=baseline)
-        recomputes = planning.policy.recompute and bool(costs.units)
-        if not may_fit(with_options(posed, planning) if recomputes else posed.problem):
+        if not may_fit(with_options(posed, planning)):
             return Priced(setting, None, self.bound(setting).least_bytes)
         try:
             plan, _ = best_plans(posed, planning)
