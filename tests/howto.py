@@ -1,0 +1,162 @@
+"""Pages whose code runs: what their blocks are, and what a reader gets who types them.
+
+A page says how in a comment at its top: `<!-- run: 2 ranks -->`. Its blocks run in order, in one
+folder that looks like a checkout:
+
+- one that begins with the comment `# NAME.SUFFIX` (a script: below its first line) is that file;
+- other `python` blocks are one program, which that many ranks run before any shell does;
+- `shell` blocks are typed;
+- a `text` block shows what the block before it printed. Of a screen, the lines at the left margin
+  have to be there; their numbers may differ.
+
+A page has no other blocks.
+"""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from warm import run_script
+
+ROOT = Path(__file__).parents[1]
+RUNNER = Path(__file__).parent / "howto_run.py"
+LIMIT_S = 200.0
+SETTING = re.compile(r"<!-- run: (\d+) ranks?(?:, with ([\w, ]+))? -->")
+FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
+NAME = re.compile(r"\A(?:#!.*\n)?# ([\w.-]+\.\w+)\n")
+NUMBER = re.compile(r"[+-]?\d[\d,.]*( (s|ms|us|B|[KMGT]iB)\b)?")
+# Between what two blocks print.
+SEPARATOR = "\x1e\n"
+# What the commands of a page are called in an environment where graphshard is installed, and Slurm
+# with a job of two nodes that are both this machine.
+TOOLS = {
+    "graphshard": 'exec "{python}" -m graphshard.cli "$@"',
+    "torchrun": """case " $* " in
+    *" -m torchtitan.train "*) exec "{python}" "{tests}/howto_torchtitan.py" "${@:5}" ;;
+    *" --rdzv"*) ;;
+    *) set -- --standalone "$@" ;;
+esac
+exec "{python}" -m torch.distributed.run "$@\"""",
+    "python": 'exec "{python}" "$@"',
+    "sbatch": "export SLURM_JOB_ID=1 SLURM_NNODES=2 SLURM_JOB_NODELIST=here SLURM_GPUS_ON_NODE=1\n"
+    'exec bash -e "$1"',
+    "scontrol": "echo localhost; echo localhost",
+    "srun": '"$@" & first=$!; "$@" & wait $first && wait $!',
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """line: of the page, where its text begins."""
+
+    kind: str
+    text: str
+    line: int
+
+    @property
+    def file(self) -> str | None:
+        found = NAME.match(self.text)
+        return found[1] if found else None
+
+
+@dataclass(frozen=True)
+class Page:
+    """ranks: of its program. needs: frameworks that it takes."""
+
+    path: Path
+    ranks: int
+    needs: tuple[str, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def program(self) -> tuple[Block, ...]:
+        """Its Python, but for files."""
+        return tuple(b for b in self.blocks if b.kind == "python" and b.file is None)
+
+
+def page_of(path: Path) -> Page:
+    text = path.read_text()
+    found = SETTING.search(text)
+    assert found, f"{path.name}: how is it run? <!-- run: 2 ranks -->"
+    blocks = [
+        Block(match[1], match[2], text.count("\n", 0, match.start()) + 2)
+        for match in FENCE.finditer(text)
+    ]
+    assert text.count("```") == 2 * len(blocks)
+    needs = tuple(found[2].split(", ")) if found[2] else ()
+    return Page(path, int(found[1]), needs, tuple(blocks))
+
+
+def follow(page: Page, folder: Path, runner: str = "") -> None:
+    """Does what the page says, in an empty folder. runner: what scripts are run by there."""
+    environment = _prepared(folder)
+    program = iter(_run_program(page, folder))
+    printed = None
+    for block in page.blocks:
+        where = f"{page.path.name}, line {block.line}"
+        if block.file is not None:
+            (folder / block.file).write_text(block.text)
+        elif block.kind == "python":
+            printed = next(program)
+        elif block.kind == "shell":
+            typed = re.sub(r"(torchrun .*?)(\w+\.py)", rf"\1{runner}\2", block.text)
+            printed = _typed(typed, folder, environment, where)
+        else:
+            assert block.kind == "text", f"{where}: nothing runs {block.kind!r}"
+            assert printed is not None, f"{where}: nothing was printed"
+            missing = [line for line in headings(block.text) if line not in headings(printed)]
+            assert missing == [], f"{where}, printed was:\n{printed}"
+
+
+def headings(screen: str) -> list[str]:
+    """The beginnings of the lines at the left margin, without numbers."""
+    lines = [line for line in screen.splitlines() if line[:1].strip()]
+    return [NUMBER.sub("#", re.split(r"\s{2,}", line)[0]) for line in lines]
+
+
+def _prepared(folder: Path) -> dict[str, str]:
+    """The environment of what is typed in `folder`."""
+    tools = folder / "bin"
+    tools.mkdir()
+    for name, script in TOOLS.items():
+        tool = tools / name
+        tool.write_text("#!/bin/bash\n" + _filled(script))
+        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return {
+        **os.environ,
+        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "GRAPHSHARD_CACHE_DIR": str(folder / "cache"),
+    }
+
+
+def _filled(script: str) -> str:
+    return script.replace("{python}", sys.executable).replace("{tests}", str(RUNNER.parent)) + "\n"
+
+
+def _run_program(page: Page, folder: Path) -> Sequence[str]:
+    """What rank 0 prints in each of its blocks."""
+    if not page.program:
+        return ()
+    own = {"GRAPHSHARD_CACHE_DIR": str(folder / "cache")}
+    words = [str(page.path), str(folder)]
+    printed = run_script(RUNNER, page.ranks, LIMIT_S, *words, environment=own)
+    return printed.split(SEPARATOR)
+
+
+def _typed(command: str, folder: Path, environment: dict[str, str], where: str) -> str:
+    done = subprocess.run(
+        ["bash", "-e", "-c", command], cwd=folder, env=environment, text=True, timeout=LIMIT_S,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{where}: {command}\n{done.stdout}"
+    return done.stdout

@@ -1,0 +1,71 @@
+"""The pages of docs/howto: their code runs, and prints what they show.
+
+Those of frameworks run where these are installed: `tests/integrations/test_howto.py`.
+"""
+
+from pathlib import Path
+
+import pytest
+from howto import ROOT, follow, headings, page_of
+
+PAGES = [page_of(p) for p in sorted((ROOT / "docs/howto").glob("*.md")) if p.stem != "index"]
+HERE = [page for page in PAGES if not page.needs]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("page", HERE, ids=lambda page: page.path.stem)
+def test_page(page, tmp_path):
+    follow(page, tmp_path)
+
+
+def test_no_page_is_left_out():
+    index = (ROOT / "docs/howto/index.md").read_text().split()
+    assert [page.path.stem for page in PAGES if page.path.stem not in index] == []
+    assert all(page.blocks for page in PAGES)
+
+
+PAGE = """<!-- run: 1 rank -->
+```python
+print("steps", 3)
+```
+
+```text
+{shown}
+```
+
+```shell
+{typed}
+```
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("shown", "typed", "fault"),
+    [
+        ("steps 4", "true", None),
+        ("stops 3", "true", "line 7, printed was:\nsteps 3"),
+        ("steps 3", "false", "line 11: false"),
+    ],
+)
+def test_a_page_that_is_wrong_is_found(tmp_path: Path, shown, typed, fault):
+    path = tmp_path / "page.md"
+    path.write_text(PAGE.format(shown=shown, typed=typed))
+    (folder := tmp_path / "folder").mkdir()
+    if fault is None:
+        follow(page_of(path), folder)
+        return
+    with pytest.raises(AssertionError, match=fault):
+        follow(page_of(path), folder)
+
+
+def test_a_block_that_nothing_runs_is_found(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("<!-- run: 1 rank -->\n```json\n{}\n```\n")
+    (folder := tmp_path / "folder").mkdir()
+    with pytest.raises(AssertionError, match="nothing runs 'json'"):
+        follow(page_of(path), folder)
+
+
+def test_numbers_may_differ():
+    assert headings("peak 3.5 GiB  of 4\n  more") == headings("peak 2 GiB  of 5") == ["peak #"]
