@@ -1,5 +1,5 @@
-# make demo | test | check | bench | clean. Needs python3 (3.11 or newer), make and a C++ compiler; the
-# rest is installed into .venv, at the versions of constraints.txt.
+# make demo | test | check | docs | dist | bench | clean. Needs python3 (3.11 or newer), make and a C++
+# compiler; the rest is installed into .venv, at the versions of constraints.txt.
 
 PYTHON ?= python3
 NPROC  ?= 2
@@ -13,14 +13,16 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c cons
 # What torchtitan's models import; it asks for more, such as clients of web services.
 FRAMEWORKS := torchtitan spmd_types tyro docstring_parser
 
-.PHONY: help demo test test-torch test-integrations test-models check bench contract clean
+.PHONY: help demo test test-torch test-integrations test-models check docs dist bench contract clean
 help:
 	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
 	@echo "make test    run the test suite"
 	@echo "make test-torch TORCH=2.15.0  private names, parity and the contract with another torch"
 	@echo "make test-integrations  accelerate, Trainer, TRL, Lightning, Ray, ...: docs/integrations, with the real packages"
 	@echo "make test-models  architectures of transformers and diffusers: docs/architectures.md"
-	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make check   ruff, mypy --strict, import-linter, schemas of .github"
+	@echo "make docs    the pages of docs/ as a site, in build/docs; a broken link is an error"
+	@echo "make dist    source distribution and wheel, in dist; TAG=vX.Y.Z: of that version"
 	@echo "make bench   time a training step on an emulated network, graphshard against FSDP2"
 	@echo "make contract write docs/fsdp2-contract.md from the results of its tests"
 	@echo "make clean   remove .venv and everything that make writes"
@@ -73,11 +75,29 @@ $(WITH)/.installed $(ZOO)/.installed: .venv-%/.installed: $(DONE) constraints-mo
 	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r constraints-$*.txt
 	@touch $@
 
+# Schemas come with the tool.
+SCHEMA := $(BIN)/check-jsonschema --quiet --builtin-schema vendor.
 check: $(DONE)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
+	$(SCHEMA)github-workflows .github/workflows/*.yml
+	$(SCHEMA)github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml
+	$(SCHEMA)github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA)citation-file-format CITATION.cff
+
+# Everything anew: what only some pages mention would stay as it was.
+docs: $(DONE)
+	rm -rf build/docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	@echo "build/docs/index.html"
+
+# The wheel is made of the source distribution, in an environment that has what it takes.
+dist: $(DONE)
+	$(BIN)/python .ci/version.py $(TAG)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 # torch goes first, alone, at the version of constraints.txt, so that an index without it fails
 # here. Without build isolation, the build too uses the pinned setuptools.
@@ -91,7 +111,7 @@ $(DONE): pyproject.toml constraints.txt
 		echo "making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(PIP) torch setuptools
-	$(PIP) --no-build-isolation -e '.[cli,dev]'
+	$(PIP) --no-build-isolation -e '.[cli,dev,docs]'
 	$(PIP) --no-deps $(FRAMEWORKS)
 	@touch $@
 
