@@ -87,10 +87,13 @@ check: $(DONE)
 	$(SCHEMA)github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(SCHEMA)citation-file-format CITATION.cff
 
-# Everything anew: what only some pages mention would stay as it was.
+# Everything anew: what only some pages mention would stay as it was. The pages load nothing from
+# another host.
 docs: $(DONE)
 	rm -rf build/docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	@! grep -rnE '<(script|img|link|iframe)[^>]* (src|href)="(https?:)?//' build/docs --include=*.html
+	@! grep -rnE '(url\(|@import )["'"'"']?(https?:)?//' build/docs --include=*.css
 	@echo "build/docs/index.html"
 
 # The wheel is made of the source distribution, in an environment that has what it takes.

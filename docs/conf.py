@@ -13,7 +13,7 @@ sys.path[:0] = [str(HERE / "_extensions"), str(HERE.parent)]
 from graphshard import __version__  # noqa: E402 (needs the path above)
 
 project = "graphshard"
-author = copyright = "graphshard contributors"  # noqa: A001 (the name is Sphinx's)
+author = copyright = "graphshard contributors"
 version = release = __version__
 
 extensions = [
@@ -33,7 +33,8 @@ myst_enable_extensions = ["colon_fence"]
 # Docstrings are plain English: what stands in backticks is code, and nothing is marked up.
 default_role = "code"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # signatures say them; links to what torch documents would leave the host
+# Types of torch and of this package have no pages to link to.
+autodoc_typehints = "none"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"

@@ -3,10 +3,11 @@
 A page says how in a comment at its top: `<!-- run: 2 ranks -->`. Its blocks run in order, in one
 folder that looks like a checkout:
 
-- one that begins with the comment `# NAME.SUFFIX` (a script: below its first line) is that file;
+- one that begins with the comment `# NAME.SUFFIX` (a script: below its first line) is that file,
+  which a `shell` block names, or where `graphshard` looks for options;
 - other `python` blocks are one program, which that many ranks run before any shell does;
 - `shell` blocks are typed;
-- a `text` block shows what the block before it printed. Of a screen, the lines at the left margin
+- a `text` block shows what was printed last. Of a screen, the lines at the left margin
   have to be there; their numbers may differ.
 
 A page has no other blocks.
@@ -17,8 +18,7 @@ import re
 import stat
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,18 +95,21 @@ def page_of(path: Path) -> Page:
 
 def follow(page: Page, folder: Path, runner: str = "") -> None:
     """Does what the page says, in an empty folder. runner: what scripts are run by there."""
-    environment = _prepared(folder)
+    environment = prepared(folder)
+    for block in page.blocks:
+        if block.file is not None:
+            (folder / block.file).write_text(block.text)
     program = iter(_run_program(page, folder))
     printed = None
     for block in page.blocks:
         where = f"{page.path.name}, line {block.line}"
         if block.file is not None:
-            (folder / block.file).write_text(block.text)
-        elif block.kind == "python":
+            continue
+        if block.kind == "python":
             printed = next(program)
         elif block.kind == "shell":
-            typed = re.sub(r"(torchrun .*?)(\w+\.py)", rf"\1{runner}\2", block.text)
-            printed = _typed(typed, folder, environment, where)
+            command = re.sub(r"(torchrun .*?)(\w+\.py)", rf"\1{runner}\2", block.text)
+            printed = typed(command, folder, environment, where)
         else:
             assert block.kind == "text", f"{where}: nothing runs {block.kind!r}"
             assert printed is not None, f"{where}: nothing was printed"
@@ -120,7 +123,7 @@ def headings(screen: str) -> list[str]:
     return [NUMBER.sub("#", re.split(r"\s{2,}", line)[0]) for line in lines]
 
 
-def _prepared(folder: Path) -> dict[str, str]:
+def prepared(folder: Path) -> dict[str, str]:
     """The environment of what is typed in `folder`."""
     tools = folder / "bin"
     tools.mkdir()
@@ -153,7 +156,7 @@ def _run_program(page: Page, folder: Path) -> Sequence[str]:
     return printed.split(SEPARATOR)
 
 
-def _typed(command: str, folder: Path, environment: dict[str, str], where: str) -> str:
+def typed(command: str, folder: Path, environment: dict[str, str], where: str) -> str:
     done = subprocess.run(
         ["bash", "-e", "-c", command], cwd=folder, env=environment, text=True, timeout=LIMIT_S,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,

@@ -15,4 +15,4 @@ config = ConfigManager().parse_args()
 layer = config.model_spec.model.layers[0]
 # torchtitan refuses FlexAttention with a backend that is not torch's own.
 assert not isinstance(layer.attention.inner_attention, FlexAttention.Config)
-print("compile:", config.compile.enable, config.compile.backend, config.compile.components)
+assert (config.compile.enable, config.compile.backend) == (True, "graphshard")

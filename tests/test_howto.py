@@ -1,15 +1,17 @@
-"""The pages of docs/howto: their code runs, and prints what they show.
+"""The pages of docs/howto, and the first one: their code runs, and prints what they show.
 
 Those of frameworks run where these are installed: `tests/integrations/test_howto.py`.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 from howto import ROOT, follow, headings, page_of
 
 PAGES = [page_of(p) for p in sorted((ROOT / "docs/howto").glob("*.md")) if p.stem != "index"]
-HERE = [page for page in PAGES if not page.needs]
+FIRST = page_of(ROOT / "docs/start/first-plan.md")
+HERE = [FIRST, *(page for page in PAGES if not page.needs)]
 
 
 @pytest.mark.dist
@@ -22,6 +24,15 @@ def test_no_page_is_left_out():
     index = (ROOT / "docs/howto/index.md").read_text().split()
     assert [page.path.stem for page in PAGES if page.path.stem not in index] == []
     assert all(page.blocks for page in PAGES)
+
+
+@pytest.mark.parametrize("page", [FIRST, *PAGES], ids=lambda page: page.path.stem)
+def test_every_file_of_a_page_is_used(page):
+    for index, block in enumerate(page.blocks):
+        if block.file is not None:
+            typed = [later.text for later in page.blocks[index:] if later.kind == "shell"]
+            used = "graphshard" if block.file == "graphshard.toml" else Path(block.file).stem
+            assert any(re.search(rf"\b{used}\b", text) for text in typed), block.file
 
 
 PAGE = """<!-- run: 1 rank -->

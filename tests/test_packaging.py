@@ -1,4 +1,4 @@
-"""What is published: a source distribution, the wheel that is made of it, and a README for an index.
+"""What is published: a source distribution, the wheel that is made of it, a README for an index.
 
 All are built once, as the release workflow does it. The wheel runs in an environment that has
 nothing else of graphshard, from a folder that is no checkout.
