@@ -100,7 +100,7 @@ bench: $(DONE)
 		--modes fsdp2_tuned,fsdp2_tuned_keep,planned_low,planned_middle,planned
 
 contract: $(DONE)
-	GRAPHSHARD_WRITE_CONTRACT=1 $(BIN)/python -m pytest tests/dist/test_contract.py
+	GRAPHSHARD_WRITE_FIGURES=1 $(BIN)/python -m pytest tests/dist/test_contract.py
 
 clean:
 	rm -rf $(VENV) .venv-torch-* $(WITH) $(ZOO) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
