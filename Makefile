@@ -13,7 +13,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c cons
 # What torchtitan's models import; it asks for more, such as clients of web services.
 FRAMEWORKS := torchtitan spmd_types tyro docstring_parser
 
-.PHONY: help demo test test-torch test-integrations test-models check bench contract clean
+.PHONY: help demo test test-torch test-integrations test-models check bench contract docs-figures clean
 help:
 	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
 	@echo "make test    run the test suite"
@@ -23,6 +23,7 @@ help:
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make bench   time a training step on an emulated network, graphshard against FSDP2"
 	@echo "make contract write docs/fsdp2-contract.md from the results of its tests"
+	@echo "make docs-figures write the screens, tables and pictures of README.md and docs/"
 	@echo "make clean   remove .venv and everything that make writes"
 
 demo: $(DONE)
@@ -101,6 +102,10 @@ bench: $(DONE)
 
 contract: $(DONE)
 	GRAPHSHARD_WRITE_FIGURES=1 $(BIN)/python -m pytest tests/dist/test_contract.py
+
+# PAGES: of these alone, and no pictures. RECORDED=1: what depends on the clock is run again, too.
+docs-figures: $(DONE)
+	$(BIN)/python bench/figures.py $(if $(RECORDED),--recorded) $(PAGES)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* $(WITH) $(ZOO) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \

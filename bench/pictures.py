@@ -4,8 +4,8 @@ In: the plan of PLANNED, made by today's code. Out: PNG files that headless Chro
 page (SCENES), and SVG files of the numbers in bench/results (DRAWINGS).
 
 Chromium and its fonts differ between machines, so two drawings of one page are not equal. A PNG
-therefore carries what it was drawn of, in a text chunk: a digest of the page and of the scene. It is
-drawn again if that differs, and only then.
+therefore carries what it was drawn of, in a text chunk: a digest of the page and of the scene. It
+is drawn again if that differs, and only then.
 """
 
 from __future__ import annotations

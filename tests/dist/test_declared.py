@@ -1,4 +1,4 @@
-"""Differences from eager FSDP2 that README.md declares: both sides of them, so that the list stays
+"""Differences from eager FSDP2 that docs/reference/differences.md declares: both sides of them, so that the list stays
 true. Those of states stand in test_contract.py and test_fuzz_found.py.
 """
 
