@@ -94,7 +94,7 @@ class Shell:
     def __init__(self, folder: Path, limit_s: float = 1200.0) -> None:
         self.folder, self.limit_s = folder, limit_s
         tools = folder / ".tools"
-        tools.mkdir()
+        tools.mkdir(parents=True)
         for name, command in COMMANDS.items():
             (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {command} "$@"\n')
             (tools / name).chmod(0o755)
