@@ -13,7 +13,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c cons
 # What torchtitan's models import; it asks for more, such as clients of web services.
 FRAMEWORKS := torchtitan spmd_types tyro docstring_parser
 
-.PHONY: help demo test test-torch test-integrations test-models check docs dist bench contract clean
+.PHONY: help demo test test-torch test-integrations test-models check docs dist bench contract docs-figures clean
 help:
 	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
 	@echo "make test    run the test suite"
@@ -25,6 +25,7 @@ help:
 	@echo "make dist    source distribution and wheel, in dist; TAG=vX.Y.Z: of that version"
 	@echo "make bench   time a training step on an emulated network, graphshard against FSDP2"
 	@echo "make contract write docs/fsdp2-contract.md from the results of its tests"
+	@echo "make docs-figures write the screens, tables and pictures of README.md and docs/"
 	@echo "make clean   remove .venv and everything that make writes"
 
 demo: $(DONE)
@@ -123,7 +124,11 @@ bench: $(DONE)
 		--modes fsdp2_tuned,fsdp2_tuned_keep,planned_low,planned_middle,planned
 
 contract: $(DONE)
-	GRAPHSHARD_WRITE_CONTRACT=1 $(BIN)/python -m pytest tests/dist/test_contract.py
+	GRAPHSHARD_WRITE_FIGURES=1 $(BIN)/python -m pytest tests/dist/test_contract.py
+
+# PAGES: of these alone, and no pictures. RECORDED=1: what depends on the clock is run again, too.
+docs-figures: $(DONE)
+	$(BIN)/python bench/figures.py $(if $(RECORDED),--recorded) $(PAGES)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* $(WITH) $(ZOO) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \

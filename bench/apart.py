@@ -32,7 +32,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E4
 import graphshard  # noqa: E402
 from bench import rounds  # noqa: E402
 from bench.rounds import say  # noqa: E402
-from examples.llama import LLAMA3_8B, Config, Llama  # noqa: E402
+from graphshard.demo.llama import Config, Llama  # noqa: E402
+from graphshard.demo.models import LLAMA3_8B  # noqa: E402
 from graphshard.planner import separate_group  # noqa: E402
 from graphshard.schedule.plan import Plan  # noqa: E402
 

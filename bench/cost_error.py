@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 bench/cost_error.py
 
 Calibrates the ranks' network and device, then measures what calibration did not see: collectives
-of sizes in between, and the forward and backward graph of a small Llama (examples/llama.py) with
-its ATen ops run one by one. Prints predictions of the calibrated model and of the preset. Graphs on
+of sizes in between, and the forward and backward graph of a small Llama (graphshard.demo) with its
+ATen ops run one by one. Prints predictions of the calibrated model and of the preset. Graphs on
 one CPU thread are measured in that thread's CPU time, which other load on the machine hardly moves.
 """
 

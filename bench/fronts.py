@@ -31,9 +31,9 @@ sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common n
 
 from bench import rounds  # noqa: E402
 from bench.rounds import say  # noqa: E402
-from examples import llama  # noqa: E402
 from graphshard.compiler.planning_inputs import policy_of  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
+from graphshard.demo import llama, models  # noqa: E402
 from graphshard.offline.point import Answer, Point  # noqa: E402
 from graphshard.offline.study import Study  # noqa: E402
 from graphshard.offline.target import made_of  # noqa: E402
@@ -65,9 +65,9 @@ class Model:
 
 
 MODELS = {
-    "8b": Model("Llama 3 8B", llama.LLAMA3_8B, 64, 2),
-    "70b": Model("Llama 3 70B", llama.LLAMA3_70B, 512, 1),
-    "moe": Model("Mixtral 8x7B", llama.MIXTRAL_8X7B, 64, 2),
+    "8b": Model("Llama 3 8B", models.LLAMA3_8B, 64, 2),
+    "70b": Model("Llama 3 70B", models.LLAMA3_70B, 512, 1),
+    "moe": Model("Mixtral 8x7B", models.MIXTRAL_8X7B, 64, 2),
 }
 
 

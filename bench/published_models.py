@@ -18,7 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from examples.llama import LLAMA3_8B, LLAMA3_70B, Config, Llama
+from graphshard.demo.llama import Config, Llama
+from graphshard.demo.models import LLAMA3_8B, LLAMA3_70B
 
 # Llama 2: arXiv 2307.09288 and its published configurations; 34B is Code Llama's, arXiv 2308.12950.
 LLAMA = {

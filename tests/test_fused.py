@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from examples.llama import Config, Llama
+from graphshard.demo.llama import Config, Llama
 from graphshard.errors import OptionsError
 from graphshard.pricing.usage import GradReady, GroupUse, Usage
 from graphshard.schedule.plan import Category, Direction, Plan

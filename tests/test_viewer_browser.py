@@ -1,25 +1,16 @@
-"""The viewer in headless Chromium: offline, by keyboard, by pointer, read aloud, fast, on paper.
+"""The viewer in headless Chromium: offline, by keyboard, by pointer, read aloud, fast, on paper."""
 
-With GRAPHSHARD_WRITE_SCREENSHOTS=1 the pictures of docs/ are written anew, of a real plan.
-"""
-
-import os
 import re
 import shutil
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from pictures import every_plan, llama, planned
 from test_view_page import VIEWS
 
-from graphshard.schedule.plan import Plan
 from graphshard.view.html import render
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-DOCS = Path(__file__).parents[1] / "docs"
 PLANS = every_plan()
 GIB = 2**30
 # A plan of each shape that the page draws in its own way.
@@ -371,48 +362,3 @@ def test_130_groups_open_in_a_second(browser, tmp_path):
     assert marks > 1500
     print(f"{marks} segments, {path.stat().st_size:,} bytes, {took_ms} ms")
     assert statistics.median(took_ms) < 1000
-
-
-# -- pictures of docs/ ---------------------------------------------------------------------------
-
-
-SCREENSHOTS = {
-    "viewer-light.png": {"width": 1280, "height": 1400},
-    "viewer-dark.png": {"width": 1280, "height": 1400, "scheme": "dark"},
-    "viewer-narrow.png": {"width": 390, "height": 1400},
-    "viewer-print.png": {"width": 1123, "height": 794},
-}
-
-
-# docs/viewer.md and README.md show this command.
-DRAWN = (
-    "plan examples/llama.py:llama3_8b --world 64 --hw h100-ethernet100 --batch 1 --seq 4096 "
-    "--budget 40GiB"
-)
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
-    """The name of the plan to draw: planning one for the pictures takes a while."""
-    if not os.environ.get("GRAPHSHARD_WRITE_SCREENSHOTS"):
-        return "llama"
-    path = tmp_path_factory.mktemp("drawn") / "plan.json"
-    command = [sys.executable, "-m", "graphshard.cli", *DRAWN.split(), "-o", str(path)]
-    subprocess.run(command, cwd=DOCS.parent, check=True, timeout=280)
-    PLANS["drawn"] = Plan.from_json(path.read_text())
-    return "drawn"
-
-
-@pytest.mark.parametrize("name", SCREENSHOTS)
-def test_screenshots(view, drawn, tmp_path, name):
-    page = view(drawn, **SCREENSHOTS[name])
-    if "print" in name:
-        page.emulate_media(media="print")
-        page.evaluate("document.body.style.padding = '8mm'")  # the margins of the paper
-    elif "narrow" not in name:
-        for key in ("e", "e", "e", "Enter"):
-            page.keyboard.press(key)
-    path = (DOCS if os.environ.get("GRAPHSHARD_WRITE_SCREENSHOTS") else tmp_path) / name
-    page.screenshot(path=path)
-    assert path.stat().st_size > 50_000
-    assert (DOCS / name).stat().st_size < 300_000

@@ -174,7 +174,7 @@ def calibrate_job(sizes_bytes: Sequence[int] | None, repetitions: int, command: 
     """
     if not dist.is_torchelastic_launched():
         raise CostError(
-            "GS504", "start it with torchrun --no-python --nproc-per-node N graphshard calibrate"
+            "GS504", "start it with torchrun --nproc-per-node N -m graphshard calibrate"
         )
     local = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available()

@@ -27,6 +27,7 @@ from graphshard.cli.common import (
 )
 from graphshard.cli.diff import add_diff
 from graphshard.cli.doctor import add_doctor
+from graphshard.cli.examples import EXAMPLES
 from graphshard.cli.look import add_show, add_view
 from graphshard.cli.machines import add_machines
 from graphshard.cli.plan import add_plan
@@ -80,7 +81,13 @@ def _failed(error: Exception, status: int) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors repeat what was typed: shown, not obeyed."""
+    """Its errors repeat what was typed: shown, not obeyed. Its help ends with examples."""
+
+    examples: tuple[str, ...] = ()
+
+    def format_help(self) -> str:
+        lines = (f"  {example}\n" for example in self.examples)
+        return "".join([super().format_help(), "\nexamples:\n", *lines])
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -105,4 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         add_doctor,
     ):
         add(verbs)
+    for name, each in {"": parser, **verbs.choices}.items():
+        assert isinstance(each, _Parser)
+        each.examples = EXAMPLES[name]
     return parser

@@ -16,7 +16,7 @@ def add_calibrate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "calibrate",
         help="measure collectives and compute of this machine, under torchrun",
         description="Run under torchrun, on the ranks and network that are to be measured: "
-        "torchrun --no-python --nproc-per-node N graphshard calibrate -o machine.json",
+        "torchrun --nproc-per-node N -m graphshard calibrate -o machine.json",
     )
     calibrate.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="write the profile there, as JSON"

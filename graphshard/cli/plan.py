@@ -44,7 +44,11 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "arguments of one call. It is called on the meta device, with --batch and --seq as "
         "keyword arguments if they are given. Lists with commas plan every combination.",
     )
-    plan.add_argument("target", metavar="FILE.py:FUNCTION")
+    plan.add_argument(
+        "target",
+        metavar="FILE.py:FUNCTION",
+        help="or demo:NAME, a model that comes with graphshard (`demo:` alone lists them)",
+    )
     plan.add_argument("--world", metavar="N", type=_counts, required=True, help="ranks")
     plan.add_argument(
         "--hw",

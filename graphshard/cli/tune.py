@@ -42,7 +42,11 @@ def add_tune(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "or not, and takes batch and seq. Searched are FSDP and HSDP meshes, which modules are "
         "groups, what is resharded and computed again, and the micro-batch.",
     )
-    tune.add_argument("target", metavar="FILE.py:FUNCTION")
+    tune.add_argument(
+        "target",
+        metavar="FILE.py:FUNCTION",
+        help="or demo:NAME, a model that comes with graphshard (`demo:` alone lists them)",
+    )
     tune.add_argument("--gpus", metavar="N", type=_counts, required=True, help="numbers of ranks")
     tune.add_argument(
         "--hw",

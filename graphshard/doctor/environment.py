@@ -155,7 +155,7 @@ def probe_options() -> Probe:
     try:
         given = parse_options(None, None, look_up).given
     except OptionsError as error:
-        fix = "mend it where it stands; README.md lists the options"
+        fix = "mend it where it stands; docs/reference/options.md lists the options"
         return Probe("options", "wrong", fault(error.code, error.message, fix))
     names = ", ".join(f"{name}={value}" for name, value in given)
     return Probe("options", names or "none in the environment or a file")

@@ -16,11 +16,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphshard.demo import models
+from graphshard.demo.models import MODELS
 from graphshard.errors import OfflineError, UserCodeError
 from graphshard.files.reading import reason, shown
 from graphshard.offline.world import Made
 
 Sizes = tuple[tuple[str, int], ...]
+
+# What stands for a file before the name of a model of `graphshard.demo`.
+DEMO = "demo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +91,14 @@ def _failure(name: str, file: Path, error: BaseException) -> str:
 
 
 def target_of(text: str) -> Target:
-    """ "FILE.py:FUNCTION", loaded.
+    """ "FILE.py:FUNCTION", loaded, or one of the models that come with the package: "demo:NAME".
 
     Raises OfflineError (GS906) if there is no such function, UserCodeError (GS911) if the file
     fails.
     """
     file, _, name = text.rpartition(":")
+    if file == DEMO:
+        return _demo(name)
     path = Path(file).absolute()  # as tracebacks name it
     try:
         is_python = path.suffix == ".py" and path.is_file()
@@ -99,13 +106,26 @@ def target_of(text: str) -> Target:
         raise OfflineError("GS906", f"cannot read {shown(path)}: {reason(error)}") from error
     if not is_python:
         raise OfflineError(
-            "GS906", f"{text!r} is not FILE.py:FUNCTION: no Python file {file or text!r}"
+            "GS906",
+            f"{text!r} is neither FILE.py:FUNCTION (no Python file {file or text!r}) nor "
+            f"{DEMO}:NAME",
         )
     module = _loaded(path)
     function = getattr(module, name, None)
     if not callable(function):
         known = [n for n, f in vars(module).items() if inspect.isfunction(f)]
         raise OfflineError("GS906", f"{file} has no function {name!r}; it has {', '.join(known)}")
+    return _target(name, path, function)
+
+
+def _demo(name: str) -> Target:
+    if name not in MODELS:
+        known = ", ".join(f"{DEMO}:{known}" for known in MODELS)
+        raise OfflineError("GS906", f"no model {DEMO}:{name}; there are {known}")
+    return _target(name, Path(models.__file__), MODELS[name])
+
+
+def _target(name: str, path: Path, function: Callable[..., Any]) -> Target:
     parameters = _parameters(function)
     defaults = {n: p.default for n, p in parameters.items() if isinstance(p.default, int)}
     sizes = {n: v for n, v in defaults.items() if n in ("batch", "seq")}

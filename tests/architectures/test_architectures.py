@@ -1,7 +1,7 @@
 """Architectures of other people's libraries: eager FSDP2 and graphshard, bit by bit, on 2 ranks.
 
 `make test-models` follows all of them, and finds the table of docs/architectures.md again, which
-`GRAPHSHARD_WRITE_MODELS=1` writes. `make test-models MODELS="llama t5"` follows these only.
+`GRAPHSHARD_WRITE_FIGURES=1` writes. `make test-models MODELS="llama t5"` follows these only.
 """
 
 import os
@@ -14,8 +14,10 @@ from follow import EQUAL, Followed, follow
 from pool import Pool
 from zoo import ZOO
 
+from bench.figures import compare, filled
+
 PAGE = Path(__file__).parents[2] / "docs/architectures.md"
-BEGIN, END = "<!-- written by tests/architectures -->\n", "<!-- end -->\n"
+MAKER = "make test-models"
 CHOSEN = os.environ.get("GRAPHSHARD_MODELS", "").split() or list(ZOO)
 LIMIT_S = 180.0
 LEAST = 52 / 60  # of all architectures: equal, and in one graph
@@ -41,11 +43,7 @@ def test_the_table_is_what_was_found(found: dict[str, Followed]) -> None:
         pytest.skip("the table is made of all architectures")
     good = sum(one.verdict == EQUAL and one.in_one_graph for one in found.values())
     assert good >= LEAST * len(found)
-    before, rest = PAGE.read_text().split(BEGIN)
-    page = "".join([before, BEGIN, _table(found, good), END, rest.split(END)[1]])
-    if os.environ.get("GRAPHSHARD_WRITE_MODELS"):
-        PAGE.write_text(page)
-    assert page == PAGE.read_text()
+    compare(PAGE, filled(PAGE.read_text(), {MAKER: _table(found, good)}))
 
 
 def _table(found: Mapping[str, Followed], good: int) -> str:

@@ -266,7 +266,7 @@ def dtype(block: Block, x: Tensor, v: int) -> Tensor:
 
 
 def _own_layer(block: Block, v: int) -> None:
-    """Two uses of one parameter under one autocast are a declared difference (README)."""
+    """Two uses of one parameter under one autocast are a declared difference."""
     block.cast = nn.Linear(WIDTH, WIDTH, bias=False)
 
 

@@ -6,7 +6,6 @@ the last test compares with what this run saw; `make contract` writes it.
 
 import dataclasses
 import inspect
-import os
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import graphshard
+from bench.figures import compare
 from graphshard.capture import dynamo
 from graphshard.capture.root_state import handle_of, root_states_under
 from graphshard.fsdp2.versions import TORCH
@@ -247,9 +247,7 @@ def test_the_table_is_that_of_this_run() -> None:
     wanted = [row.name for row in of_this_torch()]
     if not wanted or not RESULTS.keys() >= set(wanted):
         pytest.skip(f"the table is made with torch {_dotted(TABLE_TORCH)} or newer, and all rows")
-    if os.environ.get("GRAPHSHARD_WRITE_CONTRACT"):
-        TABLE.write_text(table())
-    assert TABLE.read_text() == table(), "the table is out of date: make contract"
+    compare(TABLE, table())
 
 
 def public_names() -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""Differences from eager FSDP2 that README.md declares: both sides of them, so that the list stays
-true. Those of states stand in test_contract.py and test_fuzz_found.py.
+"""Differences from eager FSDP2 that docs/reference/differences.md declares: both sides of them, so
+that the list stays true. Those of states stand in test_contract.py and test_fuzz_found.py.
 """
 
 import pytest

@@ -131,7 +131,7 @@ FOUND = {
         (Step(), Set("reshard_after_backward", False, 0), Step(), Step(micro_steps=2)),
         optimizer="in-backward",
     ),
-    # FSDP2 keeps the root gathered although no backward will come (declared in README.md).
+    # FSDP2 keeps the root gathered although no backward will come (a declared difference).
     "nothing-requires-grad": FuzzCase(
         LINEARS, (Group(("body.0",)), Group(("",))), (Freeze("", False), Step(), Step())
     ),

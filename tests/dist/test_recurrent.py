@@ -76,7 +76,7 @@ def cases(draw: st.DrawFn) -> RecurrentCase:
     uses = st.lists(st.sampled_from(names), min_size=1, unique=True).map(tuple)
     flags = ["given", "apart", "single", "overridden", "frozen", "checkpointed"]
     # From torch 2.15 on, eager FSDP2 adds what each step in time gives to a bfloat16 weight in the
-    # reduction's dtype (README, declared differences).
+    # reduction's dtype (a declared difference).
     flags += ["half"] if TORCH < (2, 15) else []
     return RecurrentCase(
         kind,

@@ -1,7 +1,7 @@
 """The scripts of examples/integrations/, with the real frameworks, on two CPU processes.
 
 Each runs with eager FSDP2 (GRAPHSHARD_DISABLE), with ops one by one and with Inductor. The table of
-docs/integrations/README.md is made of what they print: `GRAPHSHARD_WRITE_INTEGRATIONS=1` writes it.
+docs/integrations/README.md is made of what they print: `GRAPHSHARD_WRITE_FIGURES=1` writes it.
 """
 
 import json
@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 
+from bench.figures import compare, filled
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples/integrations"
 PAGE = ROOT / "docs/integrations/README.md"
 RUNNER = Path(__file__).parent / "run_script.py"
 OWN = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
 TORCHTITAN = ROOT / "tests/dist/framework_scripts/torchtitan_blocks.py"
-BEGIN, END = "<!-- written by tests/integrations -->\n", "<!-- end -->\n"
+MAKER = "make test-integrations"
 LIMIT_S = 240.0
 # Of a loss: Inductor rounds otherwise, and four steps of AdamW follow.
 TOLERANCE = 1e-4
@@ -141,11 +143,5 @@ def test_the_table_is_what_the_scripts_said(rows: dict[str, str]) -> None:
         "| client | version | line | script | groups in a graph | plans | losses, `aten` |\n"
         "|---|---|---|---|---|---|---|\n"
     )
-    before, rest = PAGE.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    page = "".join(
-        [before, BEGIN, head, *(rows[name] for name in (*CLIENTS, "torchtitan")), END, after]
-    )
-    if os.environ.get("GRAPHSHARD_WRITE_INTEGRATIONS"):
-        PAGE.write_text(page)
-    assert page == PAGE.read_text()
+    table = "".join([head, *(rows[name] for name in (*CLIENTS, "torchtitan"))])
+    compare(PAGE, filled(PAGE.read_text(), {MAKER: table}))

@@ -27,7 +27,7 @@ def leave_what_is_read(gm: fx.GraphModule, options: Options) -> None:
     has Dynamo run it so. Raises UnsupportedModel (GS210) instead with `fallback="error"`.
 
     Assumed: only lists stay gathered where user code reads them. A group that is kept after its
-    forward does too; the README declares that its parameters are shards there.
+    forward does too; docs/reference/differences.md says that its parameters are shards there.
     """
     read = next(_read(gm), None)
     if read is None:

@@ -1,0 +1,1 @@
+"""Models to try commands with, as `demo:llama3_8b`: their shapes, and no weights."""
