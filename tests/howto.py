@@ -13,9 +13,7 @@ folder that looks like a checkout:
 A page has no other blocks.
 """
 
-import os
 import re
-import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warm import run_script
+
+from bench.figures import Shell
 
 ROOT = Path(__file__).parents[1]
 RUNNER = Path(__file__).parent / "howto_run.py"
@@ -33,22 +33,22 @@ NAME = re.compile(r"\A(?:#!.*\n)?# ([\w.-]+\.\w+)\n")
 NUMBER = re.compile(r"[+-]?\d[\d,.]*( (s|ms|us|B|[KMGT]iB)\b)?")
 # Between what two blocks print.
 SEPARATOR = "\x1e\n"
-# What the commands of a page are called in an environment where graphshard is installed, and Slurm
+# Beside those of `Shell`: torchrun with a rendezvous of its own, torchtitan's trainer, and Slurm
 # with a job of two nodes that are both this machine.
 TOOLS = {
-    "graphshard": 'exec "{python}" -m graphshard.cli "$@"',
     "torchrun": """case " $* " in
     *" -m torchtitan.train "*) exec "{python}" "{tests}/howto_torchtitan.py" "${@:5}" ;;
     *" --rdzv"*) ;;
     *) set -- --standalone "$@" ;;
 esac
 exec "{python}" -m torch.distributed.run "$@\"""",
-    "python": 'exec "{python}" "$@"',
     "sbatch": "export SLURM_JOB_ID=1 SLURM_NNODES=2 SLURM_JOB_NODELIST=here SLURM_GPUS_ON_NODE=1\n"
     'exec bash -e "$1"',
     "scontrol": "echo localhost; echo localhost",
     "srun": '"$@" & first=$!; "$@" & wait $first && wait $!',
 }
+# Of the tests: bits are compared with eager FSDP2's, and there is no other network.
+OWN = {"GRAPHSHARD_COMPUTE": "aten", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def page_of(path: Path) -> Page:
 
 def follow(page: Page, folder: Path, runner: str = "") -> None:
     """Does what the page says, in an empty folder. runner: what scripts are run by there."""
-    environment = prepared(folder)
+    environment = _prepared(folder)
     for block in page.blocks:
         if block.file is not None:
             (folder / block.file).write_text(block.text)
@@ -109,7 +109,7 @@ def follow(page: Page, folder: Path, runner: str = "") -> None:
             printed = next(program)
         elif block.kind == "shell":
             command = re.sub(r"(torchrun .*?)(\w+\.py)", rf"\1{runner}\2", block.text)
-            printed = typed(command, folder, environment, where)
+            printed = _typed(command, folder, environment, where)
         else:
             assert block.kind == "text", f"{where}: nothing runs {block.kind!r}"
             assert printed is not None, f"{where}: nothing was printed"
@@ -123,40 +123,28 @@ def headings(screen: str) -> list[str]:
     return [NUMBER.sub("#", re.split(r"\s{2,}", line)[0]) for line in lines]
 
 
-def prepared(folder: Path) -> dict[str, str]:
+def _prepared(folder: Path) -> dict[str, str]:
     """The environment of what is typed in `folder`."""
-    tools = folder / "bin"
-    tools.mkdir()
+    shell = Shell(folder)
     for name, script in TOOLS.items():
-        tool = tools / name
-        tool.write_text("#!/bin/bash\n" + _filled(script))
-        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    (folder / "examples").symlink_to(ROOT / "examples")
-    return {
-        **os.environ,
-        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "GRAPHSHARD_CACHE_DIR": str(folder / "cache"),
-    }
-
-
-def _filled(script: str) -> str:
-    return script.replace("{python}", sys.executable).replace("{tests}", str(RUNNER.parent)) + "\n"
+        filled = script.replace("{python}", sys.executable).replace("{tests}", str(RUNNER.parent))
+        tool = folder / ".tools" / name
+        tool.write_text(f"#!/bin/bash\n{filled}\n")
+        tool.chmod(0o755)
+    return shell.environment | OWN
 
 
 def _run_program(page: Page, folder: Path) -> Sequence[str]:
     """What rank 0 prints in each of its blocks."""
     if not page.program:
         return ()
-    own = {"GRAPHSHARD_CACHE_DIR": str(folder / "cache")}
+    own = {"GRAPHSHARD_CACHE_DIR": str(folder / ".cache")}
     words = [str(page.path), str(folder)]
     printed = run_script(RUNNER, page.ranks, LIMIT_S, *words, environment=own)
     return printed.split(SEPARATOR)
 
 
-def typed(command: str, folder: Path, environment: dict[str, str], where: str) -> str:
+def _typed(command: str, folder: Path, environment: dict[str, str], where: str) -> str:
     done = subprocess.run(
         ["bash", "-e", "-c", command], cwd=folder, env=environment, text=True, timeout=LIMIT_S,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
