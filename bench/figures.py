@@ -65,10 +65,15 @@ def figures_of(page: str) -> list[Figure]:
 
 def quoted(figure: Figure, output: str) -> str:
     """The body that the command's output makes."""
-    for clock in CLOCKS:
-        output = clock.sub(r"\1", output)
+    output = without_clocks(output)
     fence = FENCE.fullmatch(figure.body)
     return f"{fence[1]}{output.rstrip()}\n{fence[3]}" if fence else output
+
+
+def without_clocks(output: str) -> str:
+    for clock in CLOCKS:
+        output = clock.sub(r"\1", output)
+    return output
 
 
 def filled(page: str, bodies: Mapping[str, str]) -> str:

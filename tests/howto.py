@@ -7,8 +7,9 @@ folder that looks like a checkout:
   which a `shell` block names, or where `graphshard` looks for options;
 - other `python` blocks are one program, which that many ranks run before any shell does;
 - `shell` blocks are typed;
-- a `text` block shows what was printed last. Of a screen, the lines at the left margin
-  have to be there; their numbers may differ.
+- a `text` block after "It prints:" is what was printed to stdout last, but for clocks;
+  GRAPHSHARD_WRITE_FIGURES=1 writes it. After other words ("It prints, shortened:") it is a part of
+  that, or of stderr: its lines at the left margin are there, with numbers that may differ.
 
 A page has no other blocks.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from warm import run_script
 
-from bench.figures import Shell
+from bench.figures import Shell, without_clocks
 
 ROOT = Path(__file__).parents[1]
 RUNNER = Path(__file__).parent / "howto_run.py"
@@ -31,6 +32,7 @@ SETTING = re.compile(r"<!-- run: (\d+) ranks?(?:, with ([\w, ]+))? -->")
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
 NAME = re.compile(r"\A(?:#!.*\n)?# ([\w.-]+\.\w+)\n")
 NUMBER = re.compile(r"[+-]?\d[\d,.]*( (s|ms|us|B|[KMGT]iB)\b)?")
+WHOLE = "\nIt prints:\n\n"
 # Between what two blocks print.
 SEPARATOR = "\x1e\n"
 # Beside those of `Shell`: torchrun with a rendezvous of its own, torchtitan's trainer, and Slurm
@@ -53,11 +55,12 @@ OWN = {"GRAPHSHARD_COMPUTE": "aten", "GLOO_SOCKET_IFNAME": "lo"}
 
 @dataclass(frozen=True)
 class Block:
-    """line: of the page, where its text begins."""
+    """line: of the page, where its text begins. whole: it is all that was printed."""
 
     kind: str
     text: str
     line: int
+    whole: bool
 
     @property
     def file(self) -> str | None:
@@ -85,7 +88,12 @@ def page_of(path: Path) -> Page:
     found = SETTING.search(text)
     assert found, f"{path.name}: how is it run? <!-- run: 2 ranks -->"
     blocks = [
-        Block(match[1], match[2], text.count("\n", 0, match.start()) + 2)
+        Block(
+            match[1],
+            match[2],
+            text.count("\n", 0, match.start()) + 2,
+            text[: match.start()].endswith(WHOLE),
+        )
         for match in FENCE.finditer(text)
     ]
     assert text.count("```") == 2 * len(blocks)
@@ -93,28 +101,48 @@ def page_of(path: Path) -> Page:
     return Page(path, int(found[1]), needs, tuple(blocks))
 
 
-def follow(page: Page, folder: Path, runner: str = "") -> None:
-    """Does what the page says, in an empty folder. runner: what scripts are run by there."""
+@dataclass(frozen=True)
+class Printed:
+    stdout: str = ""
+    stderr: str = ""
+
+
+def follow(page: Page, folder: Path, runner: str = "") -> str:
+    """Does what the page says, in an empty folder; the page with the screens of today.
+
+    runner: what scripts are run by there.
+    """
     environment = _prepared(folder)
     for block in page.blocks:
         if block.file is not None:
             (folder / block.file).write_text(block.text)
     program = iter(_run_program(page, folder))
-    printed = None
+    printed, texts = Printed(), []
     for block in page.blocks:
+        texts.append(block.text)
         where = f"{page.path.name}, line {block.line}"
         if block.file is not None:
             continue
         if block.kind == "python":
-            printed = next(program)
+            printed = Printed(next(program))
         elif block.kind == "shell":
             command = re.sub(r"(torchrun .*?)(\w+\.py)", rf"\1{runner}\2", block.text)
             printed = _typed(command, folder, environment, where)
         else:
             assert block.kind == "text", f"{where}: nothing runs {block.kind!r}"
-            assert printed is not None, f"{where}: nothing was printed"
-            missing = [line for line in headings(block.text) if line not in headings(printed)]
-            assert missing == [], f"{where}, printed was:\n{printed}"
+            texts[-1] = _shown(block, printed, where)
+    following = iter(texts)
+    return FENCE.sub(lambda match: f"```{match[1]}\n{next(following)}```", page.path.read_text())
+
+
+def _shown(block: Block, printed: Printed, where: str) -> str:
+    """The text of a block that shows what was printed."""
+    if block.whole:
+        return without_clocks(printed.stdout).rstrip() + "\n"
+    there = headings(printed.stdout + printed.stderr)
+    missing = [line for line in headings(block.text) if line not in there]
+    assert missing == [], f"{where}, printed was:\n{printed.stdout}{printed.stderr}"
+    return block.text
 
 
 def headings(screen: str) -> list[str]:
@@ -144,10 +172,10 @@ def _run_program(page: Page, folder: Path) -> Sequence[str]:
     return printed.split(SEPARATOR)
 
 
-def _typed(command: str, folder: Path, environment: dict[str, str], where: str) -> str:
+def _typed(command: str, folder: Path, environment: dict[str, str], where: str) -> Printed:
     done = subprocess.run(
         ["bash", "-e", "-c", command], cwd=folder, env=environment, text=True, timeout=LIMIT_S,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        capture_output=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, f"{where}: {command}\n{done.stdout}"
-    return done.stdout
+    assert done.returncode == 0, f"{where}: {command}\n{done.stdout}{done.stderr}"
+    return Printed(done.stdout, done.stderr)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from howto import ROOT, follow, headings, page_of
 
+from bench.figures import compare
+
 PAGES = [page_of(p) for p in sorted((ROOT / "docs/howto").glob("*.md")) if p.stem != "index"]
 FIRST = page_of(ROOT / "docs/start/first-plan.md")
 HERE = [FIRST, *(page for page in PAGES if not page.needs)]
@@ -17,7 +19,7 @@ HERE = [FIRST, *(page for page in PAGES if not page.needs)]
 @pytest.mark.dist
 @pytest.mark.parametrize("page", HERE, ids=lambda page: page.path.stem)
 def test_page(page, tmp_path):
-    follow(page, tmp_path)
+    compare(page.path, follow(page, tmp_path))
 
 
 def test_no_page_is_left_out():
@@ -42,6 +44,8 @@ PAGE = """<!-- run: 1 rank -->
 print("steps", 3)
 ```
 
+It prints{how}:
+
 ```text
 {shown}
 ```
@@ -52,24 +56,36 @@ print("steps", 3)
 """
 
 
+def written(folder: Path, how: str, shown: str, typed: str) -> Path:
+    path = folder / "page.md"
+    path.write_text(PAGE.format(how=how, shown=shown, typed=typed))
+    (folder / "empty").mkdir()
+    return path
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("how", "shown", "typed"),
+    [("", "steps 3", "true"), ("", "steps 4", "true"), (", shortened", "steps 4", "true")],
+)
+def test_a_page_gets_the_screens_of_today(tmp_path, how, shown, typed):
+    path = written(tmp_path, how, shown, typed)
+    expected = PAGE.format(how=how, shown=shown if how else "steps 3", typed=typed)
+    assert follow(page_of(path), tmp_path / "empty") == expected
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("shown", "typed", "fault"),
     [
-        ("steps 4", "true", None),
-        ("stops 3", "true", "line 7, printed was:\nsteps 3"),
-        ("steps 3", "false", "line 11: false"),
+        ("stops 3", "true", "line 9, printed was:\nsteps 3"),
+        ("steps 3", "false", "line 13: false"),
     ],
 )
-def test_a_page_that_is_wrong_is_found(tmp_path: Path, shown, typed, fault):
-    path = tmp_path / "page.md"
-    path.write_text(PAGE.format(shown=shown, typed=typed))
-    (folder := tmp_path / "folder").mkdir()
-    if fault is None:
-        follow(page_of(path), folder)
-        return
+def test_a_page_that_is_wrong_is_found(tmp_path, shown, typed, fault):
+    path = written(tmp_path, ", shortened", shown, typed)
     with pytest.raises(AssertionError, match=fault):
-        follow(page_of(path), folder)
+        follow(page_of(path), tmp_path / "empty")
 
 
 def test_a_block_that_nothing_runs_is_found(tmp_path):

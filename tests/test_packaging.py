@@ -106,6 +106,23 @@ def test_one_version(built):
     assert built.metadata["Version"] == graphshard.__version__
 
 
+def test_a_tag_is_a_version_with_a_section_in_the_changelog(tmp_path):
+    folder = tmp_path / "graphshard"
+    folder.mkdir()
+    (tmp_path / ".ci").mkdir()
+    script = Path(shutil.copy(ROOT / ".ci/version.py", tmp_path / ".ci"))
+    (folder / "_version.py").write_text('__version__ = "1.2.0"\n')
+    changelog = tmp_path / "CHANGELOG.md"
+    changelog.write_text("# Changelog\n\n## [Unreleased]\n")
+    done(sys.executable, script)
+    with pytest.raises(AssertionError, match="has no section for 1.2.0"):
+        done(sys.executable, script, "v1.2.0")
+    changelog.write_text("# Changelog\n\n## [1.2.0] - 2026-12-01\n")
+    done(sys.executable, script, "v1.2.0")
+    with pytest.raises(AssertionError, match="the tag is v1.3.0, the version 1.2.0"):
+        done(sys.executable, script, "v1.3.0")
+
+
 def test_the_readme_renders_on_an_index(built):
     assert built.metadata["Description-Content-Type"] == "text/markdown"
     text = built.metadata.get_payload()
