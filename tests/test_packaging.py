@@ -115,11 +115,11 @@ def test_a_tag_is_a_version_with_a_section_in_the_changelog(tmp_path):
     changelog = tmp_path / "CHANGELOG.md"
     changelog.write_text("# Changelog\n\n## [Unreleased]\n")
     done(sys.executable, script)
-    with pytest.raises(AssertionError, match="has no section for 1.2.0"):
+    with pytest.raises(AssertionError, match=r"has no section for 1\.2\.0"):
         done(sys.executable, script, "v1.2.0")
     changelog.write_text("# Changelog\n\n## [1.2.0] - 2026-12-01\n")
     done(sys.executable, script, "v1.2.0")
-    with pytest.raises(AssertionError, match="the tag is v1.3.0, the version 1.2.0"):
+    with pytest.raises(AssertionError, match=r"the tag is v1\.3\.0, the version 1\.2\.0"):
         done(sys.executable, script, "v1.3.0")
 
 
