@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import graphshard
 from graphshard.options import _PARSERS
 from graphshard.schedule.plan import SCHEMA_VERSION
 
@@ -36,3 +37,8 @@ def test_every_option_has_a_row():
 def test_the_plan_file_has_the_schema_that_the_page_says():
     page = (DOCS / "reference/plan-file.md").read_text()
     assert f"format's number, at present {SCHEMA_VERSION}." in page
+
+
+def test_every_public_name_is_in_the_reference():
+    named = set(re.findall(r"\w+", (DOCS / "reference/api.md").read_text()))
+    assert set(graphshard.__all__) - {"__version__"} - named == set()
