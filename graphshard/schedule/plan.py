@@ -99,7 +99,6 @@ class Plan:
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Of forward, and of backward if there is one."""
         return (self.forward,) if self.backward is None else (self.forward, self.backward)
 
     @property
@@ -185,7 +184,6 @@ class Plan:
         return estimate_summary(self.estimate)
 
     def to_json(self, *, indent: int | None = 1) -> str:
-        """The text of the plan file."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return to_json({"schema": SCHEMA_VERSION, **own}, indent)
 
