@@ -15,7 +15,7 @@ FRAMEWORKS := torchtitan spmd_types tyro docstring_parser
 
 .PHONY: help demo test test-torch test-integrations test-models check docs dist bench contract docs-figures clean
 help:
-	@echo "make demo    train a small model with eager FSDP2 and with graphshard, $(NPROC) processes"
+	@echo "make demo    eager FSDP2 and graphshard: a small model on $(NPROC) processes, and on a slow link"
 	@echo "make test    run the test suite"
 	@echo "make test-torch TORCH=2.15.0  private names, parity and the contract with another torch"
 	@echo "make test-integrations  accelerate, Trainer, TRL, Lightning, Ray, ...: docs/integrations, with the real packages"
@@ -29,8 +29,7 @@ help:
 	@echo "make clean   remove .venv and everything that make writes"
 
 demo: $(DONE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone \
-		--nproc-per-node $(NPROC) examples/train.py
+	$(BIN)/python examples/demo.py --processes $(NPROC)
 
 # Each tester starts its own ranks, and takes whole files, in the order of tests/conftest.py. Some
 # hundred processes read the sources: they are compiled once. The viewer's tests drive a real browser.
