@@ -6,21 +6,13 @@ another one, which has what was measured, the lines at the left margin have to b
 """
 
 import re
-from pathlib import Path
 
 import pytest
+from howto import ROOT, headings
 
 from bench.figures import Shell, figures_of, quoted
 
-ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"```(python|shell|text)\n(.*?)```", re.DOTALL)
-NUMBER = re.compile(r"[+-]?\d[\d,.]*( (s|ms|us|B|[KMGT]iB)\b)?")
-
-
-def headings(screen):
-    """The beginnings of the lines at the left margin, without numbers."""
-    lines = [line for line in screen.splitlines() if line[:1].strip()]
-    return [NUMBER.sub("#", re.split(r"\s{2,}", line)[0]) for line in lines]
 
 
 @pytest.mark.dist
