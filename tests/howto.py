@@ -140,8 +140,9 @@ def _shown(block: Block, printed: Printed, where: str) -> str:
     if block.whole:
         return without_clocks(printed.stdout).rstrip() + "\n"
     lines, there = headings(block.text), headings(printed.stdout + printed.stderr)
+    assert lines, f"{where}: nothing is compared"
     missing = [line for line in lines if line not in there]
-    assert lines and not missing, f"{where}, printed was:\n{printed.stdout}{printed.stderr}"
+    assert missing == [], f"{where}, printed was:\n{printed.stdout}{printed.stderr}"
     return block.text
 
 
