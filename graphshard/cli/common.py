@@ -156,9 +156,11 @@ def without_notes_of_torch() -> None:
     """From now on torch does not say what concerns nobody who plans: that numpy is not there, and
     that checkpointed regions must not write in place (nothing is run)."""
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(
-        lambda record: "context_fn is passed" not in record.getMessage()
-    )
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_concerns_a_planner)
+
+
+def _concerns_a_planner(record: logging.LogRecord) -> bool:
+    return "context_fn is passed" not in record.getMessage()
 
 
 def say(text: str, keep: str = "") -> None:

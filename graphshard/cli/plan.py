@@ -19,7 +19,6 @@ from graphshard.cli.common import (
     print_text,
     say,
     size,
-    without_notes_of_torch,
     write_text,
 )
 from graphshard.cli.front import marked, panels
@@ -145,7 +144,6 @@ def _budgets(text: str) -> list[int | str | None]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    without_notes_of_torch()
     from graphshard.capture.interpreter import no_collections
 
     with no_collections():  # of what torch imports nothing is garbage

@@ -17,7 +17,6 @@ from graphshard.cli.common import (
     print_text,
     say,
     size,
-    without_notes_of_torch,
     write_text,
 )
 from graphshard.errors import OptionsError
@@ -114,7 +113,6 @@ def _price(text: str) -> float:
 
 def _tune(args: argparse.Namespace) -> int:
     began = perf_counter()
-    without_notes_of_torch()
     from graphshard.capture.interpreter import no_collections
 
     with no_collections():  # of what torch imports nothing is garbage
