@@ -1,5 +1,6 @@
 """What `--help` shows as examples can be typed."""
 
+import logging
 import shlex
 import subprocess
 import sys
@@ -45,3 +46,16 @@ def test_python_runs_the_package():
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     assert '"h100"' in done.stdout
+
+
+def test_what_concerns_nobody_who_plans_is_not_said(capsys):
+    main(["machines"])
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    said = [
+        bool(logger.filter(logging.makeLogRecord({"msg": text})))
+        for text in (
+            "Detected that context_fn is passed to torch.utils.checkpoint",
+            "anything else",
+        )
+    ]
+    assert said == [False, True]

@@ -24,6 +24,7 @@ from graphshard.cli.common import (
     EXIT_USER_CODE,
     ClosedPipe,
     say,
+    without_notes_of_torch,
 )
 from graphshard.cli.diff import add_diff
 from graphshard.cli.doctor import add_doctor
@@ -48,6 +49,7 @@ from graphshard.files.information import printable
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status (argparse itself exits for --help and usage)."""
     args = _parser().parse_args(argv)
+    without_notes_of_torch()
     try:
         status: int | None = args.run(args)
     except ClosedPipe:

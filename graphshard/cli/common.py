@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from graphshard.errors import FileError, OptionsError
@@ -148,6 +150,17 @@ def _drop_stdout() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def without_notes_of_torch() -> None:
+    """From now on torch does not say what concerns nobody who plans: that numpy is not there, and
+    that checkpointed regions must not write in place (nothing is run)."""
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_concerns_a_planner)
+
+
+def _concerns_a_planner(record: logging.LogRecord) -> bool:
+    return "context_fn is passed" not in record.getMessage()
 
 
 def say(text: str, keep: str = "") -> None:
