@@ -39,7 +39,7 @@ BLOCK = re.compile(r"<!-- (figure|recorded|tested): (.+?) -->\n(.*?)<!-- end -->
 FENCE = re.compile(r"(```\w*\n)(.*?)(```\n)", re.DOTALL)
 # The last column of the stages of `graphshard plan`, and the last line but the paths of `tune`.
 CLOCKS = (
-    re.compile(r"(?m)(?<=^)((?:capture|passes|plan) .*?)[ ]+\d+\.\d s$"),
+    re.compile(r"(?m)^((?:capture|passes|plan) .*?) +\d+\.\d s$"),
     re.compile(r"(?m)^()\d+ s in all\n"),
 )
 # The commands of a page, in an environment where graphshard is installed.
