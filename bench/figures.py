@@ -11,9 +11,9 @@ output is the figure:
 
 The commands of a page run one after the other in one empty folder, so that one may read what
 another wrote. A block keeps its fence; without one the output is Markdown. What a clock said of the
-command itself is left out (`without_clock`). Afterwards all figures are those of today, and the pictures in
-docs/ (bench/pictures.py) too: a second run changes nothing. tests/test_figures.py fails where a
-page or a picture is of yesterday.
+command itself is left out (`without_clock`). Afterwards all figures are those of today, and the
+pictures in docs/ (bench/pictures.py) too: a second run changes nothing. tests/test_figures.py fails
+where a page or a picture is of yesterday.
 
 `<!-- recorded: COMMAND -->` is what was measured, or what a search found that ends by the clock:
 another run says something else, so it is written with --recorded alone. `<!-- tested: COMMAND -->`
