@@ -11,9 +11,9 @@ output is the figure:
 
 The commands of a page run one after the other in one empty folder, so that one may read what
 another wrote. A block keeps its fence; without one the output is Markdown. What a clock said of the
-command itself is left out (CLOCKS). Afterwards all figures are those of today, and the pictures in
-docs/ (bench/pictures.py) too: a second run changes nothing. tests/test_figures.py fails where a
-page or a picture is of yesterday.
+command itself is left out (`without_clock`). Afterwards all figures are those of today, and the
+pictures in docs/ (bench/pictures.py) too: a second run changes nothing. tests/test_figures.py fails
+where a page or a picture is of yesterday.
 
 `<!-- recorded: COMMAND -->` is what was measured, or what a search found that ends by the clock:
 another run says something else, so it is written with --recorded alone. `<!-- tested: COMMAND -->`
@@ -37,11 +37,10 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common names
 BLOCK = re.compile(r"<!-- (figure|recorded|tested): (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 FENCE = re.compile(r"(```\w*\n)(.*?)(```\n)", re.DOTALL)
-# The last column of the stages of `graphshard plan`, and the last line but the paths of `tune`.
-CLOCKS = (
-    re.compile(r"(?m)(?<=^)((?:capture|passes|plan) .*?)[ ]+\d+\.\d s$"),
-    re.compile(r"(?m)^()\d+ s in all\n"),
-)
+# The column of seconds of the stages of `graphshard plan`, and the line of `tune` that has them.
+STAGE = re.compile(r"(capture|passes|plan) ")
+SECONDS = re.compile(r" \d+\.\d s(?=  |$)")
+TOTAL = re.compile(r"\d+ s in all")
 # The commands of a page, in an environment where graphshard is installed.
 COMMANDS = {
     "graphshard": "-m graphshard",
@@ -65,15 +64,20 @@ def figures_of(page: str) -> list[Figure]:
 
 def quoted(figure: Figure, output: str) -> str:
     """The body that the command's output makes."""
-    output = without_clocks(output)
+    output = without_clock(output)
     fence = FENCE.fullmatch(figure.body)
     return f"{fence[1]}{output.rstrip()}\n{fence[3]}" if fence else output
 
 
-def without_clocks(output: str) -> str:
-    for clock in CLOCKS:
-        output = clock.sub(r"\1", output)
-    return output
+def without_clock(output: str) -> str:
+    """Seconds of stages are blank, and the line with their sum is not there."""
+    lines = []
+    for line in output.splitlines():
+        if STAGE.match(line):
+            line = SECONDS.sub(lambda match: " " * len(match[0]), line).rstrip()
+        if not TOTAL.fullmatch(line):
+            lines.append(f"{line}\n")
+    return "".join(lines)
 
 
 def filled(page: str, bodies: Mapping[str, str]) -> str:

@@ -91,6 +91,10 @@ def test_what_the_clock_says_of_a_command_is_left_out():
         "```text\ncapture   9 nodes, 2 groups\npasses    every check\n"
         "step time   1.5 s   1.2 s\nplan      simulated\n\nwrote x\n```\n"
     )
+    before_words = "capture      8.3 s  33 groups\nplan        12.1 s  simulated\n"
+    assert quoted(SCREEN, before_words) == (
+        "```text\ncapture             33 groups\nplan                simulated\n```\n"
+    )
     assert quoted(Figure("figure", "", "| a |\n"), "| b |\n") == "| b |\n"
 
 
