@@ -11,7 +11,7 @@ output is the figure:
 
 The commands of a page run one after the other in one empty folder, so that one may read what
 another wrote. A block keeps its fence; without one the output is Markdown. What a clock said of the
-command itself is left out (`without_clock`). Afterwards all figures are those of today, and the
+command itself is left out (`without_clocks`). Afterwards all figures are those of today, and the
 pictures in docs/ (bench/pictures.py) too: a second run changes nothing. tests/test_figures.py fails
 where a page or a picture is of yesterday.
 
@@ -64,12 +64,12 @@ def figures_of(page: str) -> list[Figure]:
 
 def quoted(figure: Figure, output: str) -> str:
     """The body that the command's output makes."""
-    output = without_clock(output)
+    output = without_clocks(output)
     fence = FENCE.fullmatch(figure.body)
     return f"{fence[1]}{output.rstrip()}\n{fence[3]}" if fence else output
 
 
-def without_clock(output: str) -> str:
+def without_clocks(output: str) -> str:
     """Seconds of stages are blank, and the line with their sum is not there."""
     lines = []
     for line in output.splitlines():
