@@ -287,7 +287,7 @@ def measured_bytes(run: Run) -> str:
 
 def planned_bytes(run: Run) -> str:
     plans = graphshard.plans(run.model)
-    return f"{plans[0].summary()['gathered_peak_bytes']:,}" if plans else "-"
+    return f"{plans[0].summary().gathered_peak_bytes:,}" if plans else "-"
 
 
 def yes_no(value: bool) -> str:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -124,7 +125,8 @@ def test_json_of_one_plan(cli, tmp_path):
     assert status == 0
     assert told["path"] == "x.json"
     assert told["effort"]["num_groups"] == 3
-    assert {key: told[key] for key in plan.summary()} == json.loads(json.dumps(plan.summary()))
+    summary = json.loads(json.dumps(asdict(plan.summary())))
+    assert {key: told[key] for key in summary} == summary
 
 
 def test_a_sweep_is_a_table_with_its_best_rows_marked(cli, tmp_path):

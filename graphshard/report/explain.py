@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -15,7 +14,7 @@ from graphshard.fsdp2 import fsdp_groups, states_under
 from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import plan_best
 from graphshard.schedule.measured import Measured
-from graphshard.schedule.plan import Plan
+from graphshard.schedule.plan import Plan, Summary
 from graphshard.view.comparison import comparison_text
 from graphshard.view.gain import Gained, gain_lines
 from graphshard.view.recomputed import recomputed_text
@@ -80,7 +79,7 @@ class Report:
     ahead: runs of graphs of which the first all-gather is issued while another graph computes.
     """
 
-    plans: tuple[dict[str, Any], ...]
+    plans: tuple[Summary, ...]
     captured: int
     present: int
     reasons: dict[str, str]
@@ -95,7 +94,7 @@ class Report:
     @property
     def graphs(self) -> int:
         """Compiled graphs, forward and backward counted apart."""
-        return sum(plan["graphs"] for plan in self.plans)
+        return sum(plan.graphs for plan in self.plans)
 
     def __str__(self) -> str:
         if self.present == 0:
@@ -107,8 +106,7 @@ class Report:
             f"groups       {self.captured} of {self.present} run in a graph",
         ]
         lines += [
-            f"collectives  {collectives_text(plan)} per step of {plan['name']}"
-            for plan in self.plans
+            f"collectives  {collectives_text(plan)} per step of {plan.name}" for plan in self.plans
         ]
         lines += [
             f"regions      {count} of compute in {name}, compiled from {distinct} distinct ones"

@@ -63,7 +63,6 @@ class SweepRow:
 def plan_text(plan: Plan, where: str, effort: Effort, path: str) -> str:
     """The screen of one plan. where: machine and ranks, in words. Needs a plan with costs."""
     plan = shown(plan)
-    assert plan.estimate is not None
     lines = [f"{plan.name}  {where}, no weights, no GPU used", ""]
     lines += _effort(effort)
     lines += ["", *_comparison(plan, plan.estimate), "", *_reasons(plan)]

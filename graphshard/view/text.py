@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, zip_longest
-from typing import Any
 
 from graphshard.schedule.plan import (
     Direction,
@@ -17,6 +16,7 @@ from graphshard.schedule.plan import (
     Schedule,
     Step,
     StepKind,
+    Summary,
     numel,
 )
 from graphshard.view.names import shown
@@ -124,13 +124,12 @@ def step_text(step: Step, names: dict[int, str]) -> str:
     return f"{words} {'' if step.group is None else names[step.group]}{on_node}".rstrip()
 
 
-def collectives_text(summary: Mapping[str, Any]) -> str:
-    """summary: `Plan.summary()`. All-reduces are those over replicas, which few plans have."""
-    kinds = ("all_gathers", "all-gathers"), ("reduce_scatters", "reduce-scatters")
-    texts = [f"{summary[key]:,} {noun}" for key, noun in kinds]
-    if not summary["all_reduces"]:
+def collectives_text(summary: Summary) -> str:
+    """All-reduces are those over replicas, which few plans have."""
+    texts = [f"{summary.all_gathers:,} all-gathers", f"{summary.reduce_scatters:,} reduce-scatters"]
+    if not summary.all_reduces:
         return " and ".join(texts)
-    return f"{', '.join(texts)} and {summary['all_reduces']:,} all-reduces"
+    return f"{', '.join(texts)} and {summary.all_reduces:,} all-reduces"
 
 
 def ranks_of(issue: Step, group: GroupInfo) -> int:
