@@ -23,6 +23,7 @@ from graphshard.cli.common import (
 from graphshard.cli.front import marked, panels
 from graphshard.files.writing import save_text
 from graphshard.schedule.estimate import OptimizerKind
+from graphshard.view.brief import compute_text
 from graphshard.view.front import Panel, front_svg
 from graphshard.view.offline import Effort, SweepRow, plan_text, sweep_text
 
@@ -81,9 +82,9 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     plan.add_argument(
         "--compute",
         choices=("aten", "inductor"),
-        default="aten",
-        help="price ops one by one (aten, default), or fused, about as the backend runs them by "
-        "default (inductor)",
+        default="inductor",
+        help="price ops as fused, about as the backend runs them by default (inductor, default), "
+        "or one by one (aten)",
     )
     plan.add_argument(
         "-o", "--output", metavar="PATH", type=Path, help="default: FUNCTION.plan.json"
@@ -237,14 +238,15 @@ def _many(
         told = {"effort": asdict(effort), "rows": [asdict(row) for row in rows]}
         print_json(told | {"front": at})
     else:
-        print_text(sweep_text(name, rows, effort, at))
+        title = f"{name}  {compute_text(fused=answers[0].point.fused)}"
+        print_text(sweep_text(title, rows, effort, at))
 
 
 def _where(point: Point) -> str:
     nodes = -(-point.world_size // point.ranks_per_node)
     shape = f" ({nodes} x {point.ranks_per_node})" if nodes > 1 else ""
-    compute = ", compute priced as fused" if point.fused else ""
-    return f"{point.world_size:,} ranks{shape}, {point.machine.name}{compute}"
+    compute = compute_text(fused=point.fused)
+    return f"{point.world_size:,} ranks{shape}, {point.machine.name}, {compute}"
 
 
 def _row(answer: Answer) -> SweepRow:

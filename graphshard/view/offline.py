@@ -73,11 +73,11 @@ def plan_text(plan: Plan, where: str, effort: Effort, path: str) -> str:
 
 
 def sweep_text(
-    name: str, rows: Sequence[SweepRow], effort: Effort, picture: str | None = None
+    title: str, rows: Sequence[SweepRow], effort: Effort, picture: str | None = None
 ) -> str:
     """A table of all points; those that no other beats in time and memory are marked. picture: the
     file that has them drawn."""
-    lines = [name, "", *_effort(effort), ""]
+    lines = [title, "", *_effort(effort), ""]
     names = list(dict.fromkeys(key for row in rows for key, _ in row.sizes))
     heads = ["world", "hardware", "budget", *names]
     heads += [
