@@ -44,7 +44,7 @@ from graphshard.view.lanes import lane_rows
 from graphshard.view.log_text import log_text
 from graphshard.view.scenario import scenarios
 from graphshard.view.sheet import sheet_of
-from graphshard.view.text import summary_lines
+from graphshard.view.summary import summary_lines
 from graphshard.view.trace import trace
 from graphshard.view.why import why_text
 

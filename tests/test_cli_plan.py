@@ -103,10 +103,12 @@ def test_the_screen_and_the_file(cli, tmp_path):
     status, out, errors = cli("good")
     assert (status, errors) == (0, [])
     lines = out.splitlines()
-    assert lines[0] == f"good  8 ranks, {HARDWARE}, no weights, no GPU used"
+    assert lines[0] == f"good  8 ranks, {HARDWARE}, compute by Inductor"
+    assert max(map(len, lines)) <= 80
+    assert any(line.endswith("FSDP2's own peak") for line in lines)
     starts = [line.split("  ")[0].strip() for line in lines if line]
-    assert starts[1:4] == ["capture", "passes", "plan"]
-    rows = [s for s in starts[4:] if s in ROWS]
+    assert starts[2:5] == ["capture", "passes", "plan"]
+    rows = [s for s in starts[5:] if s in ROWS]
     assert rows == ROWS
     plan = Plan.from_json((tmp_path / "good.plan.json").read_text())
     assert plan.name == "good"
@@ -304,3 +306,11 @@ def test_nothing_is_allocated_in_proportion_to_the_model(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "70.55 B parameters (74 blocks like others)" in done.stdout
     assert int(done.stdout.splitlines()[-1]) < 2**30
+
+
+def test_the_title_says_which_compute_is_priced(cli, tmp_path):
+    one = cli("good", "--compute", "aten", "-o", "one.json")[1].splitlines()[0]
+    assert one == f"good  8 ranks, {HARDWARE}, compute op by op (aten)"
+    assert Plan.load(tmp_path / "one.json").priced_on.fused is False
+    many = cli("good", "--budget", "fsdp2,1GiB")[1].splitlines()[0]
+    assert many == "good  compute by Inductor"

@@ -97,7 +97,8 @@ def _write_trace(plan: Plan, args: argparse.Namespace) -> None:
 def _show(args: argparse.Namespace) -> None:
     plan = Plan.load(args.plan)
     from graphshard.view.reasons import reason_text
-    from graphshard.view.text import group_names, summary_lines
+    from graphshard.view.summary import summary_lines
+    from graphshard.view.text import group_names
     from graphshard.view.why import reasons_of, why_text
 
     if args.why or args.group is not None:

@@ -55,7 +55,8 @@ def plan(
     as that hardware has. memory_budget, schedule, reshard, recompute, offload, micro_steps,
     optimizer, clip: as in `options=`.
     compute: "inductor" prices the captured ops as fused between two points of communication, about
-    as the backend runs them by default; "aten" one by one, as it runs them with that option. shard: calls `fully_shard` on the model's parts and on the model.
+    as the backend runs them by default; "aten" one by one, as it runs them with that option.
+    shard: calls `fully_shard` on the model's parts and on the model.
 
     Raises OptionsError (GS103) for another `compute` or a number of ranks that is none,
     OfflineError if the model cannot be built or sharded, CaptureError if its step is not one graph,

@@ -77,7 +77,7 @@ def left_text(estimate: Estimate) -> str:
 
 
 def enough_text(estimate: Estimate) -> str:
-    """What memory that is not taken would bring: "10.8 GiB more would bring 0.3 %"; nothing where
+    """What memory that is not taken would bring: "10.8 GiB more would bring 0.3 %"; empty where
     the plan takes all that helps."""
     more = estimate.all_spent
     if more is None:
@@ -85,7 +85,7 @@ def enough_text(estimate: Estimate) -> str:
     own = estimate.ours
     share = (own.step_time_us - more.step_time_us) / estimate.whole_step_us
     left = bytes_text(more.peak_bytes - own.peak_bytes)
-    return f"is enough: {left} more would bring {max(0.0, share):.1%}".replace("%", " %")
+    return f"{left} more would bring {max(0.0, share):.1%}".replace("%", " %")
 
 
 def title_line(plan: Plan) -> str:
