@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from planning import layers
-from plans import ESTIMATE, two_layers
+from plans import ESTIMATE
 from test_comparison import as_predicted, planned
 
 from graphshard.schedule.estimate import Figures, Spent
@@ -26,7 +26,7 @@ def test_it_leads_with_step_exposed_peak_limit_and_gain() -> None:
         "limit        4.0 GiB; a budget that was set",
     ]
     assert said(OWN)["gain"].startswith("1.29 x as fast as FSDP2; at most ")
-    assert list(said(OWN)) == ["step", "exposed", "peak", "limit", "gain"]
+    assert list(said(OWN)) == ["step", "exposed", "peak", "limit", "gain", "enough"]
 
 
 def test_no_budget_is_told_of_where_nobody_set_one() -> None:
@@ -53,6 +53,7 @@ def test_what_more_memory_gains() -> None:
 def test_what_is_enough() -> None:
     spent = replace(OWN.estimate, all_spent=Spent(510e3, int(3.5 * GIB)))
     text = said(replace(OWN, estimate=spent))["enough"]
-    assert text == "3.0 GiB; 512.0 MiB more would bring 0.4 %"
-    assert "enough" not in said(OWN)
-    assert two_layers().estimate.all_spent is None
+    assert text == "3.0 GiB; the other 1.0 GiB would bring 0.4 %"
+    assert said(OWN)["enough"] == "3.0 GiB; the other 1.0 GiB would bring nothing that was found"
+    full = replace(OWN.estimate, budget_bytes=3 * GIB)
+    assert "enough" not in said(replace(OWN, estimate=full))

@@ -33,6 +33,7 @@ from graphshard.schedule.estimate import Figures as Figures
 from graphshard.schedule.estimate import Moment as Moment
 from graphshard.schedule.estimate import OptimizerKind as OptimizerKind
 from graphshard.schedule.estimate import OptimizerStep as OptimizerStep
+from graphshard.schedule.estimate import Spent as Spent
 from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.groups import NOTHING_RECOMPUTED, size_bytes
 from graphshard.schedule.groups import Activation as Activation

@@ -19,6 +19,8 @@ from graphshard.view.text import bytes_text, count_text, ranks_text
 from graphshard.view.units import change_text, time_text
 
 LABEL_WIDTH = 13
+# Of the limit: less that is left is worth no word.
+UNUSED = 0.02
 LIMITS = {Limit.BUDGET: "a budget that was set", Limit.FSDP2: "FSDP2's own peak"}
 
 
@@ -77,15 +79,18 @@ def left_text(estimate: Estimate) -> str:
 
 
 def enough_text(estimate: Estimate) -> str:
-    """What memory that is not taken would bring: "10.8 GiB more would bring 0.3 %"; empty where
-    the plan takes all that helps."""
-    more = estimate.all_spent
-    if more is None:
+    """What the rest of the limit would bring: "the other 10.8 GiB would bring 0.3 %"; empty where
+    the plan takes all of it."""
+    own, more = estimate.ours, estimate.all_spent
+    rest_bytes = estimate.budget_bytes - own.peak_bytes
+    if more is not None:
+        share = (own.step_time_us - more.step_time_us) / estimate.whole_step_us
+        text = f"would bring {max(0.0, share):.1%}".replace("%", " %")
+    elif rest_bytes > UNUSED * estimate.budget_bytes:
+        text = "would bring nothing that was found"
+    else:
         return ""
-    own = estimate.ours
-    share = (own.step_time_us - more.step_time_us) / estimate.whole_step_us
-    left = bytes_text(more.peak_bytes - own.peak_bytes)
-    return f"{left} more would bring {max(0.0, share):.1%}".replace("%", " %")
+    return f"the other {bytes_text(rest_bytes)} {text}"
 
 
 def title_line(plan: Plan) -> str:
