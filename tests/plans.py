@@ -16,7 +16,7 @@ from graphshard.schedule.plan import (
 )
 
 # Of no plan: for what is not about time and memory.
-ESTIMATE = Estimate(Figures(30.0, 6.0, 200), Figures(40.0, 15.0, 180), 220, 24.0)
+ESTIMATE = Estimate(Figures(30.0, 6.0, 200), Figures(40.0, 15.0, 180), 200, 24.0)
 
 KINDS = {
     "issue": StepKind.GATHER_ISSUE,

@@ -20,7 +20,7 @@ def said(gained: Gained) -> dict[str, str]:
 
 def test_it_leads_with_step_exposed_peak_limit_and_gain() -> None:
     assert list(gain_lines(OWN))[:4] == [
-        "step         512 ms; FSDP2 661 ms (-22.5 %)",
+        "step         512 ms predicted; FSDP2 661 ms (-22.5 %)",
         "exposed      60.0 ms; FSDP2 200 ms (-70.0 %)",
         "peak         3.0 GiB; FSDP2 2.0 GiB (+1.0 GiB)",
         "limit        4.0 GiB; a budget that was set",
@@ -54,6 +54,6 @@ def test_what_is_enough() -> None:
     spent = replace(OWN.estimate, all_spent=Spent(510e3, int(3.5 * GIB)))
     text = said(replace(OWN, estimate=spent))["enough"]
     assert text == "3.0 GiB; the other 1.0 GiB would bring 0.4 %"
-    assert said(OWN)["enough"] == "3.0 GiB; the other 1.0 GiB would bring nothing that was found"
+    assert said(OWN)["enough"] == "3.0 GiB; the other 1.0 GiB would bring nothing"
     full = replace(OWN.estimate, budget_bytes=3 * GIB)
     assert "enough" not in said(replace(OWN, estimate=full))

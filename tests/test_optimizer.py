@@ -307,11 +307,11 @@ def test_the_viewer_shows_the_whole_step():
 def test_the_summary_has_the_step():
     plan = planned(layers(3))
     passes = time_text(plan.estimate.step_time_us)
-    assert f"\nstep         {passes}; FSDP2 " in summary_lines(plan)
+    assert f"\nstep         {passes} predicted; FSDP2 " in summary_lines(plan)
     plan = with_optimizer(plan, plan.estimate.step_time_us)
     whole = time_text(plan.estimate.whole_step_us)
     (line,) = (x for x in summary_lines(plan).splitlines() if x.startswith("step "))
-    assert line.startswith(f"step         {whole}; FSDP2 ")
+    assert line.startswith(f"step         {whole} predicted; FSDP2 ")
     assert line.endswith(f"; of it optimizer {passes} (50.0 %)")
     measured = replace(plan, measured=as_predicted(plan))
     assert f"\nmeasured     {passes} without the optimizer; exposed " in summary_lines(measured)

@@ -173,7 +173,7 @@ def test_the_limit_is_called_what_it_is(budget, limit):
 
 def test_repr_is_one_line_whatever_the_size():
     assert repr(two_layers()) == (
-        "Plan(toy: step 30.0 us, FSDP2 40.0 us; peak 200 B of 220 B; 2 groups)"
+        "Plan(toy: step 30.0 us, FSDP2 40.0 us; peak 200 B of 200 B; 2 groups)"
     )
     assert len(repr(planned(layers(300)))) < 100
     assert "\x1b" not in repr(replace(two_layers(), name="\x1b[31m"))

@@ -130,11 +130,11 @@ def test_summary_says_what_runs():
     assert lines[0] == "toy, 2 ranks, torch 2.13.0"
     assert [line.split()[0] for line in lines[2:7]] == ["step", "exposed", "peak", "limit", "gain"]
     assert lines[2:5] == [
-        "step         30.0 us; FSDP2 40.0 us (-25.0 %)",
+        "step         30.0 us predicted; FSDP2 40.0 us (-25.0 %)",
         "exposed      6.00 us; FSDP2 15.0 us (-60.0 %)",
         "peak         200 B; FSDP2 180 B (+20 B)",
     ]
-    assert lines[5] == "limit        220 B; a budget that was set"
+    assert lines[5] == "limit        200 B; a budget that was set"
     assert lines[6] == "gain         1.33 x as fast as FSDP2; at most 25.0 % left to gain"
     assert [line.split() for line in lines[8:13]] == [
         ["forward", "backward", "step"],

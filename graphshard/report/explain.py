@@ -130,7 +130,11 @@ class Report:
         return "\n".join(map(printable, lines))
 
     def _headline(self) -> Iterator[str]:
-        """Of each plan; which one, where there are several."""
+        """Of each plan; which one, where there are several, and of how much of the model."""
+        left = self.present - self.captured
+        if left and self.captured:
+            yield f"part         {self.captured} of {self.present} groups are planned: what follows"
+            yield f"             leaves out the other {left}, and says below why"
         for gained in self.gained:
             if self.gained[1:]:
                 yield f"plan         {gained.name}"

@@ -61,8 +61,9 @@ def brief_rows(estimate: Estimate, measured: Measured | None = None) -> Iterator
 def brief_lines(estimate: Estimate, measured: Measured | None = None) -> Iterator[str]:
     """`brief_rows` for a terminal."""
     for row in brief_rows(estimate, measured):
+        value = f"{row.value} predicted" if row.name == "step" else row.value
         theirs = f"FSDP2 {row.fsdp2}{f' ({row.change})' if row.change else ''}"
-        words = [row.value, theirs if row.fsdp2 else "", row.more]
+        words = [value, theirs if row.fsdp2 else "", row.more]
         yield row.name.ljust(LABEL_WIDTH) + "; ".join(filter(None, words))
 
 
@@ -87,7 +88,7 @@ def enough_text(estimate: Estimate) -> str:
         share = (own.step_time_us - more.step_time_us) / estimate.whole_step_us
         text = f"would bring {max(0.0, share):.1%}".replace("%", " %")
     elif rest_bytes > UNUSED * estimate.budget_bytes:
-        text = "would bring nothing that was found"
+        text = "would bring nothing"
     else:
         return ""
     return f"the other {bytes_text(rest_bytes)} {text}"

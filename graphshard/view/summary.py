@@ -105,18 +105,18 @@ def _group_rows(plan: Plan) -> Iterator[_GroupRow]:
     gathers = {g.id: [0, 0] for g in plan.groups}
     for schedule in plan.schedules:
         for step in schedule.of_kind(StepKind.GATHER_ISSUE):
-            if step.group is not None and not step.kept:
-                gathers[step.group][schedule.direction is Direction.BACKWARD] += 1
+            for group in () if step.kept else step.groups:
+                gathers[group][schedule.direction is Direction.BACKWARD] += 1
     after = dict(_after_forward(plan))
-    for group in plan.groups:
+    for info in plan.groups:
         cells = (
-            f"{len(group.params):,}",
-            f"{group_numel(group):,}",
-            bytes_text(group.gathered_bytes),
-            " + ".join(map(str, gathers[group.id][: len(plan.schedules)])),
-            after.get(group.id, "-"),
+            f"{len(info.params):,}",
+            f"{group_numel(info):,}",
+            bytes_text(info.gathered_bytes),
+            " + ".join(map(str, gathers[info.id][: len(plan.schedules)])),
+            after.get(info.id, "-"),
         )
-        name = group_name(group)
+        name = group_name(info)
         yield _GroupRow(name, NUMBER.sub("*", name.replace("*", "?")), cells)
 
 
