@@ -6,6 +6,7 @@ text, or a small table. All figures are predicted unless their row says otherwis
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from graphshard.schedule.plan import Estimate, Plan
 from graphshard.view.names import shown
 from graphshard.view.optimizer import share_text
 from graphshard.view.templates import template
-from graphshard.view.text import bytes_text, count_text, ranks_text
+from graphshard.view.text import WIDTH, bytes_text, count_text, ranks_text
 from graphshard.view.units import change_text, time_text
 
 LABEL_WIDTH = 13
@@ -64,7 +65,8 @@ def brief_lines(estimate: Estimate, measured: Measured | None = None) -> Iterato
         value = f"{row.value} predicted" if row.name == "step" else row.value
         theirs = f"FSDP2 {row.fsdp2}{f' ({row.change})' if row.change else ''}"
         words = [value, theirs if row.fsdp2 else "", row.more]
-        yield row.name.ljust(LABEL_WIDTH) + "; ".join(filter(None, words))
+        text = row.name.ljust(LABEL_WIDTH) + "; ".join(filter(None, words))
+        yield from textwrap.wrap(text, WIDTH, subsequent_indent=" " * LABEL_WIDTH)
 
 
 def gain_text(estimate: Estimate) -> str:
