@@ -124,13 +124,13 @@ def measure(case: Case) -> Row:
     with never_chosen():
         plans = [planned(case, apart=apart) for apart in (False, True)]
     together, apart = (plan.summary() for plan in plans)
-    say(f"{case.title}, {case.memory_budget}: {together['step_time_us'] / 1e3:.2f} ms together")
+    say(f"{case.title}, {case.memory_budget}: {together.step_time_us / 1e3:.2f} ms together")
     return Row(
         title=case.title,
         memory_budget=case.memory_budget,
-        together_us=together["step_time_us"],
-        apart_us=apart["step_time_us"],
-        lower_bound_us=together["lower_bound_us"],
+        together_us=together.step_time_us,
+        apart_us=apart.step_time_us,
+        lower_bound_us=together.lower_bound_us,
         is_chosen=planned(case, apart=False).reduces_apart,
     )
 

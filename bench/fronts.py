@@ -165,7 +165,7 @@ def _answers(
 
 
 def _cell(answer: Answer) -> Cell | None:
-    if answer.plan is None or answer.plan.estimate is None:
+    if answer.plan is None:
         return None
     return Cell(answer.plan.estimate.step_time_us, answer.plan.estimate.peak_bytes)
 

@@ -262,7 +262,6 @@ def measure(training: Training, num_steps: int, other: Training | None = None) -
 def _predicted_busy_us(training: Training) -> float:
     plan = plan_of(training.trainer)
     assert plan is not None
-    assert plan.estimate is not None
     return plan.estimate.step_time_us - plan.estimate.exposed_us
 
 

@@ -142,7 +142,6 @@ def _point(row: Row) -> Point:
 
 def predicted(row: Row, plan: Plan, posed: Posed) -> Predicted:
     """FSDP2's own schedule, which is what the publishers ran."""
-    assert plan.estimate is not None
     assert plan.fsdp2 is not None
     estimate = plan.estimate
     waits_us = 0.0 if estimate.stragglers is None else estimate.stragglers.fsdp2_us

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from graphshard.report.explain import Measurement, Report, explain, measurements, plans
     from graphshard.report.metrics import metrics
     from graphshard.report.profiling import profile
-    from graphshard.schedule.plan import Plan
+    from graphshard.schedule.plan import Plan, load_plan
+    from graphshard.schedule.summary import Summary
 
 _FSDP = (
     "CPUOffloadPolicy",
@@ -76,10 +77,12 @@ _HOME = {
     "explain": "graphshard.report.explain",
     # PyTorch's function, with a better error for arguments of FSDP1.
     "fully_shard": "graphshard.migrate.fully_shard",
+    "load_plan": "graphshard.schedule.plan",
     "measurements": "graphshard.report.explain",
     "metrics": "graphshard.report.metrics",
     "plans": "graphshard.report.explain",
     "profile": "graphshard.report.profiling",
+    "Summary": "graphshard.schedule.summary",
 }
 
 __all__ = [
@@ -100,12 +103,14 @@ __all__ = [
     "Plan",
     "Report",
     "RuntimeStateError",
+    "Summary",
     "UnshardHandle",
     "UnsupportedModel",
     "VerifyError",
     "__version__",
     "explain",
     "fully_shard",
+    "load_plan",
     "measurements",
     "metrics",
     "migrate",

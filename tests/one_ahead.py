@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+from plans import ESTIMATE
 
 from graphshard.compiler.planning import apply, place
 from graphshard.graph.program import Program
@@ -26,6 +27,7 @@ def scheduled(program: Program) -> tuple[Program, Plan]:
         groups=placed.groups,
         forward=forward,
         backward=backward[0] if backward else None,
+        estimate=ESTIMATE,
     )
     return apply(placed, plan), plan
 

@@ -3,7 +3,20 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from graphshard.schedule.plan import Direction, GroupInfo, ParamInfo, Plan, Schedule, Step, StepKind
+from graphshard.schedule.plan import (
+    Direction,
+    Estimate,
+    Figures,
+    GroupInfo,
+    ParamInfo,
+    Plan,
+    Schedule,
+    Step,
+    StepKind,
+)
+
+# Of no plan: for what is not about time and memory.
+ESTIMATE = Estimate(Figures(30.0, 6.0, 200), Figures(40.0, 15.0, 180), 200, 24.0)
 
 KINDS = {
     "issue": StepKind.GATHER_ISSUE,
@@ -52,6 +65,7 @@ def plan(groups: Iterable[GroupInfo], forward: str, backward: str | None = None,
         groups=tuple(groups),
         forward=Schedule(Direction.FORWARD, steps(forward)),
         backward=None if backward is None else Schedule(Direction.BACKWARD, steps(backward)),
+        estimate=ESTIMATE,
     )
 
 

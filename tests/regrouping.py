@@ -35,9 +35,7 @@ def _changed(plan: Plan, steps_of: Callable[[Schedule], Iterable[Step]]) -> Plan
     forward, *backward = (replace(s, steps=tuple(steps_of(s))) for s in plan.schedules)
     back = backward[0] if backward else None
     # Forecasts and the place of the peak were of the steps before.
-    estimate = plan.estimate
-    if estimate is not None:
-        estimate = replace(estimate, ours=replace(estimate.ours, peak_at=None))
+    estimate = replace(plan.estimate, ours=replace(plan.estimate.ours, peak_at=None))
     return replace(plan, forward=forward, backward=back, forecasts=(), estimate=estimate)
 
 

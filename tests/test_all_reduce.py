@@ -44,7 +44,7 @@ from graphshard.view.lanes import lane_rows
 from graphshard.view.log_text import log_text
 from graphshard.view.scenario import scenarios
 from graphshard.view.sheet import sheet_of
-from graphshard.view.text import summary_lines
+from graphshard.view.summary import summary_lines
 from graphshard.view.trace import trace
 from graphshard.view.why import why_text
 
@@ -121,7 +121,7 @@ def test_it_has_a_lane_of_its_own(plans: list[Plan]) -> None:
 def test_views_show_it(plans: list[Plan]) -> None:
     plan = Plan.from_json(plans[0].to_json())
     assert plan == plans[0]
-    assert plan.summary()["all_reduces"] == 6
+    assert plan.summary().all_reduces == 6
     assert "all-reduces" in summary_lines(plan)
     assert "6 reduce-scatters and 6 all-reduces per step" in log_text(plan)
     sheet = sheet_of(plan)
@@ -149,7 +149,7 @@ def test_a_plan_of_before_opens() -> None:
     assert data["groups"][0].pop("replicas") == 1
     opened = Plan.from_data(data)
     assert opened == old
-    assert opened.summary()["all_reduces"] == 0
+    assert opened.summary().all_reduces == 0
 
 
 def test_what_if_knows_the_replicas(plans: list[Plan]) -> None:

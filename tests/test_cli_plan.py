@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -102,10 +103,12 @@ def test_the_screen_and_the_file(cli, tmp_path):
     status, out, errors = cli("good")
     assert (status, errors) == (0, [])
     lines = out.splitlines()
-    assert lines[0] == f"good  8 ranks, {HARDWARE}, no weights, no GPU used"
+    assert lines[0] == f"good  8 ranks, {HARDWARE}, compute by Inductor"
+    assert max(map(len, lines)) <= 80
+    assert any(line.endswith("FSDP2's own peak") for line in lines)
     starts = [line.split("  ")[0].strip() for line in lines if line]
-    assert starts[1:4] == ["capture", "passes", "plan"]
-    rows = [s for s in starts[4:] if s in ROWS]
+    assert starts[2:5] == ["capture", "passes", "plan"]
+    rows = [s for s in starts[5:] if s in ROWS]
     assert rows == ROWS
     plan = Plan.from_json((tmp_path / "good.plan.json").read_text())
     assert plan.name == "good"
@@ -124,7 +127,8 @@ def test_json_of_one_plan(cli, tmp_path):
     assert status == 0
     assert told["path"] == "x.json"
     assert told["effort"]["num_groups"] == 3
-    assert {key: told[key] for key in plan.summary()} == json.loads(json.dumps(plan.summary()))
+    summary = json.loads(json.dumps(asdict(plan.summary())))
+    assert {key: told[key] for key in summary} == summary
 
 
 def test_a_sweep_is_a_table_with_its_best_rows_marked(cli, tmp_path):
@@ -304,3 +308,11 @@ def test_nothing_is_allocated_in_proportion_to_the_model(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "70.55 B parameters (74 blocks like others)" in done.stdout
     assert int(done.stdout.splitlines()[-1]) < 2**30
+
+
+def test_the_title_says_which_compute_is_priced(cli, tmp_path):
+    one = cli("good", "--compute", "aten", "-o", "one.json")[1].splitlines()[0]
+    assert one == f"good  8 ranks, {HARDWARE}, compute op by op (aten)"
+    assert Plan.load(tmp_path / "one.json").priced_on.fused is False
+    many = cli("good", "--budget", "fsdp2,1GiB")[1].splitlines()[0]
+    assert many == "good  compute by Inductor"

@@ -107,7 +107,7 @@ def test_times_of_another_graph_are_refused():
     plan, other = planned(layers(2)), planned(layers(3))
     with pytest.raises(ValueError, match="not times of this graph: nothing ends at ops 2 to 3"):
         other.compare(as_predicted(plan))
-    with pytest.raises(ValueError, match="without the cost model"):
+    with pytest.raises(ValueError, match="no forecasts of its steps"):
         two_layers().compare(as_predicted(plan))
 
 

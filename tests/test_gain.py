@@ -2,27 +2,58 @@
 
 from dataclasses import replace
 
+from planning import layers
+from plans import ESTIMATE
+from test_comparison import as_predicted, planned
+
+from graphshard.schedule.estimate import Figures, Spent
 from graphshard.view.gain import Gained, gain_lines
 
-OWN = Gained("graph 0/0", 512e3, 661e3, 3 * 2**30, 4 * 2**30)
+GIB = 2**30
+OURS, FSDP2 = Figures(512e3, 60e3, 3 * GIB), Figures(661e3, 200e3, 2 * GIB)
+OWN = Gained("graph 0/0", replace(ESTIMATE, ours=OURS, fsdp2=FSDP2, budget_bytes=4 * GIB))
 
 
-def test_predicted() -> None:
-    step, room = gain_lines(OWN)
-    assert step == (
-        "512 ms in graph 0/0, 1.29 x as fast as FSDP2's own schedule, 661 ms (predicted)"
-    )
-    assert room == "3.0 GiB of 4.0 GiB in graph 0/0"
+def said(gained: Gained) -> dict[str, str]:
+    return dict(line.split(maxsplit=1) for line in gain_lines(gained))
+
+
+def test_it_leads_with_step_exposed_peak_limit_and_gain() -> None:
+    assert list(gain_lines(OWN))[:4] == [
+        "step         512 ms predicted; FSDP2 661 ms (-22.5 %)",
+        "exposed      60.0 ms; FSDP2 200 ms (-70.0 %)",
+        "peak         3.0 GiB; FSDP2 2.0 GiB (+1.0 GiB)",
+        "limit        4.0 GiB; a budget that was set",
+    ]
+    assert said(OWN)["gain"].startswith("1.29 x as fast as FSDP2; at most ")
+    assert list(said(OWN)) == ["step", "exposed", "peak", "limit", "gain", "enough"]
+
+
+def test_no_budget_is_told_of_where_nobody_set_one() -> None:
+    own = replace(OWN, estimate=replace(OWN.estimate, budget_bytes=2 * GIB))
+    assert said(own)["limit"] == "2.0 GiB; FSDP2's own peak"
 
 
 def test_measured() -> None:
-    step, _ = gain_lines(replace(OWN, measured_us=530e3))
-    assert step.endswith("661 ms (predicted; measured 530 ms)")
+    plan = planned(layers(3))
+    found = as_predicted(plan)
+    own = Gained("a", plan.estimate, found)
+    assert said(own)["measured"].startswith(f"{found.step_time_us / 1e3:.2f} ms; exposed ")
+    assert "measured" not in said(OWN)
 
 
 def test_what_more_memory_gains() -> None:
-    def said(us: float) -> str:
-        return gain_lines(replace(OWN, more_bytes=2**30, more_us=us))[1].split("; ")[1]
+    def more(us: float) -> str:
+        return said(replace(OWN, more_bytes=GIB, more_us=us))["more"]
 
-    assert said(500e3) == "1.0 GiB more would gain 12.0 ms a step (2.3 %)"
-    assert said(511.9e3) == said(513e3) == "1.0 GiB more would gain nothing"
+    assert more(500e3) == "1.0 GiB more would gain 12.0 ms a step (2.3 %)"
+    assert more(511.9e3) == more(513e3) == "1.0 GiB more would gain nothing"
+
+
+def test_what_is_enough() -> None:
+    spent = replace(OWN.estimate, all_spent=Spent(510e3, int(3.5 * GIB)))
+    text = said(replace(OWN, estimate=spent))["enough"]
+    assert text == "3.0 GiB; the other 1.0 GiB would bring 0.4 %"
+    assert said(OWN)["enough"] == "3.0 GiB; the other 1.0 GiB would bring nothing"
+    full = replace(OWN.estimate, budget_bytes=3 * GIB)
+    assert "enough" not in said(replace(OWN, estimate=full))

@@ -99,7 +99,7 @@ def test_a_line_break_may_stay():
 
 
 # Where the user waits for the file itself: commands, and the doctor's own process.
-WRITERS = ("files/information.py", "cli/", "doctor/")
+WRITERS = ("files/information.py", "files/writing.py", "cli/", "doctor/")
 WRITES = {"write_text", "write_bytes", "mkdir", "makedirs", "mkstemp", "NamedTemporaryFile"}
 
 

@@ -148,7 +148,7 @@ def _use(plan):
     assert len(plan.residency()) <= sum(len(s.steps) for s in plan.schedules)
     for figure in ("step_time", "peak_bytes"):
         if plan.forecasts and plan.priced_on is None:
-            with pytest.raises(ValueError, match="without the cost model"):
+            with pytest.raises(ValueError, match="what it was priced for"):
                 plan.formula(figure)
     if plan.measured is not None and plan.forecasts:
         with suppress(ValueError):  # of another order of the graph than the plan's

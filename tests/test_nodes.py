@@ -117,7 +117,7 @@ def test_small_problems_are_near_the_optimum():
 def planned(problem):
     found = plan_step(problem)
     groups = tuple(GroupInfo(g.id, g.fqn, (), 8, True, g.gathered_bytes) for g in problem.groups)
-    return Plan("p", "2.13.0", groups, *found.schedules)
+    return Plan("p", "2.13.0", groups, *found.schedules, estimate=found.estimate)
 
 
 def test_a_plan_file_has_what_nodes_hold():

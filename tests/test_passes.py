@@ -639,7 +639,7 @@ def test_the_planners_schedule_is_applied():
         (StepKind.GATHER_WAIT, 0),
         (StepKind.GATHER_ISSUE, 1),
     ]
-    assert planned.summary()["collectives"] == 9
+    assert planned.summary().collectives == 9
 
 
 @pytest.mark.parametrize(

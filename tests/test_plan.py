@@ -1,12 +1,17 @@
 """The plan as a value: its file format, residency and gathered bytes."""
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 
 import pytest
+from planning import layers
 from plans import group, plan, two_layers
+from test_comparison import planned
 
+import graphshard
 from graphshard.errors import FileError
+from graphshard.schedule.estimate import Limit
 from graphshard.schedule.plan import Lane, Plan, Residency, Step, StepKind, gathered_bytes_by_step
 
 
@@ -141,18 +146,74 @@ def test_gathered_bytes_of_a_kept_group_last_until_backward():
 
 
 def test_summary_counts_no_collective_for_a_kept_gather():
-    assert two_layers().summary() == {
-        "name": "toy",
-        "graphs": 2,
-        "groups": 2,
-        "params": 2,
-        "all_gathers": 3,
-        "reduce_scatters": 2,
-        "all_reduces": 0,
-        "collectives": 5,
-        "gathered_peak_bytes": 200,
-        "fingerprint": two_layers().fingerprint,
-    }
+    summary = two_layers().summary()
+    assert (summary.graphs, summary.groups, summary.params) == (2, 2, 2)
+    assert (summary.all_gathers, summary.reduce_scatters, summary.all_reduces) == (3, 2, 0)
+    assert (summary.collectives, summary.gathered_peak_bytes) == (5, 200)
+    assert summary.fingerprint == two_layers().fingerprint
+
+
+def test_summary_has_figures_and_those_of_fsdp2():
+    own = planned(layers(4, gather_us=200.0, budget_bytes=20_000))
+    summary, estimate = own.summary(), own.estimate
+    assert summary.whole_step_us == estimate.whole_step_us
+    assert summary.gap == estimate.gap
+    assert summary.fsdp2.step_time_us == estimate.fsdp2.step_time_us > summary.step_time_us
+    assert sum(summary.peak_by_category.values()) == summary.peak_bytes
+    assert sum(summary.fsdp2.peak_by_category.values()) == summary.fsdp2.peak_bytes
+    assert json.loads(json.dumps(asdict(summary)))["fsdp2"]["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(("budget", "limit"), [(None, Limit.FSDP2), (10_000, Limit.BUDGET)])
+def test_the_limit_is_called_what_it_is(budget, limit):
+    own = planned(layers(4, activations=100, budget_bytes=budget))
+    assert own.summary().limit is own.estimate.limit is limit
+    assert own.summary().budget_bytes == (budget or own.estimate.fsdp2.peak_bytes)
+
+
+def test_repr_is_one_line_whatever_the_size():
+    assert repr(two_layers()) == (
+        "Plan(toy: step 30.0 us, FSDP2 40.0 us; peak 200 B of 200 B; 2 groups)"
+    )
+    assert len(repr(planned(layers(300)))) < 100
+    assert "\x1b" not in repr(replace(two_layers(), name="\x1b[31m"))
+
+
+def test_a_notebook_shows_the_headline():
+    own = replace(two_layers(), name="<b>")
+    html = own._repr_html_()
+    assert "<caption>&lt;b&gt;, 2 ranks, torch 2.13.0</caption>" in html
+    names = re.findall(r"<tr><th>(\w+)</th>", html)
+    assert names == ["step", "exposed", "peak", "limit", "gain"]
+    assert len(html) < 2000
+
+
+def test_a_plan_file_by_path(tmp_path):
+    own = two_layers()
+    own.save(tmp_path / "a.json")
+    own.save(str(tmp_path / "b.json"))
+    assert (tmp_path / "a.json").read_text() == own.to_json()
+    assert Plan.load(str(tmp_path / "a.json")) == graphshard.load_plan(tmp_path / "b.json") == own
+
+
+def test_a_plan_file_that_cannot_be_had(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(FileError, match=r"GS1202: .*x\.json is not a plan: .*schema 9"):
+        Plan.load(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text("[")
+    with pytest.raises(FileError, match=r"GS1202: .*x\.json is not a plan: not JSON"):
+        Plan.load(tmp_path / "x.json")
+    with pytest.raises(FileError, match=r"GS1203: cannot read .*none\.json"):
+        Plan.load(tmp_path / "none.json")
+    with pytest.raises(FileError, match="GS1203: cannot write"):
+        two_layers().save(tmp_path / "no" / "folder.json")
+
+
+def test_the_page_as_text_and_as_a_file(tmp_path):
+    page = two_layers().to_html()
+    assert page.startswith("<!doctype html>")
+    two_layers().to_html(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == page
 
 
 def test_every_kind_of_step_has_a_lane():
@@ -177,7 +238,7 @@ def test_a_merged_gather_counts_all_its_groups_from_issue_to_wait():
         "issue 0+1, compute 1, wait 0+1, compute 1, release 0, release 1",
     )
     assert gathered_bytes_by_step(merged) == [160, 160, 320, 160, 160, 60]
-    assert merged.summary()["all_gathers"] == 1
+    assert merged.summary().all_gathers == 1
 
 
 def test_a_split_gather_counts_what_was_issued():
@@ -185,4 +246,4 @@ def test_a_split_gather_counts_what_was_issued():
     both = replace(group(0, "a", 160), params=params)
     split = plan([both], "issue 0:0, wait 0:0, issue 0:1, wait 0:1, compute 1, release 0")
     assert gathered_bytes_by_step(split) == [100, 200, 160, 220, 160, 160]
-    assert split.summary()["all_gathers"] == 2
+    assert split.summary().all_gathers == 2

@@ -145,7 +145,6 @@ def moved(data):
         lambda d: d.update(recompute={"activations": [{"group": "layers.0", "number": 0}]}),
         lambda d: d.update(backward=None, forecasts=[]),
         lambda d: d.update(reduces_apart=True),
-        lambda d: d.update(estimate=None),
     ],
 )
 def test_a_plan_that_does_not_suit_the_problem(change):

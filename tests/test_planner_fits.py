@@ -13,7 +13,7 @@ from graphshard.planner.memo import Memo
 from graphshard.planner.moves import What, lean_choices, moves, taken
 from graphshard.planner.plan_step import fsdp2
 from graphshard.planner.score import SearchContext, candidate, fits
-from graphshard.planner.search import _tune
+from graphshard.planner.search import tune
 
 TRIES = 12
 
@@ -36,7 +36,7 @@ def test_what_does_not_fit_cannot_be_placed(seed, share, tuned):
     context = SearchContext(memo, int(share * fsdp2(problem).peak_bytes))
     bases = [Choices(), lean_choices(memo)]
     if tuned:  # with the few policies of a search
-        _tune(context, bases[1])
+        tune(context, bases[1])
     everything = moves(memo)
     too_hopeful = 0
     for _ in range(TRIES):

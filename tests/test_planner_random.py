@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planning import random_problem, with_absent
 
@@ -15,7 +15,9 @@ from graphshard.planner.memo import Memo
 from graphshard.planner.plan_step import fsdp2, plan_step
 from graphshard.planner.regions import region_events
 from graphshard.planner.score import SearchContext, candidate
-from graphshard.schedule.plan import Direction, StepKind
+from graphshard.planner.thrift import LEAST
+from graphshard.pricing.problem import THRIFT
+from graphshard.schedule.plan import Direction, Spent, StepKind
 from graphshard.schedule.reasons import Gain
 
 # The acceptance run is GRAPHSHARD_EXAMPLES=500 (a quarter of an hour); CI takes fewer.
@@ -74,6 +76,59 @@ def test_the_order_of_reductions_may_be_kept(seed):
         return
     assert kept == ready
     assert free != ready or seed not in REORDERED
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=EXAMPLES, derandomize=True)
+@given(seed=st.integers(0, 10**6), groups=st.integers(20, 120), share=st.floats(0.9, 2.5))
+def test_large_problems_with_thrift(seed, groups, share):
+    check_thrift(random_problem(seed, groups, fewest=groups), share)
+
+
+THRIFTY = (0, 3, 14)  # seeds of problems of which a plan gives memory back
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(seed=st.integers(0, 10**6) | st.sampled_from(THRIFTY), share=st.floats(0.9, 2.5))
+@example(seed=THRIFTY[0], share=2.0)
+def test_small_problems_with_thrift(seed, share):
+    check_thrift(random_problem(seed, 12, fewest=6), share)
+
+
+def test_memory_that_buys_next_to_nothing_is_given_back():
+    given_back = [
+        thrifty_plan(random_problem(seed, 12, fewest=6), 2.0)[1].estimate.all_spent
+        for seed in THRIFTY
+    ]
+    assert None not in given_back
+
+
+def thrifty_plan(problem, share):
+    """A plan that takes all that helps, and one that does not, within a share of FSDP2's peak."""
+    limited = replace(problem, budget_bytes=int(fsdp2(problem).peak_bytes * share))
+    return plan_step(limited), plan_step(replace(limited, thrift=THRIFT))
+
+
+def check_thrift(problem, share):
+    try:
+        full, less = thrifty_plan(problem, share)
+    except InfeasibleBudget:
+        assert share < 1
+        return
+    ours, most = less.estimate.ours, full.estimate.ours
+    assert ours.step_time_us <= most.step_time_us * (1 + THRIFT)
+    if share >= 1:
+        assert ours.step_time_us <= fsdp2(problem).us
+    spent = less.estimate.all_spent
+    if spent is None:
+        assert (less.schedules, less.estimate) == (full.schedules, full.estimate)
+    else:
+        assert spent == Spent(most.step_time_us, most.peak_bytes)
+        assert ours.peak_bytes <= (1 - LEAST) * spent.peak_bytes
+    gains = [reason for reason in less.reasons if isinstance(reason, Gain)]
+    gains_us = sum(gain.gain_us for gain in gains)
+    assert gains_us == less.estimate.fsdp2.step_time_us - ours.step_time_us
+    assert sum(size for _, size in ours.peak_by_category) == ours.peak_bytes
 
 
 def check(problem, share):

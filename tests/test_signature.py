@@ -69,7 +69,7 @@ def test_a_fingerprint_knows_collectives_and_nothing_else():
     assert len(base.fingerprint) == 64
     wider = replace(base, groups=(group(0, "layers.0", 104), base.groups[1]))
     assert wider.fingerprint != base.fingerprint
-    assert base.summary()["fingerprint"] == base.fingerprint
+    assert base.summary().fingerprint == base.fingerprint
 
 
 def test_the_fingerprint_stays():

@@ -101,7 +101,6 @@ def test_where_ranks_are_alike_there_are_none():
     plan = planned(layers(3))
     assert with_stragglers(plan, replace(MACHINE, compute_spread=0.0), 64) == plan
     assert with_stragglers(plan, MACHINE, 1) == plan
-    assert with_stragglers(replace(plan, estimate=None), MACHINE, 64).estimate is None
 
 
 def test_a_plan_file_has_them():
@@ -110,7 +109,7 @@ def test_a_plan_file_has_them():
     data = json.loads(late.to_json())
     del data["estimate"]["stragglers"]
     assert Plan.from_json(json.dumps(data)).estimate.stragglers is None
-    assert late.summary()["stragglers"]["ranks"] == 64
+    assert late.summary().stragglers.ranks == 64
 
 
 def test_every_gpu_has_a_spread():

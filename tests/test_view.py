@@ -6,7 +6,8 @@ import pytest
 from plans import group, plan, two_layers
 
 from graphshard.schedule.plan import Direction, Lane
-from graphshard.view.text import bytes_text, summary_lines
+from graphshard.view.summary import summary_lines
+from graphshard.view.text import bytes_text
 from graphshard.view.timeline import POINT_SHARE, Bar, LaneSegment, axis_edges, timeline
 
 
@@ -121,19 +122,32 @@ def test_summary_fits_its_width(case):
     text = summary_lines(case)
     assert text.isascii()
     assert text.endswith("\n")
-    assert max(map(len, text.splitlines())) <= 92
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_summary_says_what_runs():
     lines = summary_lines(two_layers()).splitlines()
-    assert [line.split() for line in lines[2:7]] == [
+    assert lines[0] == "toy, 2 ranks, torch 2.13.0"
+    assert [line.split()[0] for line in lines[2:7]] == ["step", "exposed", "peak", "limit", "gain"]
+    assert lines[2:5] == [
+        "step         30.0 us predicted; FSDP2 40.0 us (-25.0 %)",
+        "exposed      6.00 us; FSDP2 15.0 us (-60.0 %)",
+        "peak         200 B; FSDP2 180 B (+20 B)",
+    ]
+    assert lines[5] == "limit        200 B; a budget that was set"
+    assert lines[6] == "gain         1.33 x as fast as FSDP2; at most 25.0 % left to gain"
+    assert [line.split() for line in lines[8:13]] == [
         ["forward", "backward", "step"],
         ["all-gathers", "2", "1", "3"],
         ["kept,", "no", "all-gather", "0", "1", "1"],
         ["reduce-scatters", "0", "2", "2"],
         ["ops", "7", "11", "18"],
     ]
-    assert lines[8] == "gathered peak 200 B at step 1, forward: wait for all-gather layers.0"
+    assert lines[14:16] == [
+        "gathered     at most 200 B",
+        "             at step 1 (forward): wait for all-gather layers.0",
+    ]
+    assert [line.split()[-1] for line in lines[-2:]] == ["resharded", "kept"]
 
 
 def test_summary_folds_groups_that_are_alike():

@@ -193,7 +193,7 @@ def test_without_costs_everything_is_in_program_order():
     assert [m.row for m in reductions.marks] == [0, 1]
     assert strip_rows(sheet) == []
     assert table_of(sheet).titles == ("parameters", "gathered", "after forward", "because")
-    assert headline(sheet)[0].name == "groups"
+    assert headline(sheet)[0].name == "step"
     memory = memory_of(sheet)
     assert [layer.name for layer in memory.layers] == ["Unsharded Param"]
     assert memory.peak.title == "peak 200 B gathered"

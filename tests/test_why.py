@@ -59,5 +59,5 @@ def test_the_command_prints_it(plan, tmp_path, capsys):
     assert "no group 'layer.1'; did you mean 'layers.1'?" in capsys.readouterr().err
 
 
-def test_a_plan_without_costs_says_so():
-    assert "made without the cost model" in why_text(two_layers(), "layers.0")
+def test_a_plan_without_reasons_says_so():
+    assert "the plan has no reasons" in why_text(two_layers(), "layers.0")

@@ -108,7 +108,7 @@ class CompiledPlan:
     problem: the `graphshard.planner.problem.Problem`, if costs were known. before, measured: the
     plan that ran before this one, and what it was measured at. running: the
     `graphshard.compiler.executable.Executable` that runs it. generation: how often Dynamo had been
-    reset before.
+    reset before. asked: bytes above the limit -> the whole step with them, of what was asked.
     """
 
     plan: Plan
@@ -117,6 +117,7 @@ class CompiledPlan:
     measured: Measured | None = None
     running: object = None
     generation: int = 0
+    asked: dict[int, float] = field(default_factory=dict, compare=False)
 
 
 class CaptureHandle:

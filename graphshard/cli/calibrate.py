@@ -8,7 +8,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from graphshard.cli.common import count, print_text, sizes, write_text
+from graphshard.cli.common import count, print_text, sizes
+from graphshard.files.writing import save_text
 
 
 def add_calibrate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,7 +45,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     if os.environ["RANK"] != "0":
         return
     if args.output is not None:
-        write_text(args.output, profile.to_json())
+        save_text(args.output, profile.to_json())
     if args.json:
         print_text(profile.to_json())
     else:

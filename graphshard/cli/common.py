@@ -12,9 +12,8 @@ import warnings
 from pathlib import Path
 
 from graphshard.errors import FileError, OptionsError
-from graphshard.files.decode import DecodeError, parse
 from graphshard.files.information import printable
-from graphshard.files.reading import read_bytes, reason, shown
+from graphshard.files.reading import reason, shown
 from graphshard.options import MOST_COUNT, parse_bytes
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan
@@ -32,17 +31,6 @@ class ClosedPipe(Exception):
     """Whoever read stdout has enough."""
 
 
-def read_plan(path: Path) -> Plan:
-    """Raises FileError that names the file."""
-    raw = read_bytes(path)
-    try:
-        return Plan.from_data(parse(raw))
-    except DecodeError as error:
-        raise FileError("GS1202", f"{shown(path)} is not a plan: {error}") from error
-    except FileError as error:
-        raise FileError(error.code, f"{shown(path)} is not a plan: {error.message}") from error
-
-
 def read_measured(plan: Plan, path: Path) -> Measured:
     """What `plan` was measured at: from a measured plan, or a trace of torch.profiler.
 
@@ -51,14 +39,6 @@ def read_measured(plan: Plan, path: Path) -> Measured:
     from graphshard.view.profiled import measured_of_file
 
     return measured_of_file(plan, path)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Raises FileError (GS1203)."""
-    try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        raise FileError("GS1203", f"cannot write {shown(path)}: {reason(error)}") from error
 
 
 def make_folder(path: Path) -> None:

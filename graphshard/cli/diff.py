@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from graphshard.cli.common import print_json, print_text, read_measured, read_plan
+from graphshard.cli.common import print_json, print_text, read_measured
 from graphshard.errors import OptionsError
+from graphshard.schedule.plan import Plan
 
 
 def add_diff(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,9 +32,9 @@ def _diff(args: argparse.Namespace) -> None:
 
     if args.other is not None and args.measured is not None:
         raise OptionsError("GS105", "give B or --measured FILE, not both")
-    plan = read_plan(args.plan)
+    plan = Plan.load(args.plan)
     if args.other is not None:
-        found = diff(plan, read_plan(args.other))
+        found = diff(plan, Plan.load(args.other))
     else:
         found = diff_measured(plan, read_measured(plan, args.measured or args.plan))
     if args.json:

@@ -51,7 +51,7 @@ def panels(name: str, answers: Sequence[Answer], marks: Sequence[Answer]) -> lis
 
 
 def _spots(answer: Answer) -> list[Spot]:
-    if answer.plan is None or answer.plan.estimate is None:
+    if answer.plan is None:
         return []
     estimate = answer.plan.estimate
     return [Spot(estimate.peak_bytes, estimate.whole_step_us)]

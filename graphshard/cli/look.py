@@ -6,17 +6,10 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from graphshard.cli.common import (
-    beside,
-    is_same,
-    print_json,
-    print_text,
-    read_measured,
-    read_plan,
-    write_text,
-)
+from graphshard.cli.common import beside, is_same, print_json, print_text, read_measured
 from graphshard.errors import FileError, OptionsError
 from graphshard.files.reading import shown
+from graphshard.files.writing import save_text
 from graphshard.schedule.plan import Plan
 
 
@@ -59,7 +52,7 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
 
 
 def _view(args: argparse.Namespace) -> None:
-    plan = read_plan(args.plan)
+    plan = Plan.load(args.plan)
     if args.merge is not None and args.perfetto is None:
         raise OptionsError("GS105", "--merge TRACE needs --perfetto OUT")
     written = {}
@@ -87,7 +80,7 @@ def _write_page(plan: Plan, args: argparse.Namespace) -> Path:
     except ValueError as error:
         what = shown(args.measured or args.plan)
         raise FileError("GS1202", f"cannot draw {what}: {error}") from error
-    write_text(out, page)
+    save_text(out, page)
     return out
 
 
@@ -98,13 +91,14 @@ def _write_trace(plan: Plan, args: argparse.Namespace) -> None:
         if given is not None and is_same(args.perfetto, given):
             text = f"cannot write {shown(args.perfetto)}: it is {shown(given)}"
             raise OptionsError("GS105", text)
-    write_text(args.perfetto, trace_text(plan, args.merge))
+    save_text(args.perfetto, trace_text(plan, args.merge))
 
 
 def _show(args: argparse.Namespace) -> None:
-    plan = read_plan(args.plan)
+    plan = Plan.load(args.plan)
     from graphshard.view.reasons import reason_text
-    from graphshard.view.text import group_names, summary_lines
+    from graphshard.view.summary import summary_lines
+    from graphshard.view.text import group_names
     from graphshard.view.why import reasons_of, why_text
 
     if args.why or args.group is not None:
@@ -118,6 +112,6 @@ def _show(args: argparse.Namespace) -> None:
         else:
             print_text(why_text(plan, args.group))
     elif args.json:
-        print_json(plan.summary())
+        print_json(asdict(plan.summary()))
     else:
         print_text(summary_lines(plan))

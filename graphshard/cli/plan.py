@@ -19,10 +19,11 @@ from graphshard.cli.common import (
     print_text,
     say,
     size,
-    write_text,
 )
 from graphshard.cli.front import marked, panels
+from graphshard.files.writing import save_text
 from graphshard.schedule.estimate import OptimizerKind
+from graphshard.view.brief import compute_text
 from graphshard.view.front import Panel, front_svg
 from graphshard.view.offline import Effort, SweepRow, plan_text, sweep_text
 
@@ -85,9 +86,9 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     plan.add_argument(
         "--compute",
         choices=("aten", "inductor"),
-        default="aten",
-        help="price ops one by one (aten, default), or fused, about as the backend runs them by "
-        "default (inductor)",
+        default="inductor",
+        help="price ops as fused, about as the backend runs them by default (inductor, default), "
+        "or one by one (aten)",
     )
     plan.add_argument(
         "-o", "--output", metavar="PATH", type=Path, help="default: FUNCTION.plan.json"
@@ -209,9 +210,9 @@ def _machines(names: list[str], networks: list[str] | None) -> list[str]:
 def _one(args: argparse.Namespace, effort: Effort, answer: Answer, name: str) -> None:
     plan = answer.fitting()
     path = args.output or Path(f"{name}.plan.json")
-    write_text(path, plan.to_json())
+    save_text(path, plan.to_json())
     if args.json:
-        told = {"path": str(path), "effort": asdict(effort), **plan.summary()}
+        told = {"path": str(path), "effort": asdict(effort), **asdict(plan.summary())}
         print_json(told)
     else:
         print_text(plan_text(plan, _where(answer.point), effort, str(path)))
@@ -233,28 +234,29 @@ def _many(
         for number, answer in enumerate(answers, start=1):
             if answer.plan is not None:
                 path = args.output / f"{name}-{number}.plan.json"
-                write_text(path, answer.plan.to_json(indent=None))
+                save_text(path, answer.plan.to_json(indent=None))
     if picture is not None:
-        write_text(picture, front_svg(drawn, columns=2))
+        save_text(picture, front_svg(drawn, columns=2))
     at = None if picture is None else str(picture)
     if args.json:
         told = {"effort": asdict(effort), "rows": [asdict(row) for row in rows]}
         print_json(told | {"front": at})
     else:
-        print_text(sweep_text(name, rows, effort, at))
+        title = f"{name}  {compute_text(fused=answers[0].point.fused)}"
+        print_text(sweep_text(title, rows, effort, at))
 
 
 def _where(point: Point) -> str:
     nodes = -(-point.world_size // point.ranks_per_node)
     shape = f" ({nodes} x {point.ranks_per_node})" if nodes > 1 else ""
-    compute = ", compute priced as fused" if point.fused else ""
-    return f"{point.world_size:,} ranks{shape}, {point.machine.name}{compute}"
+    compute = compute_text(fused=point.fused)
+    return f"{point.world_size:,} ranks{shape}, {point.machine.name}, {compute}"
 
 
 def _row(answer: Answer) -> SweepRow:
     point = answer.point
     row = SweepRow(point.world_size, point.machine.name, point.policy.budget_bytes, point.sizes)
-    if answer.plan is None or answer.plan.estimate is None:
+    if answer.plan is None:
         return replace(row, why_not=str(answer.infeasible))
     estimate, sizes = answer.plan.estimate, dict(point.sizes)
     tokens = None

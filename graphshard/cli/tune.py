@@ -17,9 +17,9 @@ from graphshard.cli.common import (
     print_text,
     say,
     size,
-    write_text,
 )
 from graphshard.errors import OptionsError
+from graphshard.files.writing import save_text
 from graphshard.view.front import front_svg
 from graphshard.view.tune import GainRow, Tuned, TuneRow, panels_of, tune_text
 
@@ -135,7 +135,7 @@ def _tune(args: argparse.Namespace) -> int:
     drawn = panels_of(target.name, where, every)
     if args.output is not None and drawn:
         picture = args.output / f"{target.name}.front.svg"
-        write_text(picture, front_svg(drawn, columns=2))
+        save_text(picture, front_svg(drawn, columns=2))
     took_s = perf_counter() - began
     if args.json:
         print_json(
@@ -219,7 +219,7 @@ def _tuned(
 
         make_folder(args.output)
         path = args.output / f"{target.name}_{found.world_size}.py"
-        write_text(path, code_of(subject, subject.bare(), found.best.setting))
+        save_text(path, code_of(subject, subject.bare(), found.best.setting))
     return Tuned(
         found.world_size,
         None if found.present is None else row(found.present),

@@ -75,7 +75,7 @@ def check(plan: Plan, problem: Problem, groups: tuple[GroupInfo, ...], torch_ver
     if own != asked or plan.torch_version != torch_version:
         raise PlanError("GS603", "it is of other groups, or of another torch")
     offered = {option.activation for option in problem.recompute}
-    if not offered.issuperset(plan.recompute.activations) or plan.estimate is None:
+    if not offered.issuperset(plan.recompute.activations):
         raise PlanError("GS603", "it computes again what the graph does not have")
     away = {option.activation for option in problem.offload_options}
     if not away.issuperset(plan.recompute.offloaded):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from graphshard.pricing.offload import offloadable
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy, price
 from graphshard.pricing.recompute import activation_of, offered
-from graphshard.schedule.plan import Figures, GroupInfo, Plan, Recomputed, Reshard, Schedule
+from graphshard.schedule.plan import Figures, GroupInfo, Plan, Recomputed, Reshard
 
 logger = logging.getLogger(__name__)
 
@@ -154,14 +154,14 @@ def first_plans(posed: Posed, planning: PlanningInputs) -> FirstPlans:
         chosen, without = best_plans(posed, planning)
         if not chosen.recompute.changes_graph:
             without = chosen
-        return FirstPlans(chosen.recompute, _budget_of(chosen), without, chosen)
+        return FirstPlans(chosen.recompute, chosen.estimate.budget_bytes, without, chosen)
     try:
         without = _plan_of_posed(posed, posed.problem, planning)
     except InfeasibleBudget as error:
         if not agreed.changes_graph:
             raise
         return FirstPlans(agreed, error.shortage.budget_bytes, None)
-    return FirstPlans(agreed, _budget_of(without), without)
+    return FirstPlans(agreed, without.estimate.budget_bytes, without)
 
 
 def best_plans(posed: Posed, planning: PlanningInputs) -> tuple[Plan, Plan | None]:
@@ -205,22 +205,12 @@ def _plan_of_posed(posed: Posed, problem: Problem, planning: PlanningInputs) -> 
     return replace(plan, recompute=chosen)
 
 
-def _budget_of(plan: Plan) -> int:
-    assert plan.estimate is not None
-    return plan.estimate.budget_bytes
-
-
 def is_worth(repeating: Plan, without: Plan) -> bool:
     """Computing something again gains WORTHWHILE, even if that is DEARER than predicted."""
-    theirs, ours = _figures(without), _figures(repeating)
+    theirs, ours = without.estimate.ours, repeating.estimate.ours
     gain_us = theirs.step_time_us - ours.step_time_us
     added_us = _busy_us(ours) - _busy_us(theirs)
     return gain_us - DEARER * max(0.0, added_us) >= WORTHWHILE * theirs.step_time_us
-
-
-def _figures(plan: Plan) -> Figures:
-    assert plan.estimate is not None
-    return plan.estimate.ours
 
 
 def _busy_us(figures: Figures) -> float:
@@ -322,8 +312,13 @@ def _plan_made(
     )
     again = (problem.recompute[index].activation for index in planned.recompute)
     away = (problem.offload_options[index].activation for index in planned.offload)
-    return replace(
-        _plan_of(name, groups, planned.schedules),
+    forward, *backward = planned.schedules
+    return Plan(
+        name=name,
+        torch_version=torch_version(),
+        groups=groups,
+        forward=forward,
+        backward=backward[0] if backward else None,
         estimate=planned.estimate,
         recompute=Recomputed(tuple(again), offloaded=tuple(away)),
         reasons=planned.reasons,
@@ -339,17 +334,6 @@ def apply(program: Program, plan: Plan) -> Program:
     for follow in (regroup, apply_plan):
         program = _checked(follow(program, plan), follow.__name__)
     return program
-
-
-def _plan_of(name: str, groups: tuple[GroupInfo, ...], schedules: Sequence[Schedule]) -> Plan:
-    forward, *backward = schedules
-    return Plan(
-        name=name,
-        torch_version=torch_version(),
-        groups=groups,
-        forward=forward,
-        backward=backward[0] if backward else None,
-    )
 
 
 def torch_version() -> str:

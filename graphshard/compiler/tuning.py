@@ -325,6 +325,5 @@ def _any(plan: Plan, problem: Problem) -> bool:
 
 def _is_worth(now: Plan, plan: Plan, problem: Problem) -> bool:
     """`plan` promises enough, at the costs of `problem`, to be tried in the place of `now`."""
-    assert plan.estimate is not None
     usual_us = simulated_as(problem, now).step_us
     return plan.estimate.ours.step_time_us <= (1 - WORTHWHILE) * usual_us

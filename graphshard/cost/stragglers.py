@@ -53,7 +53,7 @@ def slowest(spread: float, ranks: int) -> float:
 def with_stragglers(plan: Plan, machine: Machine, ranks: int) -> Plan:
     """`plan`, with what stragglers add to its step and to FSDP2's, if the machine has some."""
     estimate, spread = plan.estimate, machine.compute_spread
-    if estimate is None or plan.fsdp2 is None or ranks == 1 or not spread:
+    if plan.fsdp2 is None or ranks == 1 or not spread:
         return plan
     factor = slowest(spread, ranks)
     ours = _longer(plan.schedules, plan.forecasts, factor)

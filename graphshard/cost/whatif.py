@@ -47,7 +47,7 @@ class WhatIf:
 def cluster_of(plan: Plan) -> Cluster:
     """Where the plan was priced for. Raises ValueError for a plan without costs."""
     if plan.priced_on is None:
-        raise ValueError("this plan was made without the cost model: it predicts nothing")
+        raise ValueError("this plan does not say what it was priced for")
     machine = preset(plan.priced_on.machine)
     return Cluster(machine, max(g.world_size for g in plan.groups), plan.priced_on.ranks_per_node)
 
@@ -160,8 +160,8 @@ def _peak(
 
 
 def _checked(plan: Plan, here: Cluster) -> Estimate:
-    if plan.estimate is None or not plan.forecasts:
-        raise ValueError("this plan was made without the cost model: it predicts nothing")
+    if not plan.forecasts:
+        raise ValueError("this plan has no forecasts of its steps")
     sizes = sorted({g.world_size for g in plan.groups})
     if sizes != [here.world_size]:
         raise ValueError(f"groups are sharded over {sizes} ranks, not all over {here.world_size}")

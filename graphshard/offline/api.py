@@ -42,7 +42,7 @@ def plan(
     micro_steps: int = 1,
     optimizer: str = "adamw",
     clip: bool = False,
-    compute: str = "aten",
+    compute: str = "inductor",
     shard: Callable[[nn.Module], Any] | None = None,
     name: str = "plan",
 ) -> Plan:
@@ -54,9 +54,9 @@ def plan(
     as "h100-200gbit", or a profile that `graphshard calibrate` wrote. ranks_per_node: None: as many
     as that hardware has. memory_budget, schedule, reshard, recompute, offload, micro_steps,
     optimizer, clip: as in `options=`.
-    compute: "aten" prices the captured ops one by one, as the backend runs them with that option;
-    "inductor" as fused between two points of communication, about as the backend runs them by
-    default. shard: calls `fully_shard` on the model's parts and on the model.
+    compute: "inductor" prices the captured ops as fused between two points of communication, about
+    as the backend runs them by default; "aten" one by one, as it runs them with that option.
+    shard: calls `fully_shard` on the model's parts and on the model.
 
     Raises OptionsError (GS103) for another `compute` or a number of ranks that is none,
     OfflineError if the model cannot be built or sharded, CaptureError if its step is not one graph,

@@ -193,6 +193,14 @@ def still_open(memo: Memo, choices: Choices) -> list[Move]:
     return [m for m in (*dense, *across) if m.item not in getattr(choices, m.what)]
 
 
+def stays(memo: Memo, choices: Choices) -> list[Move]:
+    """What is kept in `choices` though it need not be: shards on nodes, then what stays gathered
+    from forward, then between micro-steps; each the densest first."""
+    dense, across = _dense_moves(memo)
+    found = (*node_moves(memo), *dense, *across)
+    return [m for m in found if m.item in getattr(choices, m.what)]
+
+
 def _all_split(memo: Memo, what: What) -> Cuts:
     return Cuts(split=tuple(sorted(m.item for m in _splits(memo, what))))
 

@@ -8,6 +8,7 @@ by it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 
 from graphshard.errors import InfeasibleBudget
@@ -25,8 +26,9 @@ from graphshard.planner.reasons import reasons_of
 from graphshard.planner.score import Candidate, SearchContext, candidate
 from graphshard.planner.search import search, search_from_each
 from graphshard.planner.simulate import Simulation
+from graphshard.planner.thrift import thrifty
 from graphshard.schedule.forecast import Forecast
-from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Schedule
+from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Schedule, Spent
 from graphshard.schedule.reasons import Decision, Reason
 
 # Of the step: what shards that nodes hold until backward have to gain.
@@ -79,9 +81,12 @@ def plan_step(
     context = SearchContext(
         memo, budget, enough_us=bound * (1 + problem.near) if problem.near else 0.0
     )
-    best = _chosen(context, own, start)
-    if best is None:
+    best = fullest = _chosen(context, own, start)
+    if best is None or fullest is None:
         raise InfeasibleBudget(shortage_of(memo.problem, budget, theirs.peak_bytes))
+    if problem.thrift and (less := _thrifty(context, own, best)) is not None:
+        # Within what it takes it is as it is for other reasons than within the budget.
+        best, context = less, SearchContext(memo, less.peak_bytes)
     before = [(Decision.ALL_REDUCES, copied), (Decision.IN_PLACE, own)]
     if memo.problem.reduces_apart:
         before.insert(0, (Decision.SEPARATE_GROUP, eager))
@@ -94,6 +99,8 @@ def plan_step(
     simulation = simulated(run, theirs)
     ours = simulated(memo, best)
     estimate = Estimate(_figures(ours), _figures(simulation), budget, bound, memo.problem.optimizer)
+    if best is not fullest:
+        estimate = replace(estimate, all_spent=Spent(fullest.us, fullest.peak_bytes))
     reasons = reasons_of(context, before, best, ours, simulation)
     choices = best.choices
     return Planned(
@@ -146,8 +153,21 @@ def _chosen(context: SearchContext, own: Candidate, start: Choices | None) -> Ca
     best = _found(context, [own.choices] if start is None else [own.choices, start])
     if own.peak_bytes <= context.budget_bytes and (best is None or own.us <= best.us):
         return own
-    if best is None:
+    return None if best is None else _finished(own, context, best)
+
+
+def _thrifty(context: SearchContext, own: Candidate, best: Candidate) -> Candidate | None:
+    """`best` with less memory, if that takes hardly longer, and no longer than FSDP2's own."""
+    if best == own:
         return None
+    most_us = best.us * (1 + context.problem.thrift)
+    if own.peak_bytes <= context.budget_bytes:
+        most_us = min(most_us, own.us)
+    return thrifty(context, best, most_us, partial(_finished, own))
+
+
+def _finished(own: Candidate, context: SearchContext, best: Candidate) -> Candidate:
+    """Just in time, and lean unless FSDP2's own schedule is as good then."""
     pairs = zip(context.problem.directions, best.directions, strict=True)
     late = [just_in_time(context, best.choices, direction, scored) for direction, scored in pairs]
     chosen = Candidate(best.choices, tuple(late))

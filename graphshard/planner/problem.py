@@ -222,6 +222,7 @@ class Problem:
     most_ahead: at most so many gathers in flight; None: as many as memory allows.
     budget_bytes: hard limit on the peak; None: FSDP2's own peak.
     near: the search may stop at a step that is longer than the lower bound by this share of it.
+    thrift: memory that together makes the step shorter by less than this share is not taken.
     early_waits: gradients are used as soon as they are there, so that reductions are waited for
     when they are done, where that costs next to nothing.
     keeps_reduce_order: reductions go in the order in which their gradients are complete, whatever
@@ -253,6 +254,7 @@ class Problem:
     most_ahead: int | None = None
     budget_bytes: int | None = None
     near: float = 0.0
+    thrift: float = 0.0
     early_waits: bool = False
     keeps_reduce_order: bool = False
     may_reduce_apart: bool = False

@@ -64,7 +64,7 @@ def _begun(context: SearchContext, starts: Sequence[Choices]) -> list[Candidate]
             return [best]
     if best is None:
         return []
-    _tune(context, best.choices)
+    tune(context, best.choices)
     begun = [best]
     room_used = with_room_used(context)
     if room_used is not None:
@@ -77,7 +77,7 @@ def _settled(context: SearchContext, best: Candidate) -> Candidate:
     if best.us <= context.enough_us:
         return best
     limit = context.effort + effort_limit(context)
-    _tune(context, best.choices)
+    tune(context, best.choices)
     before = None
     while best is not before and _goes_on(context, best, limit):
         before = best
@@ -106,7 +106,7 @@ def effort_limit(context: SearchContext) -> int:
     return max(LEAST_EFFORT, EFFORT_PER_EVENT * (regions + 8 * parts + 2 * num_options))
 
 
-def _tune(context: SearchContext, choices: Choices) -> None:
+def tune(context: SearchContext, choices: Choices) -> None:
     """Search with the few policies that serve `choices` best, and with the most frugal one: other
     choices, which compute less again, may fit with no other."""
     context.policies.clear()

@@ -52,6 +52,11 @@ HUGE = 4
 MAX_PARTS = 8
 
 
+# Of the step: what the last part of memory together has to bring to be taken. Predictions are not
+# better, and memory that is left serves the allocator, other libraries and longer batches.
+THRIFT = 0.005
+
+
 @dataclass(frozen=True, slots=True)
 class PlanningPolicy:
     """What the planner may decide beyond the order and the waits of collectives.
@@ -124,6 +129,7 @@ def price(
             sync_each=policy.micro_steps == 1,
             budget_bytes=policy.budget_bytes,
             near=policy.near,
+            thrift=THRIFT,
             clones=any(own.clones for own in settings),
             early_waits=any(
                 own.has_hooks or (own.all_reduce_lane and shard_host(own, machine) is not None)

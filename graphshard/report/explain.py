@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from graphshard.fsdp2 import fsdp_groups, states_under
 from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import plan_best
 from graphshard.schedule.measured import Measured
-from graphshard.schedule.plan import Plan
+from graphshard.schedule.plan import Plan, Summary
 from graphshard.view.comparison import comparison_text
 from graphshard.view.gain import Gained, gain_lines
 from graphshard.view.recomputed import recomputed_text
@@ -74,13 +74,13 @@ class Report:
     ops run one by one.
     options: those that were given, with where they stand; code goes over the environment, that over
     a file.
-    gained: over FSDP2's own schedule, by each plan that the cost model made.
+    gained: over FSDP2's own schedule, by each plan.
     recomputed: name of a plan -> what its backward computes again, and whether that replaces the
     user's checkpoints; empty where nothing is.
     ahead: runs of graphs of which the first all-gather is issued while another graph computes.
     """
 
-    plans: tuple[dict[str, Any], ...]
+    plans: tuple[Summary, ...]
     captured: int
     present: int
     reasons: dict[str, str]
@@ -95,20 +95,23 @@ class Report:
     @property
     def graphs(self) -> int:
         """Compiled graphs, forward and backward counted apart."""
-        return sum(plan["graphs"] for plan in self.plans)
+        return sum(plan.graphs for plan in self.plans)
 
     def __str__(self) -> str:
         if self.present == 0:
-            return "no fully_shard group in this model: graphshard has nothing to plan"
+            return (
+                "no fully_shard group in this model, and nothing to plan without one: call\n"
+                "torch.distributed.fsdp.fully_shard on its blocks, then on the model"
+            )
         if self.unseen == self.present:
             return _not_run(self.present)
-        lines = [
+        lines = list(self._headline())
+        lines += [
             f"graphs       {self.graphs} (forward and backward counted apart)",
             f"groups       {self.captured} of {self.present} run in a graph",
         ]
         lines += [
-            f"collectives  {collectives_text(plan)} per step of {plan['name']}"
-            for plan in self.plans
+            f"collectives  {collectives_text(plan)} per step of {plan.name}" for plan in self.plans
         ]
         lines += [
             f"regions      {count} of compute in {name}, compiled from {distinct} distinct ones"
@@ -120,14 +123,22 @@ class Report:
                 f"ahead        {self.ahead} runs of graphs begin with an all-gather that is issued "
                 "while the graph before computes"
             )
-        for gained in self.gained:
-            step, room = gain_lines(gained)
-            lines += [f"step         {step}", f"memory       {room}"]
         lines += [f"option       {name}={given}" for name, given in self.options]
         lines += [f"eager        {fqn}: because {reason}" for fqn, reason in self.reasons.items()]
         if self.unseen:
             lines.append(f"not run yet  {self.unseen} groups: no compiled call has reached them")
         return "\n".join(map(printable, lines))
+
+    def _headline(self) -> Iterator[str]:
+        """Of each plan; which one, where there are several, and of how much of the model."""
+        left = self.present - self.captured
+        if left and self.captured:
+            yield f"part         {self.captured} of {self.present} groups are planned: what follows"
+            yield f"             leaves out the other {left}, and says below why"
+        for gained in self.gained:
+            if self.gained[1:]:
+                yield f"plan         {gained.name}"
+            yield from gain_lines(gained)
 
 
 def explain(model: nn.Module) -> Report:
@@ -181,23 +192,19 @@ def _not_run(groups: int) -> str:
 
 
 def _gained(compiled: CompiledPlan) -> Gained | None:
-    estimate, problem = compiled.plan.estimate, compiled.problem
-    if estimate is None or not isinstance(problem, Problem):
+    plan, problem = compiled.plan, compiled.problem
+    if not isinstance(problem, Problem):
         return None
-    own = Gained(
-        compiled.plan.name,
-        estimate.whole_step_us,
-        estimate.whole_fsdp2_us,
-        estimate.ours.peak_bytes,
-        estimate.budget_bytes,
-        None if (measured := measured_of(compiled)) is None else measured.step_time_us,
-        estimate.optimizer_us,
-    )
-    if not _running(compiled).options.is_planned:
+    own = Gained(plan.name, plan.estimate, measured_of(compiled))
+    # A plan that leaves memory unused would not use more of it either.
+    if not _running(compiled).options.is_planned or plan.estimate.all_spent is not None:
         return own
-    # The same problem with more room: what is computed again stays.
-    more = plan_best(replace(problem, budget_bytes=estimate.budget_bytes + MORE_BYTES, near=NEAR))
-    return replace(own, more_bytes=MORE_BYTES, more_us=more.estimate.whole_step_us)
+    if MORE_BYTES not in compiled.asked:
+        # The same problem with more room: what is computed again stays.
+        budget_bytes = plan.estimate.budget_bytes + MORE_BYTES
+        more = plan_best(replace(problem, budget_bytes=budget_bytes, near=NEAR))
+        compiled.asked[MORE_BYTES] = more.estimate.whole_step_us
+    return replace(own, more_bytes=MORE_BYTES, more_us=compiled.asked[MORE_BYTES])
 
 
 def measured_of(compiled: CompiledPlan) -> Measured | None:

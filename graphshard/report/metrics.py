@@ -18,8 +18,8 @@ def metrics(model: nn.Module) -> dict[str, float]:
 
     groups, groups_in_graphs, plans: counts. Of the plan that was compiled last among those that
     train (or of the last one, if none does): all_gathers, reduce_scatters, all_reduces (over
-    replicas) and collective_bytes per step (whole buckets, all ranks' parts). If the cost model
-    made it: step_predicted_us (forward and backward, as what is measured), optimizer_predicted_us
+    replicas) and collective_bytes per step (whole buckets, all ranks' parts); as predicted:
+    step_predicted_us (forward and backward, as what is measured), optimizer_predicted_us
     (what comes on top), exposed_predicted_us (compute waits for communication),
     peak_predicted_bytes, budget_bytes, step_fsdp2_predicted_us (FSDP2's own schedule) and gap (with
     the optimizer, to the lower bound, as a share of it). If it was measured (by what tunes itself,
@@ -43,14 +43,13 @@ def metrics(model: nn.Module) -> dict[str, float]:
 def _of(compiled: CompiledPlan) -> Iterator[tuple[str, float]]:
     yield from _communicated(compiled.plan)
     estimate = compiled.plan.estimate
-    if estimate is not None:
-        yield "step_predicted_us", estimate.step_time_us
-        yield "optimizer_predicted_us", estimate.optimizer_us
-        yield "exposed_predicted_us", estimate.exposed_us
-        yield "peak_predicted_bytes", estimate.peak_bytes
-        yield "budget_bytes", estimate.budget_bytes
-        yield "step_fsdp2_predicted_us", estimate.fsdp2.step_time_us
-        yield "gap", estimate.gap
+    yield "step_predicted_us", estimate.step_time_us
+    yield "optimizer_predicted_us", estimate.optimizer_us
+    yield "exposed_predicted_us", estimate.exposed_us
+    yield "peak_predicted_bytes", estimate.peak_bytes
+    yield "budget_bytes", estimate.budget_bytes
+    yield "step_fsdp2_predicted_us", estimate.fsdp2.step_time_us
+    yield "gap", estimate.gap
     measured = measured_of(compiled)
     if measured is not None:
         yield "step_measured_us", measured.step_time_us

@@ -119,7 +119,7 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, follow: Follow | None) -> Pl
     alike = next((known for known in agreed if own == sent(known)), None)
     if alike is not None:
         plan = replace(plan, reduces_apart=plan.reduces_apart and alike.reduces_apart)
-    if not agreed or plan.estimate is None or follow is None:
+    if not agreed or follow is None:
         return _voted(ballot, plan, vote, follow) if alike is None else plan
     shape = structure(plan)
     same = next((known for known in agreed if structure(known) == shape), None)
@@ -142,7 +142,7 @@ def _settle(ballot: Ballot, plan: Plan, vote: Vote, follow: Follow | None) -> Pl
 
 def _voted(ballot: Ballot, plan: Plan, vote: Vote, follow: Follow | None) -> Plan:
     number, lead = ballot.slot, ballot.ranks[0]
-    spare = None if follow is None or plan.estimate is None else follow(None)
+    spare = None if follow is None else follow(None)
     if spare is not None:
         vote = replace(vote, spare=fingerprint(_part(ballot, spare)))
     votes = _ask(ballot, plan, vote, may_adopt=follow is not None)
@@ -274,9 +274,8 @@ def _is_asked(ballot: Ballot) -> bool:
 def _ask(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool = False) -> dict[int, Vote]:
     """Leave this rank's vote and read all. What a vote refers to is stored before it."""
     signature, own = _part(ballot, plan), f"{ballot.slot}/{ballot.rank}"
-    is_planned = plan.estimate is not None and may_adopt
     with asking(ballot, _question(ballot)):
-        if is_planned and ballot.rank == ballot.ranks[0]:
+        if may_adopt and ballot.rank == ballot.ranks[0]:
             ballot.store.set(f"{own}/plan", plan.to_json(indent=None))
         ballot.store.set(f"{own}/signature", to_text(signature))
         said = replace(
@@ -284,7 +283,7 @@ def _ask(ballot: Ballot, plan: Plan, vote: Vote, *, may_adopt: bool = False) -> 
             uses=tuple(fqn for fqn in vote.uses if fqn in ballot.groups),
             fingerprint=fingerprint(signature),
             structure=structure(plan),
-            is_planned=is_planned,
+            is_planned=may_adopt,
         )
         _cast(ballot, said)
     votes = _votes(ballot)

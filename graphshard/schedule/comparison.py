@@ -69,7 +69,7 @@ class Comparison:
 def compare(plan: Sequence[tuple[Schedule, Forecast]], measured: Measured) -> Comparison:
     """Raises ValueError if there is no forecast, or if the regions are not those measured."""
     if not plan:
-        raise ValueError("this plan was made without the cost model: it predicts nothing")
+        raise ValueError("this plan has no forecasts of its steps")
     exposed: list[tuple[Direction, Pair]] = []
     regions: list[ComparisonRow] = []
     collectives: list[ComparisonRow] = []

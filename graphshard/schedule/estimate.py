@@ -5,9 +5,8 @@ Plain values with a JSON form; in the plan file an `Estimate` is what `dataclass
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from graphshard.files.decode import Amount, Count, Positive
 from graphshard.schedule.steps import Direction
@@ -94,12 +93,29 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
+class Spent:
+    """Forward and backward of a plan with more memory, hardly faster than the one that is taken."""
+
+    step_time_us: Amount
+    peak_bytes: Count
+
+
+class Limit(StrEnum):
+    """What the peak of a plan was held to: a budget that somebody set, or FSDP2's own peak."""
+
+    BUDGET = "budget"
+    FSDP2 = "fsdp2"
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """The figures of the plan and of FSDP2's own schedule, both of the same graph.
 
+    budget_bytes: the peak was held to that, see `limit`.
     lower_bound_us: no forward and backward of this graph is faster, whatever its memory. optimizer:
     None where the graph does not train, and for what was planned before it was priced. stragglers:
     expected on top of all other figures, which are of ranks that are all alike; None: not known.
+    all_spent: if memory were also spent where it brings next to nothing; None: nothing is left.
 
     Plans are made, and measured, by forward and backward (`step_time_us`); people wait for the
     optimizer too (`whole_step_us`).
@@ -111,6 +127,7 @@ class Estimate:
     lower_bound_us: Amount
     optimizer: OptimizerStep | None = None
     stragglers: Stragglers | None = None
+    all_spent: Spent | None = None
 
     @property
     def step_time_us(self) -> float:
@@ -141,32 +158,12 @@ class Estimate:
         return self.ours.peak_bytes
 
     @property
+    def limit(self) -> Limit:
+        """Without a budget the planner takes FSDP2's peak; whoever sets just that sets nothing."""
+        return Limit.FSDP2 if self.budget_bytes == self.fsdp2.peak_bytes else Limit.BUDGET
+
+    @property
     def gap(self) -> float:
         """How far the whole step may be from the best possible, as a share of that."""
         bound = self.whole_bound_us
         return (self.whole_step_us - bound) / bound if bound else 0.0
-
-
-def estimate_summary(estimate: Estimate) -> dict[str, Any]:
-    """One flat dict, as in `Plan.summary()`; FSDP2's figures under `fsdp2`. Step times are of
-    forward and backward, `whole_step_us` is with the optimizer."""
-    return {
-        **_figures_to_dict(estimate.ours),
-        "budget_bytes": estimate.budget_bytes,
-        "lower_bound_us": estimate.lower_bound_us,
-        "gap": estimate.gap,
-        "optimizer": None if estimate.optimizer is None else asdict(estimate.optimizer),
-        "whole_step_us": estimate.whole_step_us,
-        "stragglers": None if estimate.stragglers is None else asdict(estimate.stragglers),
-        "fsdp2": {
-            **_figures_to_dict(estimate.fsdp2),
-            "whole_step_us": estimate.whole_fsdp2_us,
-        },
-    }
-
-
-def _figures_to_dict(figures: Figures) -> dict[str, Any]:
-    """Without the owners of the peak, which are as many as there are groups."""
-    found = {**asdict(figures), "peak_by_category": dict(figures.peak_by_category)}
-    del found["peak_owners"], found["peak_at"]
-    return found

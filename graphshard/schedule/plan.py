@@ -11,10 +11,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 from graphshard.errors import FileError
 from graphshard.files.decode import DecodeError, Positive, decode, parse
+from graphshard.files.reading import read_bytes, shown
+from graphshard.files.writing import save_text
 from graphshard.schedule import signature
 from graphshard.schedule.check import (
     course_faults,
@@ -30,7 +33,7 @@ from graphshard.schedule.estimate import Figures as Figures
 from graphshard.schedule.estimate import Moment as Moment
 from graphshard.schedule.estimate import OptimizerKind as OptimizerKind
 from graphshard.schedule.estimate import OptimizerStep as OptimizerStep
-from graphshard.schedule.estimate import estimate_summary
+from graphshard.schedule.estimate import Spent as Spent
 from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.groups import NOTHING_RECOMPUTED, size_bytes
 from graphshard.schedule.groups import Activation as Activation
@@ -48,6 +51,9 @@ from graphshard.schedule.steps import Lane as Lane
 from graphshard.schedule.steps import Schedule as Schedule
 from graphshard.schedule.steps import Step as Step
 from graphshard.schedule.steps import StepKind as StepKind
+from graphshard.schedule.summary import Fsdp2Summary as Fsdp2Summary
+from graphshard.schedule.summary import Summary as Summary
+from graphshard.schedule.summary import fsdp2_summary
 
 SCHEMA_VERSION = 9
 
@@ -72,12 +78,12 @@ class Baseline:
     forecasts: tuple[Forecast, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """Groups and schedules of one captured graph; `backward` is None under no_grad.
 
-    estimate: None for a plan that was made without the cost model; it then has no reasons and no
-    forecasts. forecasts: what each step is expected to take, one per schedule. fsdp2: what FSDP2
+    estimate: time and memory, predicted, FSDP2's own beside them. forecasts: what each step is
+    expected to take, one per schedule. fsdp2: what FSDP2
     itself would run, with the forecasts of that. measured: what this plan took where it ran.
     recompute: what is computed again in backward, or held by the host until then, because the
     planner chose so. reduces_apart: it also chose a process group of their own for reductions.
@@ -88,7 +94,7 @@ class Plan:
     groups: tuple[GroupInfo, ...]
     forward: Schedule
     backward: Schedule | None
-    estimate: Estimate | None = None
+    estimate: Estimate
     recompute: Recomputed = NOTHING_RECOMPUTED
     reasons: tuple[Reason, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
@@ -144,27 +150,39 @@ class Plan:
         """Most bytes of gathered parameters alive at once (buckets in flight included)."""
         return max(gathered_bytes_by_step(self), default=0)
 
-    def summary(self) -> dict[str, Any]:
-        """A small dict: graphs, groups, collectives per step, gathered peak in bytes."""
-        return {
-            "name": self.name,
-            "graphs": len(self.schedules),
-            "groups": len(self.groups),
-            "params": sum(len(g.params) for g in self.groups),
-            "all_gathers": sum(s.num_all_gathers for s in self.schedules),
-            "reduce_scatters": sum(s.num_reduce_scatters for s in self.schedules),
-            "all_reduces": sum(s.num_all_reduces for s in self.schedules),
-            "collectives": sum(s.num_collectives for s in self.schedules),
-            "gathered_peak_bytes": self.gathered_peak_bytes(),
-            "fingerprint": self.fingerprint,
-            **self._estimated(),
-        }
+    def summary(self) -> Summary:
+        """Graphs, groups, collectives per step; time and memory as predicted, FSDP2's beside."""
+        estimate = self.estimate
+        return Summary(
+            name=self.name,
+            graphs=len(self.schedules),
+            groups=len(self.groups),
+            params=sum(len(g.params) for g in self.groups),
+            all_gathers=sum(s.num_all_gathers for s in self.schedules),
+            reduce_scatters=sum(s.num_reduce_scatters for s in self.schedules),
+            all_reduces=sum(s.num_all_reduces for s in self.schedules),
+            collectives=sum(s.num_collectives for s in self.schedules),
+            gathered_peak_bytes=self.gathered_peak_bytes(),
+            fingerprint=self.fingerprint,
+            step_time_us=estimate.step_time_us,
+            whole_step_us=estimate.whole_step_us,
+            exposed_us=estimate.exposed_us,
+            peak_bytes=estimate.peak_bytes,
+            peak_by_category=dict(estimate.ours.peak_by_category),
+            limit=estimate.limit,
+            budget_bytes=estimate.budget_bytes,
+            lower_bound_us=estimate.lower_bound_us,
+            gap=estimate.gap,
+            fsdp2=fsdp2_summary(estimate),
+            optimizer=estimate.optimizer,
+            stragglers=estimate.stragglers,
+        )
 
     def compare(self, measured: Measured) -> Comparison:
         """What was predicted against what was measured, region by region and collective by
         collective. `graphshard.measurements` has what was measured.
 
-        Raises ValueError if the plan was made without the cost model, or the regions differ.
+        Raises ValueError if the plan has no forecasts, or the regions differ.
         """
         pairs = zip(self.schedules, self.forecasts, strict=False)
         return compare(list(pairs), measured)
@@ -178,10 +196,44 @@ class Plan:
         # Costs are made of plans. Here is only where users look for a formula.
         return import_module("graphshard.cost.whatif").formula_of(self, figure)
 
-    def _estimated(self) -> dict[str, Any]:
-        if self.estimate is None:
-            return {}
-        return estimate_summary(self.estimate)
+    def __repr__(self) -> str:
+        return str(_view("brief").brief_text(self))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the headline, with FSDP2's own figures."""
+        return str(_view("brief").brief_html(self))
+
+    @overload
+    def to_html(self) -> str: ...
+    @overload
+    def to_html(self, path: str | Path) -> None: ...
+    def to_html(self, path: str | Path | None = None) -> str | None:
+        """The page of `graphshard view`, as text or (`path`) as a file.
+
+        Raises FileError (GS1203) if the file cannot be written.
+        """
+        page: str = _view("html").render(self)
+        if path is None:
+            return page
+        save_text(Path(path), page)
+        return None
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan file. Raises FileError (GS1203) if that is not possible."""
+        save_text(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file. Raises FileError that names it: GS1203 if it cannot be read, GS1204 if
+        it is too large, GS1202 if it holds something else."""
+        path = Path(path)
+        raw = read_bytes(path)
+        try:
+            return cls.from_data(parse(raw))
+        except DecodeError as error:
+            raise FileError("GS1202", f"{shown(path)} is not a plan: {error}") from error
+        except FileError as error:
+            raise FileError(error.code, f"{shown(path)} is not a plan: {error.message}") from error
 
     def to_json(self, *, indent: int | None = 1) -> str:
         own = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -213,6 +265,16 @@ class Plan:
         return plan
 
 
+def load_plan(path: str | Path) -> Plan:
+    """The plan of a plan file, as `Plan.load`."""
+    return Plan.load(path)
+
+
+def _view(name: str) -> Any:
+    """Views are made of plans. Here is only where users look for them."""
+    return import_module(f"graphshard.view.{name}")
+
+
 def faults_of(plan: Plan) -> Iterator[str]:
     """What contradicts itself in a plan, each as "place: what is wrong"."""
     yield from group_faults(plan.groups)
@@ -227,12 +289,11 @@ def faults_of(plan: Plan) -> Iterator[str]:
         for direction in Direction:
             steps = [segment.step for segment in plan.measured.of(direction)]
             yield from step_faults(groups, steps, f"measured.{direction}")
-    if plan.estimate is not None:
-        for text in figure_faults(groups, plan.schedules, plan.estimate.ours):
-            yield f"estimate.ours.{text}"
-        theirs_of = plan.schedules if plan.fsdp2 is None else plan.fsdp2.schedules
-        for text in figure_faults(groups, theirs_of, plan.estimate.fsdp2):
-            yield f"estimate.fsdp2.{text}"
+    for text in figure_faults(groups, plan.schedules, plan.estimate.ours):
+        yield f"estimate.ours.{text}"
+    theirs_of = plan.schedules if plan.fsdp2 is None else plan.fsdp2.schedules
+    for text in figure_faults(groups, theirs_of, plan.estimate.fsdp2):
+        yield f"estimate.fsdp2.{text}"
     for index, reason in enumerate(plan.reasons):
         busy = reason.busy if isinstance(reason, NotEarlier) else ()
         about = group_of(reason)

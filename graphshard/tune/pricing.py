@@ -54,7 +54,6 @@ class Priced:
     def step_us(self) -> float:
         """Of a whole step, the optimizer included."""
         assert self.plan is not None
-        assert self.plan.estimate is not None
         return self.passes_us + self.plan.estimate.optimizer_us
 
     @property
@@ -73,7 +72,6 @@ class Priced:
     @property
     def _figures(self) -> Figures:
         assert self.plan is not None
-        assert self.plan.estimate is not None
         is_own = self.setting.scheduling is Scheduling.FSDP2
         return self.plan.estimate.fsdp2 if is_own else self.plan.estimate.ours
 

@@ -126,7 +126,7 @@ def diff_measured(plan: Plan, found: Measured) -> Diff:
     except ValueError as error:
         raise MeasureError("GS805", f"what was measured is not of {plan.name}: {error}") from error
     step_time_us = ComparedFigure(PASSES, own.us, found.step_time_us)
-    peak_bytes = None if plan.estimate is None else plan.estimate.peak_bytes
+    peak_bytes = plan.estimate.peak_bytes
     return Diff(
         before="predicted",
         after="measured",

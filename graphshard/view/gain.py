@@ -1,9 +1,13 @@
-"""What a plan gains over FSDP2's own schedule, and what more memory would gain, in two lines."""
+"""What a plan gains over FSDP2's own schedule, and what more memory would gain, in a few lines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from graphshard.schedule.measured import Measured
+from graphshard.schedule.plan import Estimate
+from graphshard.view.brief import LABEL_WIDTH, brief_lines
 from graphshard.view.text import bytes_text
 from graphshard.view.units import time_text
 
@@ -13,45 +17,28 @@ NOTICEABLE = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Gained:
-    """Times of one step in microseconds, predicted but for `measured_us`; None: not measured.
+    """What was predicted of a plan that runs. measured: of the same plan; None: it was not.
 
-    optimizer_us: part of the predicted ones, and not of what was measured.
-    more_us: with `more_bytes` more than `limit_bytes`; None: not asked.
+    more_us: a whole step with `more_bytes` above the limit; None: not asked.
     """
 
     name: str
-    planned_us: float
-    fsdp2_us: float
-    peak_bytes: int
-    limit_bytes: int
-    measured_us: float | None = None
-    optimizer_us: float = 0.0
+    estimate: Estimate
+    measured: Measured | None = None
     more_bytes: int = 0
     more_us: float | None = None
 
 
-def gain_lines(gained: Gained) -> tuple[str, str]:
-    """Of its time, and of its memory."""
-    ratio = gained.fsdp2_us / gained.planned_us if gained.planned_us else 1.0
-    took = "" if gained.measured_us is None else f"; measured {time_text(gained.measured_us)}"
-    own = ""
-    if gained.optimizer_us:
-        own = f", of it optimizer {time_text(gained.optimizer_us)}"
-        took += took and " without it"
-    step = (
-        f"{time_text(gained.planned_us)} in {gained.name}{own}, {ratio:.2f} x as fast as FSDP2's "
-        f"own schedule, {time_text(gained.fsdp2_us)} (predicted{took})"
-    )
-    room = f"{bytes_text(gained.peak_bytes)} of {bytes_text(gained.limit_bytes)} in {gained.name}"
-    return step, room + _more(gained)
+def gain_lines(gained: Gained) -> Iterator[str]:
+    yield from brief_lines(gained.estimate, gained.measured)
+    if gained.more_us is not None:
+        more = _more(gained.estimate.whole_step_us, gained.more_us)
+        yield f"{'more'.ljust(LABEL_WIDTH)}{bytes_text(gained.more_bytes)} more would gain {more}"
 
 
-def _more(gained: Gained) -> str:
-    if gained.more_us is None:
-        return ""
-    more = f"; {bytes_text(gained.more_bytes)} more would gain"
-    gain_us = gained.planned_us - gained.more_us
-    if gain_us < NOTICEABLE * gained.planned_us:
-        return f"{more} nothing"
-    share = f"{gain_us / gained.planned_us:.1%}".replace("%", " %")
-    return f"{more} {time_text(gain_us)} a step ({share})"
+def _more(now_us: float, more_us: float) -> str:
+    gain_us = now_us - more_us
+    if gain_us < NOTICEABLE * now_us:
+        return "nothing"
+    share = f"{gain_us / now_us:.1%}".replace("%", " %")
+    return f"{time_text(gain_us)} a step ({share})"

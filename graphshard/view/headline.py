@@ -26,9 +26,6 @@ class Figure:
 
 
 def headline(sheet: Sheet) -> list[Figure]:
-    """Times and peak as predicted; without the cost model, what the schedule alone says."""
-    if sheet.plan.estimate is None:
-        return list(_counts(sheet))
     return list(_predicted(sheet.plan.estimate, sheet.measured))
 
 
@@ -74,16 +71,3 @@ def _changed(now: float, before: float) -> str:
     """In brackets, from FSDP2's figure to the plan's."""
     text = change_text(now, before)
     return f" ({text})" if text and now != before else ""
-
-
-def _counts(sheet: Sheet) -> Iterator[Figure]:
-    plan = sheet.plan
-    step = "per step" if plan.backward is not None else "per forward"
-    gathers = sum(s.num_all_gathers for s in plan.schedules)
-    reductions = sum(s.num_reduce_scatters for s in plan.schedules)
-    yield Figure("groups", f"{len(plan.groups):,}")
-    yield Figure(f"all-gathers {step}", f"{gathers:,}")
-    yield Figure(f"reduce-scatters {step}", f"{reductions:,}")
-    if all_reduces := sum(s.num_all_reduces for s in plan.schedules):
-        yield Figure(f"all-reduces {step}", f"{all_reduces:,}")
-    yield Figure("gathered parameters, peak", bytes_text(plan.gathered_peak_bytes()))

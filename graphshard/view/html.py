@@ -92,7 +92,7 @@ def _subtitle(plan: Plan) -> str:
 def _partial(sheet: Sheet) -> str:
     """What the picture leaves out of the step: the optimizer, and all micro-steps but one."""
     estimate = sheet.plan.estimate
-    if estimate is None or not sheet.axis.timed:
+    if not sheet.axis.timed:
         return ""
     whole_us, shown_us = estimate.step_time_us, sheet.axis.end
     is_all = abs(whole_us - shown_us) <= 1e-6 * whole_us

@@ -27,8 +27,8 @@ def log_text(plan: Plan, measured: Measured | None = None) -> str:
     plan = shown(plan)
     s = plan.summary()
     lines = [
-        f"{plan.name}: {count_text(s['groups'], 'group')}, {collectives_text(s)} per step, at most "
-        f"{bytes_text(s['gathered_peak_bytes'])} of gathered parameters"
+        f"{plan.name}: {count_text(s.groups, 'group')}, {collectives_text(s)} per step, at most "
+        f"{bytes_text(s.gathered_peak_bytes)} of gathered parameters"
     ]
     if again := recomputed_text(plan):
         lines.append(f"  {again}")

@@ -71,7 +71,7 @@ def memory_of(sheet: Sheet) -> MemoryChart:
     rival = tuple(_rival(sheet))
     peak_bytes = sheet.alive_bytes[at] if at is not None else 0
     highest = max([peak_bytes, *(size for _, size in rival)])
-    budget = sheet.plan.estimate.budget_bytes if sheet.plan.estimate else None
+    budget: int | None = sheet.plan.estimate.budget_bytes
     if budget is not None and budget > MOST_ROOM * highest:
         budget = None
     return MemoryChart(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graphshard.schedule.groups import received_bytes
 from graphshard.schedule.plan import Estimate, Plan
 from graphshard.schedule.reasons import Gain
+from graphshard.view.brief import LIMITS, enough_text, left_text
 from graphshard.view.names import shown
 from graphshard.view.optimizer import optimizer_text
 from graphshard.view.reasons import DECISIONS
 from graphshard.view.recomputed import recomputed_text
 from graphshard.view.text import WIDTH, bytes_text, count_text
 
-COLUMN = 15
+COLUMN = 13
 # Time and memory of a row that no other row beats in both.
 BEST = "*"
 
@@ -63,22 +65,21 @@ class SweepRow:
 def plan_text(plan: Plan, where: str, effort: Effort, path: str) -> str:
     """The screen of one plan. where: machine and ranks, in words. Needs a plan with costs."""
     plan = shown(plan)
-    assert plan.estimate is not None
-    lines = [f"{plan.name}  {where}, no weights, no GPU used", ""]
+    lines = [f"{plan.name}  {where}", "predicted: no weights, no GPU used", ""]
     lines += _effort(effort)
     lines += ["", *_comparison(plan, plan.estimate), "", *_reasons(plan)]
     if again := recomputed_text(plan):
-        lines.append(again)
+        lines += textwrap.wrap(again, WIDTH)
     lines += ["", f"wrote {path}", f"next  graphshard view {path}"]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def sweep_text(
-    name: str, rows: Sequence[SweepRow], effort: Effort, picture: str | None = None
+    title: str, rows: Sequence[SweepRow], effort: Effort, picture: str | None = None
 ) -> str:
     """A table of all points; those that no other beats in time and memory are marked. picture: the
     file that has them drawn."""
-    lines = [name, "", *_effort(effort), ""]
+    lines = [title, "", *_effort(effort), ""]
     names = list(dict.fromkeys(key for row in rows for key, _ in row.sizes))
     heads = ["world", "hardware", "budget", *names]
     heads += [
@@ -124,17 +125,17 @@ def _cost(row: SweepRow) -> float:
 def _effort(effort: Effort) -> Iterator[str]:
     params = f"{effort.num_params / 1e9:,.2f} B" if effort.num_params > 1e8 else effort.num_params
     captured = (
-        f"{count_text(effort.num_nodes, 'node')}, {effort.num_groups:,} fully_shard groups, "
-        f"{params} parameters"
+        f"{count_text(effort.num_groups, 'group')}, {params} parameters, "
+        f"{count_text(effort.num_nodes, 'node')}"
     )
     if effort.num_repeated:
-        captured += f" ({effort.num_repeated} blocks like others)"
+        captured += f" ({count_text(effort.num_repeated, 'block')} alike)"
     for name, text, seconds in (
         ("capture", captured, effort.capture_s),
         ("passes", "every check passed after each", effort.passes_s),
         ("plan", "simulated, with its reasons", effort.plan_s),
     ):
-        yield f"{name:10}{text}".ljust(WIDTH - 10) + f"{seconds:8.1f} s"
+        yield f"{name:8}{seconds:8.1f} s  {text}"
 
 
 def _comparison(plan: Plan, estimate: Estimate) -> Iterator[str]:
@@ -146,39 +147,40 @@ def _comparison(plan: Plan, estimate: Estimate) -> Iterator[str]:
     yield _line("step time", *map(_time, whole), _percent(*whole))
     if estimate.optimizer is not None:
         took = _time(estimate.optimizer_us)
-        yield _line("  of it optimizer", took, took, "") + f"   {optimizer_text(estimate)}"
+        yield _line("  of it optimizer", took, took) + f"   {optimizer_text(estimate)}"
     if (late := estimate.stragglers) is not None:
         their, own = whole[0] + late.fsdp2_us, whole[1] + late.ours_us
-        share = _percent(whole[1], own).replace("%", " %")
         row = _line("  with stragglers", _time(their), _time(own), _percent(their, own))
-        yield f"{row}   {share} at {late.ranks:,} ranks"
+        yield f"{row}   at {late.ranks:,} ranks"
     yield _line(
         "exposed communication",
         _time(theirs.exposed_us),
         _time(ours.exposed_us),
         _percent(theirs.exposed_us, ours.exposed_us),
     )
-    fits = "" if theirs.peak_bytes <= estimate.budget_bytes else "  FSDP2's does not fit"
-    yield (
-        _line(
-            "peak memory",
-            bytes_text(theirs.peak_bytes),
-            bytes_text(ours.peak_bytes),
-            _difference(theirs.peak_bytes, ours.peak_bytes),
-        )
-        + f"   of {bytes_text(estimate.budget_bytes)}{fits}"
+    yield _line(
+        "peak memory",
+        bytes_text(theirs.peak_bytes),
+        bytes_text(ours.peak_bytes),
+        _difference(theirs.peak_bytes, ours.peak_bytes),
     )
     sizes = {category: size for category, size in theirs.peak_by_category}
     for category, size in ours.peak_by_category:
         their = sizes.get(category, 0)
         yield _line(f"  {category}", bytes_text(their), bytes_text(size), _difference(their, size))
+    fits = "" if theirs.peak_bytes <= estimate.budget_bytes else "; FSDP2 does not fit"
+    limit = _line("limit", bytes_text(estimate.budget_bytes))
+    yield f"{limit}   {LIMITS[estimate.limit]}{fits}"
+    if enough := enough_text(estimate):
+        yield _line("enough", bytes_text(ours.peak_bytes)) + f"   {enough}"
     yield _line(
         "received per rank",
         bytes_text(received[0]),
         bytes_text(received[1]),
         _difference(*received),
     )
-    yield _line("no schedule is below", "", _time(estimate.whole_bound_us), "")
+    bound = _line("no schedule is below", "", _time(estimate.whole_bound_us))
+    yield f"{bound}   {left_text(estimate)}"
 
 
 def _reasons(plan: Plan) -> Iterator[str]:

@@ -138,7 +138,7 @@ def _not_earlier(reason: NotEarlier, names: Mapping[int, str]) -> str:
     if reason.bound is Bound.MEMORY:
         held = ", ".join(f"{h.category} holds {bytes_text(h.bytes)}" for h in reason.held)
         missing = bytes_text(reason.missing_bytes)
-        return f"{cost}{missing} of the budget are missing before: {held}"
+        return f"{cost}{missing} of the limit are missing before: {held}"
     return cost + BOUNDS[reason.bound]
 
 

@@ -53,10 +53,10 @@ def _of_measured(measured: Measured) -> Iterator[_Piece]:
             yield _Piece(direction, segment.step, segment.exposed_us, segment.us)
 
 
-def _measured_note(measured: Measured, estimate: Estimate | None) -> str:
+def _measured_note(measured: Measured, estimate: Estimate) -> str:
     """Of whole steps: medians of parts do not add up to them."""
     note = _note(measured.step_time_us, measured.exposed_us)
-    if estimate is None or measured.step_time_us == 0:
+    if measured.step_time_us == 0:
         return note
     error = (estimate.step_time_us - measured.step_time_us) / measured.step_time_us
     return f"{note}; predicted {error:+.1%}".replace("%", " %")

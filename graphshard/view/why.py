@@ -1,4 +1,4 @@
-"""Why a plan is as it is, as plain text, 92 columns wide: of the whole plan, or of one group."""
+"""Why a plan is as it is, as plain text, 80 columns wide: of the whole plan, or of one group."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def why_text(plan: Plan, fqn: str | None = None) -> str:
         label = _label(reasons[0], "" if group is not None else _about(reasons, names))
         lines += _wrapped(label, text)
     if not plan.reasons:
-        lines.append("made without the cost model: each all-gather is issued one group ahead")
+        lines.append("the plan has no reasons: nothing was chosen")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

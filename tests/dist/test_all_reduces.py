@@ -63,9 +63,7 @@ def prompt(plan: Plan) -> Plan:
         steps.append(step)
         if step.kind is StepKind.REDUCE_ISSUE:
             before = step.group
-    return replace(
-        plan, backward=Schedule(backward.direction, tuple(steps)), forecasts=(), estimate=None
-    )
+    return replace(plan, backward=Schedule(backward.direction, tuple(steps)), forecasts=())
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """`options={"memory_budget": ...}`: the plan keeps to it, and no bit changes."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -35,9 +35,9 @@ def planned(ctx: Ctx, name: str, more: float) -> list[dict[str, Any]]:
             case.loss(model, case.batch(3, ctx.rank, ctx.device)).backward()
         plan = graphshard.plans(model)[0]
         summary = plan.summary()
-        own_bytes = summary["fsdp2"]["peak_bytes"]
-        assert storages.peak_bytes == summary["gathered_peak_bytes"]
-        seen.append({**summary, "json": plan.to_json()})
+        own_bytes = summary.fsdp2.peak_bytes
+        assert storages.peak_bytes == summary.gathered_peak_bytes
+        seen.append({**asdict(summary), "json": plan.to_json()})
     return seen
 
 
@@ -108,8 +108,8 @@ def squeezed(ctx: Ctx, name: str) -> list[tuple[float, int]]:
                 raise
             break
         summary = graphshard.plans(model)[0].summary()
-        own_bytes = summary["fsdp2"]["peak_bytes"] if own_bytes == 10**12 else own_bytes
-        found.append((share, summary["peak_bytes"], summary["step_time_us"]))
+        own_bytes = summary.fsdp2.peak_bytes if own_bytes == 10**12 else own_bytes
+        found.append((share, summary.peak_bytes, summary.step_time_us))
     return found
 
 
@@ -136,7 +136,7 @@ def every_budget(ctx: Ctx, name: str) -> list[tuple[int, int, int]]:
         compiled(LEAST_PLAUSIBLE_BYTES)
     least_bytes = error.value.shortage.least_bytes
     (plan,) = graphshard.plans(compiled(None)[0])
-    most_bytes = plan.summary()["fsdp2"]["peak_bytes"]
+    most_bytes = plan.summary().fsdp2.peak_bytes
     found = []
     for number in range(8):
         budget = least_bytes + (most_bytes - least_bytes) * number // 7
@@ -145,7 +145,7 @@ def every_budget(ctx: Ctx, name: str) -> list[tuple[int, int, int]]:
             assert difference(value, other) is None, (budget, difference(value, other))
         (plan,) = graphshard.plans(model)
         again = len(plan.recompute.activations)
-        found.append((budget, plan.summary()["peak_bytes"], again))
+        found.append((budget, plan.summary().peak_bytes, again))
     return found
 
 
@@ -215,7 +215,6 @@ def on_device(ctx: Ctx) -> tuple[int, int]:
     model.compile(backend="graphshard", fullgraph=True, options=options)
     assert_equal(expected, train(model, case, ctx, 2))
     (plan,) = graphshard.plans(model)
-    assert plan.estimate is not None
     return plan.estimate.budget_bytes, plan.estimate.peak_bytes
 
 
@@ -239,7 +238,6 @@ def slow_network(ctx: Ctx, name: str) -> tuple[tuple[str, ...], int, int, int]:
         model.compile(backend="graphshard", fullgraph=True, options={"fallback": "error"})
         assert_equal(expected, train(model, case, ctx, 2))
     (plan,) = graphshard.plans(model)
-    assert plan.estimate is not None
     budget_bytes, theirs = plan.estimate.budget_bytes, plan.estimate.fsdp2
     return plan.recompute.activations, budget_bytes, plan.estimate.peak_bytes, theirs.peak_bytes
 

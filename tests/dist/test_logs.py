@@ -108,7 +108,7 @@ def test_the_structured_log_has_graphs_plan_and_collectives(ran: Ran) -> None:
         plan = Plan.from_json(artifacts["graphshard_plan"])
         schedule = json.loads(artifacts["inductor_collective_schedule"])
         assert schedule == list(collective_names(plan))
-        assert len(schedule) == plan.summary()["collectives"] > 0
+        assert len(schedule) == plan.summary().collectives > 0
 
 
 def tlparsed(traces: Path, out: Path) -> str:

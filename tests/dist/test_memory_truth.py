@@ -122,7 +122,7 @@ def peaks(model: Any, optimizer: Any, ctx: Ctx) -> dict[str, Any]:
         optimizer.zero_grad()
         found.append(step_peaks(lambda: model(*make_batch(CONFIG, ctx.rank)).backward()))
     return {
-        "predicted": plan.summary()["peak_bytes"],
+        "predicted": plan.summary().peak_bytes,
         "measured": min(one.allocated_bytes for one in found) + resident_bytes(optimizer),
     }
 
@@ -146,12 +146,12 @@ def swept(ctx: Ctx) -> list[dict[str, Any]]:
             {
                 **peaks(model, optimizer, ctx),
                 "share": share,
-                "budget": summary["budget_bytes"],
+                "budget": summary.budget_bytes,
                 "recompute": plan.recompute.activations,
             }
         )
         if own_bytes == NO_LIMIT:
-            own_bytes = summary["fsdp2"]["peak_bytes"]
+            own_bytes = summary.fsdp2.peak_bytes
     return found
 
 
@@ -196,7 +196,7 @@ def compiled_within(ctx: Ctx) -> list[dict[str, Any]]:
         trained(LEAST_PLAUSIBLE_BYTES)
     least_bytes = error.value.shortage.least_bytes
     *_, plan = trained(NO_LIMIT)
-    more_bytes = plan.summary()["fsdp2"]["peak_bytes"] - least_bytes
+    more_bytes = plan.summary().fsdp2.peak_bytes - least_bytes
     found = []
     for part in range(4):
         model, optimizer, plan = trained(least_bytes + more_bytes * part // 3)

@@ -121,6 +121,6 @@ def trained_replicas(ctx: Ctx, path: str) -> str:
 def test_replicas_are_planned_offline_too(pool: Pool, machine: tuple[str, int]) -> None:
     path, _ = machine
     ahead = offline(path, 4, {}, replicated)
-    assert ahead.summary()["all_reduces"] == len(ahead.groups)
+    assert ahead.summary().all_reduces == len(ahead.groups)
     for text in pool.run(4, trained_replicas, path):
         assert_same(Plan.from_json(text), ahead)

@@ -49,7 +49,7 @@ def bounds(ctx: Ctx, name: str, compute: str) -> tuple[int, int]:
     model = compiled(ctx, name, None, compute)
     train(model, case, ctx, 1)
     (plan,) = graphshard.plans(model)
-    return error.value.shortage.least_bytes, plan.summary()["fsdp2"]["peak_bytes"]
+    return error.value.shortage.least_bytes, plan.summary().fsdp2.peak_bytes
 
 
 def copies_of(plan: Plan) -> int:
@@ -78,7 +78,7 @@ def offloading(ctx: Ctx, name: str, compute: str) -> list[tuple[int, int, int]]:
             (plan,) = graphshard.plans(model)
             held = len(plan.recompute.offloaded)
             assert (copies_of(plan) > 0) == (held > 0)
-            found.append((held, budget, plan.summary()["peak_bytes"]))
+            found.append((held, budget, plan.summary().peak_bytes))
     return found
 
 

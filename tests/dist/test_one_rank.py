@@ -45,7 +45,7 @@ def memory(ctx: Ctx) -> tuple[float, float, int]:
     assert all(map(torch.equal, params, same_params))
     assert rooms_of(model) == [], "nothing was gathered"
     (plan,) = graphshard.plans(model)
-    return eager_bytes, peak_bytes(model, optimizer), plan.summary()["peak_bytes"]
+    return eager_bytes, peak_bytes(model, optimizer), plan.summary().peak_bytes
 
 
 def test_nothing_is_copied_and_the_plan_knows(pool: Pool) -> None:

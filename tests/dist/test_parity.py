@@ -88,8 +88,8 @@ def collectives(
 
 def assert_one_plan(model: nn.Module) -> None:
     plans, report = graphshard.plans(model), graphshard.explain(model)
-    assert [p.summary()["graphs"] for p in plans] == [2], str(report)
-    assert report.captured == report.present == plans[0].summary()["groups"]
+    assert [p.summary().graphs for p in plans] == [2], str(report)
+    assert report.captured == report.present == plans[0].summary().groups
     assert not report.reasons
 
 

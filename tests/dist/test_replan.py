@@ -48,5 +48,5 @@ def test_a_plan_from_measured_times_changes_no_bit(pool: Pool, name: str) -> Non
     first, second = pool.run(2, planned_again, name, timeout_s=250)
     assert first == second
     # What was measured is what the new plan was made from.
-    predicted_us, measured_us = first["summary"]["step_time_us"], first["measured"].step_time_us
+    predicted_us, measured_us = first["summary"].step_time_us, first["measured"].step_time_us
     assert 0.2 * measured_us < predicted_us < 2 * measured_us

@@ -129,8 +129,8 @@ def settles(ctx: Ctx, options: dict[str, Any]) -> tuple[str, int]:
     assert found is not None
     assert found.plan.schedules == plan.schedules, "what runs is what was measured"
     (gained,) = graphshard.explain(model).gained
-    assert gained.measured_us == found.measured.step_time_us
-    assert gained.more_us is not None
+    assert gained.measured == found.measured
+    assert (gained.more_us is None) == (plan.estimate.all_spent is not None)
     return plan.to_json(), count
 
 
