@@ -94,12 +94,23 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
+class Rung:
+    """The same step planned with a budget of `budget_bytes`: forward and backward of it, and its
+    peak."""
+
+    budget_bytes: Count
+    step_time_us: Amount
+    peak_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """The figures of the plan and of FSDP2's own schedule, both of the same graph.
 
     lower_bound_us: no forward and backward of this graph is faster, whatever its memory. optimizer:
     None where the graph does not train, and for what was planned before it was priced. stragglers:
     expected on top of all other figures, which are of ranks that are all alike; None: not known.
+    room: what larger budgets would give; empty: nobody asked.
 
     Plans are made, and measured, by forward and backward (`step_time_us`); people wait for the
     optimizer too (`whole_step_us`).
@@ -111,6 +122,7 @@ class Estimate:
     lower_bound_us: Amount
     optimizer: OptimizerStep | None = None
     stragglers: Stragglers | None = None
+    room: tuple[Rung, ...] = ()
 
     @property
     def step_time_us(self) -> float:
@@ -139,6 +151,11 @@ class Estimate:
     @property
     def peak_bytes(self) -> int:
         return self.ours.peak_bytes
+
+    @property
+    def has_budget(self) -> bool:
+        """A budget was set; else FSDP2's own peak is the limit."""
+        return self.budget_bytes != self.fsdp2.peak_bytes
 
     @property
     def gap(self) -> float:

@@ -176,7 +176,7 @@ class Plan:
         Raises ValueError for another figure, or a plan without costs.
         """
         # Costs are made of plans. Here is only where users look for a formula.
-        return import_module("graphshard.cost.whatif").formula_of(self, figure)
+        return import_module("graphshard.cost.plan_formula").formula_of(self, figure)
 
     def _estimated(self) -> dict[str, Any]:
         if self.estimate is None:

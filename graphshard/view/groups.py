@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from graphshard.schedule.plan import GroupInfo, Lane
 from graphshard.schedule.reasons import Recomputation
+from graphshard.view.bunches import bunches_of, is_kept
 from graphshard.view.cards import COMPUTED_AGAIN, KEPT, RESHARDED, decisions
 from graphshard.view.residency import resident
 from graphshard.view.sheet import CollectiveBar, Sheet
@@ -23,7 +24,8 @@ RESHARD_WORDS = (KEPT, RESHARDED)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """key: numbers sort by size, texts by letter."""
+    """key: numbers sort by size, texts by letter. Of a bunch: what is alike, or from least to
+    most."""
 
     text: str
     key: float | str
@@ -37,11 +39,24 @@ class GroupLine:
 
 
 @dataclass(frozen=True, slots=True)
+class Bunched:
+    """Lines of groups that are alike, below one line for all of them; or a single line."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    lines: tuple[GroupLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """titles: of the cells, without the group's own column. The last column is prose."""
 
     titles: tuple[str, ...]
-    lines: tuple[GroupLine, ...]
+    bunches: tuple[Bunched, ...]
+
+    @property
+    def lines(self) -> tuple[GroupLine, ...]:
+        return tuple(line for bunch in self.bunches for line in bunch.lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +81,27 @@ def table_of(sheet: Sheet) -> Table:
     if again:
         titles += (COMPUTED_AGAIN,)
     titles += ("after forward", "because")
-    lines = (_line(sheet, row, shares, again) for row in sheet.rows.residency)
-    return Table(titles, tuple(lines))
+    bunches = (
+        _bunched(bunch.name, tuple(_line(sheet, row, shares, again) for row in bunch.rows))
+        for bunch in bunches_of(sheet)
+    )
+    return Table(titles, tuple(bunches))
+
+
+def _bunched(name: str, lines: tuple[GroupLine, ...]) -> Bunched:
+    columns = zip(*(line.cells for line in lines), strict=True)
+    return Bunched(name, tuple(map(_summed, columns)), lines)
+
+
+def _summed(cells: tuple[Cell, ...]) -> Cell:
+    """From the least to the most; of texts that differ, the first and how many more."""
+    texts = list(dict.fromkeys(cell.text for cell in cells))
+    if len(texts) == 1:
+        return cells[0]
+    if any(isinstance(cell.key, str) for cell in cells):
+        return Cell(f"{texts[0]} ... ({len(texts)} different)", texts[0])
+    least, most = (pick(cells, key=lambda cell: float(cell.key)) for pick in (min, max))
+    return Cell(f"{least.text} to {most.text}", most.key)
 
 
 def _line(
@@ -85,7 +119,7 @@ def _line(
         cells += map(_time, (share.exposed_us, resident(sheet, row)))
     if again:
         cells.append(again.get(group.id, Cell("-", 0)))
-    cells.append(_text("kept" if _kept(sheet, row) else "resharded"))
+    cells.append(_text("kept" if is_kept(row) else "resharded"))
     cells.append(_text(_because(sheet, group)))
     return GroupLine(group.id, group_name(group), tuple(cells))
 
@@ -100,13 +134,6 @@ def _computed_again(sheet: Sheet) -> dict[int, Cell]:
     return {
         one.group: Cell(f"{len(one.again)} of {one.num_options}", len(one.again)) for one in found
     }
-
-
-def _kept(sheet: Sheet, row: ResidencyRow) -> bool:
-    """As planned; of a group that is never gathered, as set."""
-    if not row.bars:
-        return not row.group.reshard_after_forward
-    return any(bar.kept_from is not None for bar in row.bars)
 
 
 def _because(sheet: Sheet, group: GroupInfo) -> str:

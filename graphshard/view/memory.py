@@ -19,6 +19,7 @@ from graphshard.view.reasons import reason_text
 from graphshard.view.recomputed import recomputed_text
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import bytes_text, step_text
+from graphshard.view.timeline import computing_groups
 
 # From the ground up: what never changes lies lowest.
 STACK = {
@@ -157,7 +158,15 @@ def _peak_mark(sheet: Sheet, at: int) -> AxisMark:
     card += _exchange(sheet)
     place = sheet.axis.begun[at]
     title = f"peak {size}" + ("" if figures else " gathered")
-    return AxisMark("peak", place, place, title, tuple(card), label=f"peak {size}")
+    where = f", {peak_place(sheet, at)}"
+    return AxisMark("peak", place, place, title, tuple(card), label=f"{title}{where}")
+
+
+def peak_place(sheet: Sheet, at: int) -> str:
+    """Inside which group, in which direction: "backward of layers.31"."""
+    group = computing_groups(sheet.rows.steps[: at + 1])[at]
+    direction = sheet.rows.direction_of(at)
+    return str(direction) if group is None else f"{direction} of {sheet.names[group]}"
 
 
 def _exchange(sheet: Sheet) -> Iterator[tuple[str, str]]:
