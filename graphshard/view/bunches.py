@@ -27,7 +27,7 @@ class Bunch:
 
 
 def bunches_of(sheet: Sheet) -> list[Bunch]:
-    """Neighbours whose names count on, of one size, and alike in whether they are kept."""
+    """Neighbours whose names count on, of one size."""
     found: list[Bunch] = []
     for run in _runs(sheet.rows.residency):
         parts = [run] if len(run) >= LEAST else [[row] for row in run]
@@ -40,16 +40,9 @@ def bunches_of(sheet: Sheet) -> list[Bunch]:
 def _runs(rows: tuple[ResidencyRow, ...]) -> Iterator[list[ResidencyRow]]:
     run: list[ResidencyRow] = []
     for row in rows:
-        if run and not (is_next(run[-1].group, row.group) and is_kept(run[-1]) == is_kept(row)):
+        if run and not is_next(run[-1].group, row.group):
             yield run
             run = []
         run.append(row)
     if run:
         yield run
-
-
-def is_kept(row: ResidencyRow) -> bool:
-    """As planned; of a group that is never gathered, as set."""
-    if not row.bars:
-        return not row.group.reshard_after_forward
-    return any(bar.kept_from is not None for bar in row.bars)

@@ -6,12 +6,13 @@ cell has its text and what the page sorts by.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphshard.schedule.plan import GroupInfo, Lane
 from graphshard.schedule.reasons import Recomputation
-from graphshard.view.bunches import bunches_of, is_kept
+from graphshard.view.bunches import bunches_of
 from graphshard.view.cards import COMPUTED_AGAIN, KEPT, RESHARDED, decisions
 from graphshard.view.residency import resident
 from graphshard.view.sheet import CollectiveBar, Sheet
@@ -19,6 +20,7 @@ from graphshard.view.text import bytes_text, group_name
 from graphshard.view.timeline import ResidencyRow
 from graphshard.view.units import time_text
 
+MOST_TEXTS = 2  # of a bunch, in one cell
 RESHARD_WORDS = (KEPT, RESHARDED)
 
 
@@ -94,12 +96,15 @@ def _bunched(name: str, lines: tuple[GroupLine, ...]) -> Bunched:
 
 
 def _summed(cells: tuple[Cell, ...]) -> Cell:
-    """From the least to the most; of texts that differ, the first and how many more."""
-    texts = list(dict.fromkeys(cell.text for cell in cells))
+    """From the least to the most; of texts how often each, or if they are many the first."""
+    texts = Counter(cell.text for cell in cells)
     if len(texts) == 1:
         return cells[0]
+    first = cells[0].text
     if any(isinstance(cell.key, str) for cell in cells):
-        return Cell(f"{texts[0]} ... ({len(texts)} different)", texts[0])
+        if len(texts) > MOST_TEXTS:
+            return Cell(f"{first} ... ({len(texts)} different)", first)
+        return Cell(", ".join(f"{count} {text}" for text, count in texts.items()), first)
     least, most = (pick(cells, key=lambda cell: float(cell.key)) for pick in (min, max))
     return Cell(f"{least.text} to {most.text}", most.key)
 
@@ -119,7 +124,7 @@ def _line(
         cells += map(_time, (share.exposed_us, resident(sheet, row)))
     if again:
         cells.append(again.get(group.id, Cell("-", 0)))
-    cells.append(_text("kept" if is_kept(row) else "resharded"))
+    cells.append(_text("kept" if _kept(row) else "resharded"))
     cells.append(_text(_because(sheet, group)))
     return GroupLine(group.id, group_name(group), tuple(cells))
 
@@ -134,6 +139,13 @@ def _computed_again(sheet: Sheet) -> dict[int, Cell]:
     return {
         one.group: Cell(f"{len(one.again)} of {one.num_options}", len(one.again)) for one in found
     }
+
+
+def _kept(row: ResidencyRow) -> bool:
+    """As planned; of a group that is never gathered, as set."""
+    if not row.bars:
+        return not row.group.reshard_after_forward
+    return any(bar.kept_from is not None for bar in row.bars)
 
 
 def _because(sheet: Sheet, group: GroupInfo) -> str:

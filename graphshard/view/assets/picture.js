@@ -84,7 +84,7 @@ function drawMark(parent, mark, y, height) {
     class: `mark ${mark.kind}`, role: "button", "aria-label": mark.title + said,
     "aria-pressed": String(chosen.pinned === mark), tabindex: stops[mark.lane.view] === mark ? 0 : -1,
   };
-  Object.assign(mark, { y, height, drawn: null });
+  Object.assign(mark, { y, height, drawn: null, thin: null, crowded: false });
   mark.element = mark.kind === "peak"
     ? add(parent, "g", common) : add(parent, "rect", { ...common, y, height });
   if (height < 6) mark.element.classList.add("low");
