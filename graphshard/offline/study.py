@@ -62,7 +62,7 @@ from graphshard.planner.problem import Problem
 from graphshard.planner.room import with_room
 from graphshard.pricing.op_costs import GraphCosts, graph_costs
 from graphshard.pricing.recompute import NO_UNITS, ChosenUnits
-from graphshard.schedule.plan import Plan, Recomputed
+from graphshard.schedule.plan import LeftOut, Plan, Recomputed
 from graphshard.view.offline import Effort
 
 Build = Callable[[Sizes], Made]
@@ -108,6 +108,7 @@ class Study:
     _cuts: dict[tuple[int, _CutKey], Partition] = field(default_factory=dict)
     _costs: dict[_CostsKey, GraphCosts] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
+    _present: list[str] = field(default_factory=list)
     _clock: Clock = field(default_factory=Clock)
 
     def answers(self) -> Iterator[Answer]:
@@ -169,7 +170,9 @@ class Study:
             plan = with_stragglers(self._told(found), point.machine, point.world_size)
         except InfeasibleBudget as error:
             return Answer(point, None, error)
-        return Answer(point, replace(plan, name=self.name))
+        inside = {info.fqn for info in plan.groups}
+        left_out = tuple(LeftOut(fqn) for fqn in self._present if fqn not in inside)
+        return Answer(point, replace(plan, name=self.name, left_out=left_out))
 
     def _told(self, found: Decided[Any]) -> Plan:
         """With what more memory would buy, if that was asked."""
@@ -241,6 +244,7 @@ class Study:
                 fake = faked(partial(self.build, sizes))
                 if not names:
                     names = self._capture_all(every, sizes, fake)
+                    self._present = [describe(0, group).fqn for group in groups_of(fake)]
                 for point in self.points:
                     if point.world_size == count:
                         key = count, point.ranks_per_node

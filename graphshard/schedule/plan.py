@@ -73,6 +73,15 @@ class Baseline:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A group of the model that a graph does not run. cause: "" if another graph may, or none has
+    reached it so far; else why it is run by eager FSDP2."""
+
+    fqn: str
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Groups and schedules of one captured graph; `backward` is None under no_grad.
 
@@ -81,6 +90,7 @@ class Plan:
     itself would run, with the forecasts of that. measured: what this plan took where it ran.
     recompute: what is computed again in backward, or held by the host until then, because the
     planner chose so. reduces_apart: it also chose a process group of their own for reductions.
+    left_out: the other groups of the model; None: not known.
     """
 
     name: str
@@ -96,6 +106,7 @@ class Plan:
     fsdp2: Baseline | None = None
     measured: Measured | None = None
     reduces_apart: bool = False
+    left_out: tuple[LeftOut, ...] | None = None
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:

@@ -6,11 +6,12 @@ In comes a plan, and what was measured of it; out comes a `Standing` of numbers,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Direction, Estimate, Lane, Plan
+from graphshard.view.misses import Miss
 from graphshard.view.text import LANE_WORDS, bytes_text
 from graphshard.view.units import share_text, time_text
 
@@ -80,8 +81,11 @@ def _limit(plan: Plan, estimate: Estimate) -> Limit | None:
     return Limit(lane, direction, exposed_us)
 
 
-def answer_sentences(plan: Plan, measured: Measured | None) -> list[str]:
-    """The most telling first; none for a plan without costs."""
+def answer_sentences(
+    plan: Plan, measured: Measured | None = None, missed: Sequence[Miss] = ()
+) -> list[str]:
+    """The most telling first; none for a plan without costs. missed: `misses` of what was
+    measured."""
     standing = standing_of(plan)
     if standing is None:
         return []
@@ -89,7 +93,7 @@ def answer_sentences(plan: Plan, measured: Measured | None) -> list[str]:
         f"{_speed(standing)} {_memory(standing)}.",
         f"{_limited(standing, plan)}.",
         f"{_left(standing)}.",
-        *_measured(plan.estimate, measured),
+        *_measured(plan.estimate, measured, missed),
     ]
 
 
@@ -136,12 +140,16 @@ def _left(standing: Standing) -> str:
     return text
 
 
-def _measured(estimate: Estimate | None, measured: Measured | None) -> Iterator[str]:
+def _measured(
+    estimate: Estimate | None, measured: Measured | None, missed: Sequence[Miss]
+) -> Iterator[str]:
     if measured is None or estimate is None or not estimate.step_time_us:
         return
     ratio = measured.step_time_us / estimate.step_time_us
     way = "slower" if ratio >= 1 else "faster"
-    yield (
+    text = (
         f"Measured, forward and backward took {time_text(measured.step_time_us)}: "
-        f"{max(ratio, 1 / ratio):.2f} x {way} than predicted."
+        f"{max(ratio, 1 / ratio):.2f} x {way} than predicted"
     )
+    largest = f"; most of that: {missed[0].name}, {missed[0].change}" if missed else ""
+    yield f"{text}{largest}."

@@ -18,6 +18,7 @@ from markupsafe import Markup
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan
 from graphshard.view.answer import answer_sentences
+from graphshard.view.captured import captured_text, outside_of
 from graphshard.view.courses import course_rows, shows_all
 from graphshard.view.groups import table_of
 from graphshard.view.headline import headline, limit_of
@@ -62,7 +63,7 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
     sheet = sheet_of(plan, measured or plan.measured)
     own = lane_rows(sheet)
     views = {"lanes": [*own, *course_rows(sheet)], "residency": residency_rows(sheet)}
-    memory = memory_of(sheet)
+    memory, missed = memory_of(sheet), misses(sheet)
     css, js = asset("viewer.css"), _script()
     return template("viewer.html.j2").render(
         title=plan.name,
@@ -70,7 +71,9 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
         csp=_policy(css, js),
         css=Markup(css),
         js=Markup(js),
-        answer=answer_sentences(plan, sheet.measured),
+        answer=answer_sentences(plan, sheet.measured, missed),
+        captured=captured_text(plan),
+        outside=outside_of(plan),
         headline=headline(sheet),
         timed=sheet.axis.timed,
         has_rival=bool(memory.rival),
@@ -81,7 +84,7 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
         bars=waterfall(plan),
         waits=longest_waits(sheet, own),
         prospects=prospects(plan),
-        misses=misses(sheet),
+        misses=missed,
         table=table_of(sheet),
         payload=_payload(sheet, views, memory),
     )
