@@ -123,6 +123,7 @@ def test_more_room_is_planned_anew_and_is_never_a_loss():
     assert (first.what, second.what) == ("1.0 GiB more memory", "10.0 GiB more memory")
     assert second.gain.startswith("-")
     assert second.way == "better"
+    assert [one.is_best for one in (first, second)].count(True) == 1
 
 
 def test_where_nothing_is_left_nothing_is_planned_anew():

@@ -112,6 +112,7 @@ def test_text_stands_out(scheme):
     pairs = [
         (text, ground) for text in ("ink", "quiet") for ground in ("paper", "ground", "button")
     ]
+    pairs += [(way, ground) for way in ("better", "worse") for ground in ("paper", "ground")]
     pairs += [("black", fill) for fill in ("backward", "gather", "reduce")]
     for text, ground in [*pairs, ("white", "forward")]:
         light, dark = sorted(map(_luminance, (found[text], found[ground])), reverse=True)

@@ -288,6 +288,17 @@ def test_every_word_of_the_legends_is_explained_on_focus(opened):
     page.mouse.move(2, 2)
 
 
+def test_axe_finds_no_serious_fault_in_what_is_unfolded_and_pinned(opened):
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = opened("unattributed")
+    page.locator("#groups tr[data-bunch] button").click()
+    page.locator("#waits button").first.click()
+    found = Axe().run(page).response["violations"]
+    serious = [v for v in found if v["impact"] in ("serious", "critical")]
+    assert serious == [], [(v["id"], v["nodes"][0]["html"][:200]) for v in serious]
+
+
 # -- to others -----------------------------------------------------------------------------------
 
 

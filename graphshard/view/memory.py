@@ -166,7 +166,9 @@ def peak_place(sheet: Sheet, at: int) -> str:
     """Inside which group, in which direction: "backward of layers.31"."""
     group = computing_groups(sheet.rows.steps[: at + 1])[at]
     direction = sheet.rows.direction_of(at)
-    return str(direction) if group is None else f"{direction} of {sheet.names[group]}"
+    if group is None:  # the loss, say
+        return f"{direction}, outside of all groups"
+    return f"{direction} of {sheet.names[group]}"
 
 
 def _exchange(sheet: Sheet) -> Iterator[tuple[str, str]]:

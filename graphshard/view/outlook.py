@@ -23,13 +23,15 @@ NOTICEABLE = 0.002
 @dataclass(frozen=True, slots=True)
 class Prospect:
     """gain: of the time that one sequence takes. way: "better", "worse" or "" for next to
-    nothing."""
+    nothing. saved: of 1. is_best: of what can be had, this gains most."""
 
     what: str
     step: str
     peak: str
     gain: str
     way: str
+    saved: float
+    is_best: bool = False
 
 
 def prospects(plan: Plan) -> list[Prospect]:
@@ -37,11 +39,16 @@ def prospects(plan: Plan) -> list[Prospect]:
     estimate = plan.estimate
     if estimate is None or not plan.forecasts:
         return []
-    return [*_room(estimate), *_elsewhere(plan, estimate), _bound(estimate)]
+    found = [*_room(estimate), *_elsewhere(plan, estimate)]
+    best = max(found, key=lambda one: one.saved, default=None)
+    marked = [replace(one, is_best=one is best and one.way == "better") for one in found]
+    return [*marked, _bound(estimate)]
 
 
 def _room(estimate: Estimate) -> Iterator[Prospect]:
-    for rung in estimate.room:
+    """If the largest gains nothing, it alone."""
+    gains = any(rung.step_time_us < estimate.step_time_us for rung in estimate.room)
+    for rung in estimate.room if gains else estimate.room[-1:]:
         more = bytes_text(rung.budget_bytes - estimate.budget_bytes)
         yield _prospect(f"{more} more memory", estimate, rung.step_time_us, rung.peak_bytes)
 
@@ -85,4 +92,7 @@ def _prospect(
     if way:
         text = f"{'-' if gain > 0 else '+'}{share_text(abs(gain), 1.0)}"
         text += " per sequence" if batch > 1 else ""
-    return Prospect(what, time_text(whole_us), bytes_text(peak_bytes), text, way)
+    peak = bytes_text(peak_bytes)
+    if batch > 1 and estimate.has_budget and peak_bytes > estimate.budget_bytes:
+        peak += ", over the budget"
+    return Prospect(what, time_text(whole_us), peak, text, way, gain)
