@@ -19,11 +19,12 @@ async function copyLink() {
 const SCALE = 2; // pixels of the file for one of the page
 const SOLID = /url\("?#hatch-(\w+)"?\)/;
 
-// A hatch is painted as its base colour.
+// A hatch is painted as its base colour, that of waits (whose base is the paper) as its lines'.
 function paint(text) {
   const hatch = text.match(SOLID);
   if (!hatch) return text === "none" ? null : text;
-  return getComputedStyle(document.querySelector(`#hatch-${hatch[1]} .base`)).fill;
+  const part = (name) => getComputedStyle(document.querySelector(`#hatch-${hatch[1]} .${name}`));
+  return hatch[1] === "wait" ? part("line").stroke : part("base").fill;
 }
 
 function shapeOf(element) {
@@ -64,8 +65,6 @@ function paintElement(context, element) {
   } else if (element.tagName !== "svg" && element.tagName !== "g") {
     paintShape(context, shapeOf(element), style);
   }
-  const scaled = element.transform?.baseVal.consolidate?.()?.matrix;
-  if (scaled) context.transform(scaled.a, scaled.b, scaled.c, scaled.d, scaled.e, scaled.f);
   if (element.tagName !== "text") [...element.children].forEach((each) => paintElement(context, each));
   context.restore();
 }
@@ -78,11 +77,9 @@ function paintShape(context, shape, style) {
     context.fill(shape);
   }
   if (!stroke || Number(style.strokeOpacity) === 0) return;
-  // A line of a picture that is stretched stays as thin as on the page.
-  context.lineWidth = parseFloat(style.strokeWidth) / (style.vectorEffect === "none" ? 1 : context.getTransform().a / SCALE);
+  context.lineWidth = parseFloat(style.strokeWidth);
   context.strokeStyle = stroke;
-  context.setLineDash(style.strokeDasharray === "none" || style.vectorEffect !== "none"
-    ? [] : style.strokeDasharray.split(",").map(parseFloat));
+  context.setLineDash(style.strokeDasharray === "none" ? [] : style.strokeDasharray.split(",").map(parseFloat));
   context.stroke(shape);
 }
 
