@@ -138,7 +138,9 @@ def test_e_goes_to_the_next_exposed_wait_and_p_to_the_peak(view):
     page.keyboard.press("p")
     assert focused(page).startswith("peak 35.4 GiB, at ")
     rows = page.locator("#card dt").all_text_contents()
-    assert rows[1:4] == ["Activation", "OptState", "Sharded Param"]
+    categories = [row.partition(",")[0] for row in rows[1:]]
+    assert categories[0] == "Activation"
+    assert {"OptState", "Sharded Param", "Unsharded Param"} <= set(categories)
 
 
 def test_zoom_keys_and_back(view):

@@ -42,7 +42,7 @@ BOUNDS = {
     Bound.GRADIENTS: "its gradients are complete only here",
     Bound.REDUCED: "its reduce-scatter is waited for only here",
     Bound.ACTIVATIONS: "what it copies is complete only here",
-    Bound.FIRST: "it is issued first of all: nothing computes before it that could hide it",
+    Bound.FIRST: "it is issued first of all, and nothing computes before it",
     Bound.LANE_FREE: "it starts as soon as its lane is free",
     Bound.NOT_SHORTER: "an earlier issue did not make the simulated step shorter",
 }

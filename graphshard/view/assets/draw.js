@@ -77,7 +77,10 @@ function drawResidency() {
 }
 
 const isFolded = (part) => part[0].bunch >= 0 && !unfolded.has(part[0].bunch);
-const foldedHeight = (part) => clamp(part.length * Math.floor(FOLDED_HEIGHT / part.length) || FOLDED_HEIGHT, 30, 6 * part.length + 12);
+function foldedHeight({ length }) {
+  const each = Math.max(Math.round(FOLDED_HEIGHT / length), 1);
+  return clamp(length * Math.min(each, 6), 30, FOLDED_HEIGHT + 6);
+}
 
 // Each group a line of whole pixels, so that its bars stay even.
 function drawFolded(made, part, y, height) {

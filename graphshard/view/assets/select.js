@@ -50,6 +50,7 @@ const isNarrow = () => document.documentElement.clientWidth <= 700;
 
 function placeSheet(mark) {
   card.style.left = card.style.top = "";
+  card.tabIndex = 0; // it may have to be scrolled
   const box = mark.element.getBoundingClientRect();
   const top = window.innerHeight - card.offsetHeight;
   const ceiling = document.getElementById("ruler").offsetHeight;
@@ -75,6 +76,7 @@ function putCard(mark) {
     placeSheet(mark);
     return;
   }
+  card.removeAttribute("tabindex");
   const box = mark.element.getBoundingClientRect();
   const plot = frames[mark.lane.view].plot.firstChild.getBoundingClientRect();
   const seen = document.documentElement.clientWidth;
