@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from graphshard.schedule.plan import Baseline, Direction, Estimate, GroupInfo, Plan, Step
 from graphshard.view.marks import AxisMark, MarkRow
 from graphshard.view.ranges import groups_text, short_text
-from graphshard.view.scenario import FSDP2, measured_course
-from graphshard.view.scenario import MEASURED as MEASURED
+from graphshard.view.scenario import FSDP2, MEASURED, measured_course
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import LANE_WORDS, MARK_KINDS, bytes_text, lane_names
 from graphshard.view.units import change_text, time_text

@@ -213,7 +213,8 @@ function placeMemory() {
   add(stack, "path", { class: "outline", d: outline(pieces, x(end), mostOf(sums.at(-1))) });
   if (!rival.length) return;
   const places = rival.map(([place]) => place);
-  const theirs = outline(bundled([...places, places.at(-1)]), x(places.at(-1)), mostOf(rival.map(([, bytes]) => bytes)));
+  const most = mostOf(rival.map(([, bytes]) => bytes));
+  const theirs = outline(bundled([...places, places.at(-1)]), x(places.at(-1)), most);
   add(stack, "path", { class: "rival", d: theirs });
 }
 

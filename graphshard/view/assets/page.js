@@ -87,7 +87,8 @@ function onOver(event) {
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.target === filter) {
-    if (event.key === "Enter") focus([...marks.values()].find((mark) => isFound(mark, filter.value.toLowerCase())));
+    const text = filter.value.toLowerCase();
+    if (event.key === "Enter") focus([...marks.values()].find((mark) => isFound(mark, text)));
     if (event.key !== "Escape") return;
     filter.value = "";
     filtered();

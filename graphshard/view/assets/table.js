@@ -34,7 +34,10 @@ function sortBy(column) {
   body.replaceChildren(...sorted);
 }
 
-const below = (line) => members.filter((each) => each.dataset.of !== undefined && each.dataset.of === line.dataset.bunch);
+function below(line) {
+  const { bunch } = line.dataset;
+  return bunch === undefined ? [] : members.filter((each) => each.dataset.of === bunch);
+}
 
 // Shown are the lines that match, or without a search those that are not folded.
 function showLines() {
@@ -62,7 +65,9 @@ function isFound(mark, text) {
   return mark.groups.some((group) => nameOf.get(group)?.includes(text));
 }
 
-const nameOf = new Map(members.map((line) => [Number(line.dataset.group), line.cells[0].textContent.toLowerCase()]));
+const nameOf = new Map(members.map((line) => [
+  Number(line.dataset.group), line.cells[0].textContent.toLowerCase(),
+]));
 
 // A group's name leads to its first bar.
 function goTo(group) {
