@@ -11,6 +11,8 @@ from viewing import PLANS, needs_browser
 from graphshard.schedule.measured import Measured
 from graphshard.view.answer import standing_of
 from graphshard.view.html import render
+from graphshard.view.misses import misses
+from graphshard.view.sheet import sheet_of
 
 pytestmark = needs_browser
 browser = viewing.browser
@@ -81,6 +83,8 @@ def test_the_first_sentence_answers(opened):
     assert "Limited by the all-gathers in forward: compute waits for them" in answer
     assert "No schedule of this graph is faster; 35.4 GiB would be enough, of 40.0 GiB." in answer
     assert "Measured, forward and backward took" in answer
+    largest = misses(sheet_of(PLANS["llama"], PLANS["llama"].measured))[0]
+    assert f"; the largest part: {largest.name}, {largest.change}." in answer
     assert opened("llama").locator("#answer").bounding_box()["y"] < 80
 
 

@@ -151,5 +151,5 @@ def _measured(
         f"Measured, forward and backward took {time_text(measured.step_time_us)}: "
         f"{max(ratio, 1 / ratio):.2f} x {way} than predicted"
     )
-    largest = f"; most of that: {missed[0].name}, {missed[0].change}" if missed else ""
+    largest = f"; the largest part: {missed[0].name}, {missed[0].change}" if missed else ""
     yield f"{text}{largest}."
