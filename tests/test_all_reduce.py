@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from graphshard.cost.comm import CollectiveKind, RankGroup, network_us
-from graphshard.cost.whatif import cluster_of, step_time_formula, what_if
+from graphshard.cost.plan_formula import step_time_formula
+from graphshard.cost.whatif import cluster_of, what_if
 from graphshard.errors import InfeasibleBudget, PlanError
 from graphshard.offline.api import machine_of
 from graphshard.offline.point import Point

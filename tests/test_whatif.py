@@ -9,8 +9,9 @@ from test_comparison import planned
 
 from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.machine import collective_us
+from graphshard.cost.plan_formula import peak_bytes_formula, step_time_formula
 from graphshard.cost.presets import preset
-from graphshard.cost.whatif import Cluster, peak_bytes_formula, step_time_formula, what_if
+from graphshard.cost.whatif import Cluster, what_if
 from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Category, PricedOn
 from graphshard.schedule.replay import critical_path, replayed

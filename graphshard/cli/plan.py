@@ -154,10 +154,11 @@ def _plan(args: argparse.Namespace) -> int:
     target = target_of(args.target)
     points = _points(args, target)
     marks = marked(points) if len(args.budget) > 1 else []
-    study = Study(target.name, target.build, (*points, *marks), say=say)
+    one = len(points) == 1
+    study = Study(target.name, target.build, (*points, *marks), say=say, room=one)
     found = list(_followed(study.answers(), len(points) + len(marks)))
     answers = found[: len(points)]
-    if len(points) == 1:
+    if one:
         _one(args, study.effort, answers[0], target.name)
     else:
         drawn = panels(target.name, answers, found[len(points) :])

@@ -1,25 +1,24 @@
 """A plan on another number of ranks, another network or another batch, without a new capture.
 
 In: a plan made with the cost model and the machine it was priced for. Out: figures of the same
-schedule with other times, or a formula. Each collective keeps the ratio that it has to the cost
-model's formula, so that what was measured stays measured. Left as they are: the order of steps,
-packing and unpacking, padding of uneven shards.
+schedule with other times (as a formula: `graphshard.cost.plan_formula`). Each collective keeps the
+ratio that it has to the cost model's formula, so that what was measured stays measured. Left as
+they are: the order of steps, packing and unpacking, padding of uneven shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from graphshard.cost.algebra import Quantity, ceil_div
 from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.machine import Machine, collective_us
 from graphshard.cost.presets import preset
-from graphshard.cost.symbolic import INTER, INTRA, WORLD, Formula, formula
 from graphshard.schedule.forecast import CollectiveTime
 from graphshard.schedule.groups import GroupInfo, size_bytes
 from graphshard.schedule.plan import Category, Estimate, Plan, Schedule, Step, StepKind
-from graphshard.schedule.replay import critical_path, replayed
+from graphshard.schedule.replay import replayed
 
 SHARDED = (Category.SHARDED_PARAM, Category.SHARDED_GRAD, Category.OPT_STATE)
 BATCHED = (Category.ACTIVATION, Category.TEMP, Category.INPUTS)
@@ -52,15 +51,6 @@ def cluster_of(plan: Plan) -> Cluster:
     return Cluster(machine, max(g.world_size for g in plan.groups), plan.priced_on.ranks_per_node)
 
 
-def formula_of(plan: Plan, figure: str) -> Formula:
-    """`"step_time"` or `"peak_bytes"` of the plan where it was priced for (see below)."""
-    if figure == "step_time":
-        return step_time_formula(plan, cluster_of(plan))
-    if figure == "peak_bytes":
-        return peak_bytes_formula(plan, cluster_of(plan))
-    raise ValueError(f"no formula of {figure!r}; there are 'step_time' and 'peak_bytes'")
-
-
 def what_if(plan: Plan, here: Cluster, there: Cluster, *, batch: float = 1.0) -> WhatIf:
     """The plan's schedule on `there`; `here` is what it was priced for.
 
@@ -68,7 +58,7 @@ def what_if(plan: Plan, here: Cluster, there: Cluster, *, batch: float = 1.0) ->
     too much for what depends on weights only. Raises ValueError for a plan without costs, or
     groups sharded over several numbers of ranks.
     """
-    estimate = _checked(plan, here)
+    estimate = checked(plan, here)
 
     def work_us(step: Step, us: float) -> float:
         return us * batch if step.kind is StepKind.COMPUTE else us
@@ -77,59 +67,16 @@ def what_if(plan: Plan, here: Cluster, there: Cluster, *, batch: float = 1.0) ->
     for schedule, forecast in zip(plan.schedules, plan.forecasts, strict=True):
 
         def comm_us(found: CollectiveTime, schedule: Schedule = schedule) -> float:
-            own_us, other_us = (_formula_us(plan, schedule, found, c) for c in (here, there))
+            own_us, other_us = (formula_us(plan, schedule, found, c) for c in (here, there))
             return float(found.us * other_us / own_us) if own_us else float(other_us)
 
         run = replayed(schedule, forecast, work_us, comm_us)
         step_us, exposed_us = step_us + run.us, exposed_us + run.exposed_us
-    peak = sum(_peak(estimate, here, there.world_size, batch))
+    peak = sum(peak_parts(estimate, here, there.world_size, batch))
     return WhatIf(step_us, exposed_us, round(peak))
 
 
-def step_time_formula(plan: Plan, here: Cluster) -> Formula:
-    """Microseconds along the critical path, in W and the bandwidths of a rank's links.
-
-    Exact at the plan's own numbers. For other numbers another path may be longer, so there it is a
-    lower bound of what the schedule takes; `what_if` follows all paths. Raises as `what_if` does.
-    """
-    _checked(plan, here)
-    network = replace(here.machine.network, intra_bytes_per_us=INTRA, inter_bytes_per_us=INTER)
-    there = Cluster(replace(here.machine, network=network, measured=()), WORLD, here.ranks_per_node)
-    alone = replace(here, machine=replace(here.machine, measured=()))
-    total: Quantity = 0.0
-    for schedule, forecast in zip(plan.schedules, plan.forecasts, strict=True):
-        path = critical_path(schedule, forecast)
-        total += path.work_us
-        for us, own_us, other_us in _terms(plan, schedule, path.collectives, alone, there):
-            total += us / own_us * other_us
-    return formula(total)
-
-
-def peak_bytes_formula(plan: Plan, here: Cluster) -> Formula:
-    """Bytes at the moment of the plan's peak, in W: shards shrink with it, the rest stays.
-
-    Raises as `what_if` does.
-    """
-    return formula(sum(_peak(_checked(plan, here), here, WORLD, 1.0)))
-
-
-def _terms(
-    plan: Plan,
-    schedule: Schedule,
-    collectives: tuple[CollectiveTime, ...],
-    here: Cluster,
-    there: Cluster,
-) -> Iterator[tuple[float, float, Quantity]]:
-    """Of each collective: what it takes, and the formula's value here and there."""
-    for found in collectives:
-        own_us = float(_formula_us(plan, schedule, found, here))
-        if own_us:
-            yield found.us, own_us, _formula_us(plan, schedule, found, there)
-
-
-def _formula_us(
-    plan: Plan, schedule: Schedule, found: CollectiveTime, cluster: Cluster
-) -> Quantity:
+def formula_us(plan: Plan, schedule: Schedule, found: CollectiveTime, cluster: Cluster) -> Quantity:
     step = schedule.steps[found.issue]
     groups = [g for g in plan.groups if g.id in step.groups]
     if step.kind is StepKind.ALL_REDUCE_ISSUE:
@@ -149,7 +96,7 @@ def _all_reduce_us(groups: Sequence[GroupInfo], cluster: Cluster) -> Quantity:
     return collective_us(cluster.machine, CollectiveKind.ALL_REDUCE, ranks, shard_bytes)
 
 
-def _peak(
+def peak_parts(
     estimate: Estimate, here: Cluster, world_size: Quantity, batch: float
 ) -> Iterator[Quantity]:
     for category, size in estimate.ours.peak_by_category:
@@ -159,7 +106,7 @@ def _peak(
             yield size * batch if category in BATCHED else size
 
 
-def _checked(plan: Plan, here: Cluster) -> Estimate:
+def checked(plan: Plan, here: Cluster) -> Estimate:
     if not plan.forecasts:
         raise ValueError("this plan has no forecasts of its steps")
     sizes = sorted({g.world_size for g in plan.groups})

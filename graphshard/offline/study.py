@@ -59,9 +59,10 @@ from graphshard.offline.world import (
     world_of,
 )
 from graphshard.planner.problem import Problem
+from graphshard.planner.room import with_room
 from graphshard.pricing.op_costs import GraphCosts, graph_costs
 from graphshard.pricing.recompute import NO_UNITS, ChosenUnits
-from graphshard.schedule.plan import Plan, Recomputed
+from graphshard.schedule.plan import LeftOut, Plan, Recomputed
 from graphshard.view.offline import Effort
 
 Build = Callable[[Sizes], Made]
@@ -82,11 +83,12 @@ class Study:
     """A model under study. Each capture, partition and world is made once.
 
     Where blocks are alike, a few of them are captured and the rest is counted (see `repeats`,
-    `unroll` and `recut`); `whole` captures all of them. What it saves and costs to compute some
-    activations again is only estimated in a sweep (`PlanningPolicy.near`). freed: only with the
-    user's checkpoints replaced (True), or as they are; None: what is better, if a point's policy
-    may choose. baseline: what FSDP2 would run, for the first. say: is told what is being done, for
-    people who wait.
+    `unroll` and `recut`); `whole` captures all of them. What it
+    saves and costs to compute some activations again is only estimated in a sweep
+    (`PlanningPolicy.near`). room: each plan is told with what more memory would buy. freed: only
+    with the user's checkpoints replaced (True), or as they are; None: what is better, if a point's
+    policy may choose. baseline: what FSDP2 would run, for the first. say: is told what is being
+    done, for people who wait.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Study:
     points: tuple[Point, ...]
     say: Callable[[str], None] = lambda text: None
     whole: bool = False
+    room: bool = False
     freed: bool | None = None
     baseline: Problem | None = None
     _repeats: list[Repeat] = field(default_factory=list)
@@ -105,6 +108,7 @@ class Study:
     _cuts: dict[tuple[int, _CutKey], Partition] = field(default_factory=dict)
     _costs: dict[_CostsKey, GraphCosts] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
+    _present: list[str] = field(default_factory=list)
     _clock: Clock = field(default_factory=Clock)
 
     def answers(self) -> Iterator[Answer]:
@@ -162,26 +166,35 @@ class Study:
         planning = self._planning(point)
         planned = self._planned_short if self._repeats else self._planned_whole
         try:
-            plan = with_stragglers(planned(point, planning), point.machine, point.world_size)
+            found = planned(point, planning)
+            plan = with_stragglers(self._told(found), point.machine, point.world_size)
         except InfeasibleBudget as error:
             return Answer(point, None, error)
-        return Answer(point, replace(plan, name=self.name))
+        inside = {info.fqn for info in plan.groups}
+        left_out = tuple(LeftOut(fqn) for fqn in self._present if fqn not in inside)
+        return Answer(point, replace(plan, name=self.name, left_out=left_out))
 
-    def _planned_whole(self, point: Point, planning: PlanningInputs) -> Plan:
+    def _told(self, found: Decided[Any]) -> Plan:
+        """With what more memory would buy, if that was asked."""
+        if not self.room or found.plan.estimate is None:
+            return found.plan
+        return replace(found.plan, estimate=with_room(found.plan.estimate, found.problem))
+
+    def _planned_whole(self, point: Point, planning: PlanningInputs) -> Decided[Any]:
         if self.freed is not None:
             cut = self._cut_for(point, freed=self.freed)
-            return decided_cut(cut, pose(cut, planning, self.baseline), planning).plan
+            return decided_cut(cut, pose(cut, planning, self.baseline), planning)
         free = self._cut_for(point, freed=True) if self._may_free(point) else None
-        return decide(self._cut_for(point), free, planning).plan
+        return decide(self._cut_for(point), free, planning)
 
-    def _planned_short(self, point: Point, planning: PlanningInputs) -> Plan:
+    def _planned_short(self, point: Point, planning: PlanningInputs) -> Decided[Any]:
         """From the costs of the whole model, which were counted."""
         own = self._posed_short(point, planning)
         as_it_is = partial(self._decided_short, own, point, planning)
         if not self._may_free(point):
-            return as_it_is().plan
+            return as_it_is()
         free = self._posed_short(point, planning, own.problem)
-        return better_of(as_it_is, partial(self._decided_short, free, point, planning)).plan
+        return better_of(as_it_is, partial(self._decided_short, free, point, planning))
 
     def _posed_short(
         self, point: Point, planning: PlanningInputs, baseline: Problem | None = None
@@ -231,6 +244,7 @@ class Study:
                 fake = faked(partial(self.build, sizes))
                 if not names:
                     names = self._capture_all(every, sizes, fake)
+                    self._present = [describe(0, group).fqn for group in groups_of(fake)]
                 for point in self.points:
                     if point.world_size == count:
                         key = count, point.ranks_per_node

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -12,10 +12,11 @@ from graphshard.compiler.executable import Executable
 from graphshard.files.configuration import Given
 from graphshard.files.information import printable
 from graphshard.fsdp2 import fsdp_groups, states_under
+from graphshard.fsdp2.describe import name_of
 from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import plan_best
 from graphshard.schedule.measured import Measured
-from graphshard.schedule.plan import Plan, Summary
+from graphshard.schedule.plan import LeftOut, Plan, Summary
 from graphshard.view.comparison import comparison_text
 from graphshard.view.gain import Gained, gain_lines
 from graphshard.view.recomputed import recomputed_text
@@ -27,7 +28,19 @@ NEAR = 0.01  # of the lower bound, for that
 
 def plans(model: nn.Module) -> list[Plan]:
     """The plans that are compiled for `model` (wrapped by torch.compile or not), oldest first."""
-    return [compiled.plan for compiled in compiled_plans(model)]
+    root_states = root_states_under(model)
+    return [_with_left_out(compiled.plan, root_states) for compiled in _compiled(root_states)]
+
+
+def _with_left_out(plan: Plan, root_states: Sequence[RootState]) -> Plan:
+    inside = {group.fqn for group in plan.groups}
+    left_out = (
+        LeftOut(name, {**root_state.outside, **root_state.reasons}.get(name, ""))
+        for root_state in root_states
+        for name in (name_of(live.fsdp) for live in root_state.groups)
+        if name not in inside
+    )
+    return replace(plan, left_out=tuple(left_out))
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,16 @@ class Spent:
     peak_bytes: Count
 
 
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """The same step planned with a budget of `budget_bytes`: forward and backward of it, and its
+    peak."""
+
+    budget_bytes: Count
+    step_time_us: Amount
+    peak_bytes: Count
+
+
 class Limit(StrEnum):
     """What the peak of a plan was held to: a budget that somebody set, or FSDP2's own peak."""
 
@@ -116,6 +126,7 @@ class Estimate:
     None where the graph does not train, and for what was planned before it was priced. stragglers:
     expected on top of all other figures, which are of ranks that are all alike; None: not known.
     all_spent: if memory were also spent where it brings next to nothing; None: nothing is left.
+    room: what larger budgets would give; empty: nobody asked.
 
     Plans are made, and measured, by forward and backward (`step_time_us`); people wait for the
     optimizer too (`whole_step_us`).
@@ -128,6 +139,7 @@ class Estimate:
     optimizer: OptimizerStep | None = None
     stragglers: Stragglers | None = None
     all_spent: Spent | None = None
+    room: tuple[Rung, ...] = ()
 
     @property
     def step_time_us(self) -> float:

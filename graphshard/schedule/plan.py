@@ -78,6 +78,15 @@ class Baseline:
     forecasts: tuple[Forecast, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A group of the model that a graph does not run. cause: "" if another graph may, or none has
+    reached it so far; else why it is run by eager FSDP2."""
+
+    fqn: str
+    cause: str = ""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """Groups and schedules of one captured graph; `backward` is None under no_grad.
@@ -87,6 +96,7 @@ class Plan:
     itself would run, with the forecasts of that. measured: what this plan took where it ran.
     recompute: what is computed again in backward, or held by the host until then, because the
     planner chose so. reduces_apart: it also chose a process group of their own for reductions.
+    left_out: the other groups of the model; None: not known.
     """
 
     name: str
@@ -102,6 +112,7 @@ class Plan:
     fsdp2: Baseline | None = None
     measured: Measured | None = None
     reduces_apart: bool = False
+    left_out: tuple[LeftOut, ...] | None = None
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -194,7 +205,7 @@ class Plan:
         Raises ValueError for another figure, or a plan without costs.
         """
         # Costs are made of plans. Here is only where users look for a formula.
-        return import_module("graphshard.cost.whatif").formula_of(self, figure)
+        return import_module("graphshard.cost.plan_formula").formula_of(self, figure)
 
     def __repr__(self) -> str:
         return str(_view("brief").brief_text(self))

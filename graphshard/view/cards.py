@@ -10,16 +10,17 @@ from collections.abc import Iterator, Mapping
 
 from graphshard.schedule.plan import Direction, GroupInfo, Lane
 from graphshard.schedule.reasons import (
+    Bound,
     Hold,
     Merge,
-    NotEarlier,
     Offloading,
     Reason,
     Recomputation,
     Split,
 )
 from graphshard.view.marks import Card
-from graphshard.view.reasons import reason_text
+from graphshard.view.ranges import groups_text
+from graphshard.view.reasons import bound_text, reason_text
 from graphshard.view.sheet import CollectiveBar, Sheet
 from graphshard.view.text import bytes_text, ranks_of
 from graphshard.view.units import rate_text, time_text
@@ -43,6 +44,7 @@ def collective_card(sheet: Sheet, found: CollectiveBar, by_id: Mapping[int, Grou
         card += [("issued", f"step {found.issue}"), ("waited for", waited)]
     card.append((f"{sheet.alive_word} then", sheet.alive_text(sheet.axis.step_at(found.start))))
     card += why_then(sheet, found)
+    card += together(sheet, found)
     card += decisions(sheet, found.step.groups[0], found.direction, gather=_gathers(found))
     return tuple(card)
 
@@ -81,18 +83,59 @@ def wait_card(sheet: Sheet, found: CollectiveBar) -> Card:
         ("runs", f"{time_text(found.start)} to {time_text(found.end)}"),
         (f"{sheet.alive_word} then", sheet.alive_text(found.wait)),
         *why_then(sheet, found),
+        *together(sheet, found),
     )
 
 
-def why_then(sheet: Sheet, found: CollectiveBar) -> Iterator[tuple[str, str]]:
-    """Why the collective is issued where it is, not earlier."""
-    for reason in sheet.plan.reasons:
-        if not isinstance(reason, NotEarlier):
-            continue
-        about = (reason.group, reason.direction, reason.kind)
-        if about == (found.step.group, found.direction, found.step.kind):
-            yield "why then", reason_text(reason, sheet.names)
-            return  # the parts of a split group all have the reason of the first
+def why_then(sheet: Sheet, found: CollectiveBar, *, cost: bool = True) -> Iterator[tuple[str, str]]:
+    """Why the collective is issued where it is, not earlier; cost: and how long compute waits."""
+    key = (found.step.groups[0], found.direction, found.step.kind)
+    reasons = sheet.not_earlier.get(key)
+    if reasons is None:
+        return
+    # Of the parts of a split group, the one that this is about is waited for as long.
+    reason = min(reasons, key=lambda one: abs(one.exposed_us - found.exposed_us))
+    if cost or reason.bound in (Bound.PREFETCH_LISTS, Bound.NO_NEED):
+        yield "why then", reason_text(reason, sheet.names)
+    else:
+        yield "why then", bound_text(reason, sheet.names)
+
+
+def together(sheet: Sheet, found: CollectiveBar) -> Iterator[tuple[str, str]]:
+    """Why several groups are one collective: what that saves, and that it delays nothing."""
+    groups = found.step.groups
+    if len(groups) < 2:
+        return
+    saved_us = sum(
+        reason.launch_us
+        for reason in sheet.plan.reasons
+        if isinstance(reason, Merge)
+        and reason.group in groups
+        and (reason.direction, reason.kind) == (found.direction, found.step.kind)
+    )
+    text = f"{len(groups)} groups share one launch"
+    if saved_us > 0:
+        text += f", which saves {time_text(saved_us)} of the lane"
+    yield "why one", text + _anyway(sheet, found)
+
+
+def _anyway(sheet: Sheet, found: CollectiveBar) -> str:
+    """If the lane goes on without a pause until compute waits for it again, an earlier end of this
+    wait would only make that one longer."""
+    after = [c for c in sheet.collectives if c.lane == found.lane and c.start >= found.end]
+    until, busy = None, found.end
+    for one in sorted(after, key=lambda c: c.start):
+        if one.start > busy or one.direction is not found.direction:
+            break
+        busy = one.end
+        until = one if one.exposed_us > 0 else until
+    if found.exposed_us == 0 or until is None:
+        return ""
+    names = groups_text([sheet.names[group] for group in until.step.groups])
+    return (
+        f"; the lane has no pause until compute waits again, for {names} at "
+        f"{time_text(until.end)}: to compute earlier here would be to wait longer there"
+    )
 
 
 def decisions(

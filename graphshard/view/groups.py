@@ -6,11 +6,13 @@ cell has its text and what the page sorts by.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphshard.schedule.plan import GroupInfo, Lane
 from graphshard.schedule.reasons import Recomputation
+from graphshard.view.bunches import bunches_of
 from graphshard.view.cards import COMPUTED_AGAIN, KEPT, RESHARDED, decisions
 from graphshard.view.residency import resident
 from graphshard.view.sheet import CollectiveBar, Sheet
@@ -18,12 +20,14 @@ from graphshard.view.text import bytes_text, group_name
 from graphshard.view.timeline import ResidencyRow
 from graphshard.view.units import time_text
 
+MOST_TEXTS = 2  # of a bunch, in one cell
 RESHARD_WORDS = (KEPT, RESHARDED)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """key: numbers sort by size, texts by letter."""
+    """key: numbers sort by size, texts by letter. Of a bunch: what is alike, or from least to
+    most."""
 
     text: str
     key: float | str
@@ -37,11 +41,24 @@ class GroupLine:
 
 
 @dataclass(frozen=True, slots=True)
+class Bunched:
+    """Lines of groups that are alike, below one line for all of them; or a single line."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    lines: tuple[GroupLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """titles: of the cells, without the group's own column. The last column is prose."""
 
     titles: tuple[str, ...]
-    lines: tuple[GroupLine, ...]
+    bunches: tuple[Bunched, ...]
+
+    @property
+    def lines(self) -> tuple[GroupLine, ...]:
+        return tuple(line for bunch in self.bunches for line in bunch.lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +83,30 @@ def table_of(sheet: Sheet) -> Table:
     if again:
         titles += (COMPUTED_AGAIN,)
     titles += ("after forward", "because")
-    lines = (_line(sheet, row, shares, again) for row in sheet.rows.residency)
-    return Table(titles, tuple(lines))
+    bunches = (
+        _bunched(bunch.name, tuple(_line(sheet, row, shares, again) for row in bunch.rows))
+        for bunch in bunches_of(sheet)
+    )
+    return Table(titles, tuple(bunches))
+
+
+def _bunched(name: str, lines: tuple[GroupLine, ...]) -> Bunched:
+    columns = zip(*(line.cells for line in lines), strict=True)
+    return Bunched(name, tuple(map(_summed, columns)), lines)
+
+
+def _summed(cells: tuple[Cell, ...]) -> Cell:
+    """From the least to the most; of texts how often each, or if they are many the first."""
+    texts = Counter(cell.text for cell in cells)
+    if len(texts) == 1:
+        return cells[0]
+    first = cells[0].text
+    if any(isinstance(cell.key, str) for cell in cells):
+        if len(texts) > MOST_TEXTS:
+            return Cell(f"{first} ... ({len(texts)} different)", first)
+        return Cell(", ".join(f"{count} {text}" for text, count in texts.items()), first)
+    least, most = (pick(cells, key=lambda cell: float(cell.key)) for pick in (min, max))
+    return Cell(f"{least.text} to {most.text}", most.key)
 
 
 def _line(
@@ -85,7 +124,7 @@ def _line(
         cells += map(_time, (share.exposed_us, resident(sheet, row)))
     if again:
         cells.append(again.get(group.id, Cell("-", 0)))
-    cells.append(_text("kept" if _kept(sheet, row) else "resharded"))
+    cells.append(_text("kept" if _kept(row) else "resharded"))
     cells.append(_text(_because(sheet, group)))
     return GroupLine(group.id, group_name(group), tuple(cells))
 
@@ -102,7 +141,7 @@ def _computed_again(sheet: Sheet) -> dict[int, Cell]:
     }
 
 
-def _kept(sheet: Sheet, row: ResidencyRow) -> bool:
+def _kept(row: ResidencyRow) -> bool:
     """As planned; of a group that is never gathered, as set."""
     if not row.bars:
         return not row.group.reshard_after_forward

@@ -5,24 +5,38 @@ In comes a `Sheet`; out come `Figure`s, the most telling first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from graphshard.schedule.estimate import Limit
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Estimate
 from graphshard.view.optimizer import share_text
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import bytes_text
 from graphshard.view.units import change_text, time_text
+from graphshard.view.units import share_text as share_of
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a figure is to be compared with. change: from that to the figure, with its sign; way:
+    "better" or "worse" of it, "" where neither can be said."""
+
+    name: str
+    value: str
+    change: str = ""
+    way: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number with its name; beside: what it is to be compared with, name and value each."""
+    """A number with its name."""
 
     name: str
     value: str
-    beside: tuple[tuple[str, str], ...] = ()
+    beside: tuple[Beside, ...] = ()
 
 
 def headline(sheet: Sheet) -> list[Figure]:
@@ -31,43 +45,65 @@ def headline(sheet: Sheet) -> list[Figure]:
 
 def _predicted(estimate: Estimate, measured: Measured | None) -> Iterator[Figure]:
     ours, fsdp2 = estimate.ours, estimate.fsdp2
+    step_us = estimate.whole_step_us
     yield Figure(
-        "step", time_text(estimate.whole_step_us),
-        (_theirs(estimate.whole_step_us, estimate.whole_fsdp2_us), *_of_step(estimate, measured)),
+        "step", time_text(step_us),
+        (_theirs(step_us, estimate.whole_fsdp2_us, time_text), *_of_step(estimate, measured)),
     )  # fmt: skip
-    seen = () if measured is None else (("measured", time_text(measured.exposed_us)),)
+    seen = () if measured is None else (Beside("measured", time_text(measured.exposed_us)),)
     yield Figure(
         "exposed communication", time_text(ours.exposed_us),
-        (_theirs(ours.exposed_us, fsdp2.exposed_us), *seen),
+        (_theirs(ours.exposed_us, fsdp2.exposed_us, time_text), *seen),
     )  # fmt: skip
-    change = _changed(ours.peak_bytes, fsdp2.peak_bytes)
     yield Figure(
         "peak memory", bytes_text(ours.peak_bytes),
-        (("FSDP2", bytes_text(fsdp2.peak_bytes) + change),
-         ("budget", bytes_text(estimate.budget_bytes))),
+        (_theirs(ours.peak_bytes, fsdp2.peak_bytes, bytes_text), limit_of(estimate)),
     )  # fmt: skip
-    bound = ("at most", f"{estimate.gap:.1%} left to gain".replace("%", " %"))
-    yield Figure("lower bound", time_text(estimate.whole_bound_us), (bound,))
+    left = share_of(max(step_us - estimate.whole_bound_us, 0.0), step_us)
+    bound = Beside("at most", f"{left} left to gain")
+    yield Figure("no schedule is below", time_text(estimate.whole_bound_us), (bound,))
+    if (late := estimate.stragglers) is not None:
+        whole_us = step_us + late.ours_us
+        theirs = _theirs(whole_us, estimate.whole_fsdp2_us + late.fsdp2_us, time_text)
+        yield Figure(f"step of {late.ranks:,} ranks that wait for the slowest",
+                     time_text(whole_us), (theirs,))  # fmt: skip
 
 
-def _theirs(ours_us: float, fsdp2_us: float) -> tuple[str, str]:
-    return "FSDP2", time_text(fsdp2_us) + _changed(ours_us, fsdp2_us)
+def limit_of(estimate: Estimate) -> Beside:
+    """What the peak may be at most: a budget only if one was set."""
+    name = "budget" if estimate.limit is Limit.BUDGET else "limit: FSDP2's own peak,"
+    return Beside(name, bytes_text(estimate.budget_bytes))
 
 
-def _of_step(estimate: Estimate, measured: Measured | None) -> Iterator[tuple[str, str]]:
+def _theirs(ours: float, theirs: float, text: Callable[[Any], str]) -> Beside:
+    change = change_text(ours, theirs)
+    if not change or ours == theirs:
+        return Beside("FSDP2", text(theirs))
+    return Beside("FSDP2", text(theirs), change, "better" if ours < theirs else "worse")
+
+
+def _of_step(estimate: Estimate, measured: Measured | None) -> Iterator[Beside]:
     """The optimizer's part; and the rest as it was measured, which leaves the optimizer out."""
     if estimate.optimizer is not None:
-        yield "of it optimizer", f"{time_text(estimate.optimizer_us)} ({share_text(estimate)})"
+        took = f"{time_text(estimate.optimizer_us)} ({share_text(estimate)})"
+        yield Beside("of it optimizer", took)
     if measured is None:
         return
     seen = time_text(measured.step_time_us)
     if estimate.optimizer is None:
-        yield "measured", seen
+        yield Beside("measured", seen)
     else:
-        yield "measured without it", f"{seen} of {time_text(estimate.step_time_us)}"
+        yield Beside("measured without it", f"{seen}, predicted {time_text(estimate.step_time_us)}")
 
 
-def _changed(now: float, before: float) -> str:
-    """In brackets, from FSDP2's figure to the plan's."""
-    text = change_text(now, before)
-    return f" ({text})" if text and now != before else ""
+def _counts(sheet: Sheet) -> Iterator[Figure]:
+    plan = sheet.plan
+    step = "per step" if plan.backward is not None else "per forward"
+    gathers = sum(s.num_all_gathers for s in plan.schedules)
+    reductions = sum(s.num_reduce_scatters for s in plan.schedules)
+    yield Figure("groups", f"{len(plan.groups):,}")
+    yield Figure(f"all-gathers {step}", f"{gathers:,}")
+    yield Figure(f"reduce-scatters {step}", f"{reductions:,}")
+    if all_reduces := sum(s.num_all_reduces for s in plan.schedules):
+        yield Figure(f"all-reduces {step}", f"{all_reduces:,}")
+    yield Figure("gathered parameters, peak", bytes_text(plan.gathered_peak_bytes()))

@@ -17,20 +17,38 @@ from markupsafe import Markup
 
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan
+from graphshard.view.answer import answer_sentences
+from graphshard.view.captured import captured_text, outside_of
+from graphshard.view.courses import course_rows, shows_all
 from graphshard.view.groups import table_of
-from graphshard.view.headline import headline
+from graphshard.view.headline import headline, limit_of
 from graphshard.view.lanes import lane_rows
+from graphshard.view.legend import CATEGORIES, WORDS, lane_terms, residency_terms
 from graphshard.view.marks import MarkRow, Words, packed
 from graphshard.view.memory import MemoryChart, memory_of
+from graphshard.view.misses import misses
 from graphshard.view.names import shown
+from graphshard.view.outlook import prospects
 from graphshard.view.residency import residency_rows
 from graphshard.view.sheet import Sheet, sheet_of
-from graphshard.view.strips import strip_rows
 from graphshard.view.templates import asset, template
 from graphshard.view.text import ranks_text
 from graphshard.view.units import time_text
+from graphshard.view.waits import longest_waits
+from graphshard.view.waterfall import waterfall
 
-SCRIPTS = ("picture.js", "place.js", "select.js", "page.js")
+SCRIPTS = (
+    "picture.js",
+    "draw.js",
+    "cells.js",
+    "place.js",
+    "select.js",
+    "minimap.js",
+    "span.js",
+    "share.js",
+    "table.js",
+    "page.js",
+)
 # On the axis: a nanosecond, or a ten-thousandth of a pixel where it is not in microseconds.
 DIGITS_US, DIGITS_SHARE = 3, 7
 
@@ -43,8 +61,9 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
     """
     plan = shown(plan)
     sheet = sheet_of(plan, measured or plan.measured)
-    views = _views(sheet)
-    memory = memory_of(sheet)
+    own = lane_rows(sheet)
+    views = {"lanes": [*own, *course_rows(sheet)], "residency": residency_rows(sheet)}
+    memory, missed = memory_of(sheet), misses(sheet)
     css, js = asset("viewer.css"), _script()
     return template("viewer.html.j2").render(
         title=plan.name,
@@ -52,14 +71,20 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
         csp=_policy(css, js),
         css=Markup(css),
         js=Markup(js),
+        answer=answer_sentences(plan, sheet.measured, missed),
+        captured=captured_text(plan),
+        outside=outside_of(plan),
         headline=headline(sheet),
         timed=sheet.axis.timed,
-        has_backward=plan.backward is not None,
         has_rival=bool(memory.rival),
         partial=_partial(sheet),
-        kinds=_kinds(views),
+        terms=_terms(sheet, views),
         memory=memory,
-        strips=views["compare"],
+        limit=limit_of(plan.estimate).name.rstrip(",") if plan.estimate else "",
+        bars=waterfall(plan),
+        waits=longest_waits(sheet, own),
+        prospects=prospects(plan),
+        misses=missed,
         table=table_of(sheet),
         payload=_payload(sheet, views, memory),
     )
@@ -90,33 +115,27 @@ def _subtitle(plan: Plan) -> str:
 
 
 def _partial(sheet: Sheet) -> str:
-    """What the picture leaves out of the step: the optimizer, and all micro-steps but one."""
+    """What the pictures leave out of the step: all micro-steps but one."""
     estimate = sheet.plan.estimate
-    if not sheet.axis.timed:
+    if not sheet.axis.timed or shows_all(sheet.plan):
         return ""
-    whole_us, shown_us = estimate.step_time_us, sheet.axis.end
-    is_all = abs(whole_us - shown_us) <= 1e-6 * whole_us
-    if is_all and estimate.optimizer is None:
-        return ""
-    what = "forward and backward" if is_all else "one micro-step"
     return (
-        f"The pictures show {what}, {time_text(shown_us)} of the step's "
+        f"The pictures show one micro-step, {time_text(sheet.axis.end)} of the step's "
         f"{time_text(estimate.whole_step_us)}."
     )
 
 
-def _views(sheet: Sheet) -> dict[str, list[MarkRow]]:
-    return {
-        "lanes": lane_rows(sheet),
-        "residency": residency_rows(sheet),
-        "compare": strip_rows(sheet),
+def _terms(sheet: Sheet, views: dict[str, list[MarkRow]]) -> dict[str, Any]:
+    """For the legends, by picture."""
+    kinds = {
+        view: {mark.kind for row in rows for mark in row.marks} for view, rows in views.items()
     }
-
-
-def _kinds(views: dict[str, list[MarkRow]]) -> list[str]:
-    """Of all marks, for the legends."""
-    marks = (mark for rows in views.values() for row in rows for mark in row.marks)
-    return list(dict.fromkeys(mark.kind for mark in marks))
+    return {
+        "lanes": lane_terms(kinds["lanes"], timed=sheet.axis.timed),
+        "residency": residency_terms(kinds["residency"]),
+        "categories": CATEGORIES,
+        "words": WORDS,
+    }
 
 
 def _payload(sheet: Sheet, views: dict[str, list[MarkRow]], memory: MemoryChart) -> dict[str, Any]:
@@ -138,8 +157,8 @@ def _payload(sheet: Sheet, views: dict[str, list[MarkRow]], memory: MemoryChart)
 
 
 def _end(sheet: Sheet, views: dict[str, list[MarkRow]]) -> float:
-    """Where the axis ends: with the longest strip."""
-    ends = [mark.end for row in views["compare"] for mark in row.marks]
+    """Where the axis ends: with the longest course."""
+    ends = [mark.end for row in views["lanes"] for mark in row.marks]
     return max([sheet.axis.end, *ends]) or 1.0
 
 

@@ -12,25 +12,24 @@ from dataclasses import dataclass, replace
 from graphshard.schedule.plan import Direction, GroupInfo, Lane, StepKind
 from graphshard.schedule.steps import WAITS
 from graphshard.view.cards import collective_card, decisions, wait_card
+from graphshard.view.courses import optimizer_mark, own_note, shows_all
 from graphshard.view.marks import AxisMark, MarkRow
+from graphshard.view.ranges import groups_text, short_text
+from graphshard.view.scenario import OURS
 from graphshard.view.sheet import CollectiveBar, Sheet
-from graphshard.view.text import LANE_WORDS, count_text, lane_names
+from graphshard.view.text import LANE_WORDS, MARK_KINDS, count_text, lane_names
 from graphshard.view.timeline import computing_groups
 from graphshard.view.units import time_text
-
-MARK_KINDS = {
-    Lane.ALL_GATHER: "gather",
-    Lane.REDUCE_SCATTER: "reduce",
-    Lane.ALL_REDUCE: "all-reduce",
-    Lane.OFFLOAD: "offload",
-    Lane.RELOAD: "offload",
-}
 
 
 def lane_rows(sheet: Sheet) -> list[MarkRow]:
     """Compute, then the queues of collectives."""
     compute = sorted(_compute(sheet), key=lambda mark: mark.start)
-    return [MarkRow("compute", tuple(compute)), *_queues(sheet)]
+    course = OURS if sheet.axis.timed else ""
+    if course and shows_all(sheet.plan):
+        compute += optimizer_mark(course, sheet.axis.end, sheet.plan.estimate)
+    note = own_note(sheet.plan) if course else ""
+    return [MarkRow("compute", tuple(compute), 1, course, note), *_queues(sheet, course)]
 
 
 # -- the compute lane ----------------------------------------------------------------------------
@@ -114,11 +113,13 @@ def _most_alive(sheet: Sheet, work: _Work) -> str:
 def _wait_mark(sheet: Sheet, found: CollectiveBar) -> AxisMark:
     assert found.wait is not None
     kind = LANE_WORDS[found.step.lane]
-    name = found.entry.group or "(root)"
-    title = f"compute waits for the {kind} of {name}"
+    names = [sheet.names[group] for group in found.step.groups]
+    title = f"compute waits for the {kind} of {groups_text(names)}"
     start, end = sheet.axis.reached[found.wait], sheet.axis.begun[found.wait]
     card = wait_card(sheet, found)
-    return AxisMark("wait", start, end, title, card, found.step.groups, f"waits: {name}")
+    return AxisMark(
+        "wait", start, end, title, card, found.step.groups, f"waits: {short_text(names)}"
+    )
 
 
 def _copies(sheet: Sheet) -> Iterator[AxisMark]:
@@ -128,7 +129,7 @@ def _copies(sheet: Sheet) -> Iterator[AxisMark]:
         start, end = axis.begun[index], axis.done[index]
         if step.kind is StepKind.COMPUTE or step.group is None or end <= start:
             continue
-        names = " + ".join(sheet.names[group] for group in step.groups)
+        names = groups_text([sheet.names[group] for group in step.groups])
         way = "out of" if step.kind in WAITS else "into"
         card = (
             ("start", time_text(start)),
@@ -142,7 +143,7 @@ def _copies(sheet: Sheet) -> Iterator[AxisMark]:
 # -- the other lanes -----------------------------------------------------------------------------
 
 
-def _queues(sheet: Sheet) -> Iterator[MarkRow]:
+def _queues(sheet: Sheet, course: str) -> Iterator[MarkRow]:
     by_id = {g.id: g for g in sheet.plan.groups}
     names = lane_names((found.lane, found.step.lane) for found in sheet.collectives)
     for lane, name in names.items():
@@ -151,16 +152,16 @@ def _queues(sheet: Sheet) -> Iterator[MarkRow]:
         if not sheet.axis.timed:
             marks += _kept(sheet, own)
         marks.sort(key=lambda mark: (mark.start, mark.row))
-        yield MarkRow(name, tuple(marks), 1 + max(mark.row for mark in marks))
+        yield MarkRow(name, tuple(marks), 1 + max(mark.row for mark in marks), course)
 
 
 def _collective_mark(sheet: Sheet, found: CollectiveBar, by_id: dict[int, GroupInfo]) -> AxisMark:
     lane = found.step.lane
-    name = " + ".join(sheet.names[group] for group in found.step.groups)
-    title = f"{found.direction} {LANE_WORDS[lane]}, {name}"
+    names = [sheet.names[group] for group in found.step.groups]
+    title = f"{found.direction} {LANE_WORDS[lane]}, {groups_text(names)}"
     card = collective_card(sheet, found, by_id)
-    kind = MARK_KINDS[lane]
-    return AxisMark(kind, found.start, found.end, title, card, found.step.groups, name, found.row)
+    kind, label = MARK_KINDS[lane], short_text(names)
+    return AxisMark(kind, found.start, found.end, title, card, found.step.groups, label, found.row)
 
 
 def _kept(sheet: Sheet, own: Sequence[CollectiveBar]) -> Iterator[AxisMark]:

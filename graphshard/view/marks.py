@@ -30,12 +30,18 @@ class AxisMark:
 
 @dataclass(frozen=True, slots=True)
 class MarkRow:
-    """Marks in the order in which the arrow keys walk them, on `depth` rows. note: at its end."""
+    """Marks in the order in which the arrow keys walk them, on `depth` rows.
+
+    course, note: where a picture shows several courses of the step, the one that it is of, and what
+    is said beside that. bunch: neighbours of one bunch (>= 0) are drawn as one until it is opened.
+    """
 
     name: str
     marks: tuple[AxisMark, ...]
     depth: int = 1
+    course: str = ""
     note: str = ""
+    bunch: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,9 @@ def packed(rows: Iterable[MarkRow], words: Words, digits: int) -> list[dict[str,
         {
             "name": row.name,
             "depth": row.depth,
+            "course": row.course,
             "note": row.note,
+            "bunch": row.bunch,
             "marks": [_packed(mark, words, digits) for mark in row.marks],
         }
         for row in rows

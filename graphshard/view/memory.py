@@ -6,6 +6,7 @@ gathered parameters.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,12 @@ from graphshard.schedule.reasons import ExchangeRate
 from graphshard.view.axis import axis_of
 from graphshard.view.cards import COMPUTED_AGAIN
 from graphshard.view.marks import AxisMark
+from graphshard.view.ranges import groups_text
 from graphshard.view.reasons import reason_text
 from graphshard.view.recomputed import recomputed_text
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import bytes_text, step_text
+from graphshard.view.timeline import computing_groups
 
 # From the ground up: what never changes lies lowest.
 STACK = {
@@ -147,17 +150,27 @@ def _figures(sheet: Sheet) -> Figures | None:
 def _peak_mark(sheet: Sheet, at: int) -> AxisMark:
     figures = _figures(sheet)
     size = bytes_text(figures.peak_bytes if figures else sheet.alive_bytes[at])
-    owners = list(figures.peak_owners if figures else _gathered(sheet, at))
+    owners = _alike(figures.peak_owners if figures else _gathered(sheet, at))
     step = f"{step_text(sheet.rows.steps[at], dict(sheet.names))}"
     card = [("at", f"{sheet.place_text(sheet.axis.begun[at])}: {step}")]
-    card += [(_owner_name(sheet, owner), bytes_text(owner.bytes)) for owner in owners[:MOST_OWNERS]]
-    rest = owners[MOST_OWNERS:]
+    card += [_owner(sheet, alike) for alike in owners[:MOST_OWNERS]]
+    rest = [owner.bytes for alike in owners[MOST_OWNERS:] for owner in alike]
     if rest:
-        card.append((f"and {len(rest):,} more", bytes_text(sum(owner.bytes for owner in rest))))
+        card.append((f"and {len(rest):,} more", bytes_text(sum(rest))))
     card += _exchange(sheet)
     place = sheet.axis.begun[at]
     title = f"peak {size}" + ("" if figures else " gathered")
-    return AxisMark("peak", place, place, title, tuple(card), label=f"peak {size}")
+    where = f", {peak_place(sheet, at)}"
+    return AxisMark("peak", place, place, title, tuple(card), label=f"{title}{where}")
+
+
+def peak_place(sheet: Sheet, at: int) -> str:
+    """Inside which group, in which direction: "backward of layers.31"."""
+    group = computing_groups(sheet.rows.steps[: at + 1])[at]
+    direction = sheet.rows.direction_of(at)
+    if group is None:  # the loss, say
+        return f"{direction}, outside of all groups"
+    return f"{direction} of {sheet.names[group]}"
 
 
 def _exchange(sheet: Sheet) -> Iterator[tuple[str, str]]:
@@ -180,8 +193,21 @@ def _gathered(sheet: Sheet, at: int) -> Iterator[Allocation]:
         yield Allocation(Category.ALL_GATHER, bucket)
 
 
-def _owner_name(sheet: Sheet, owner: Allocation) -> str:
-    return str(owner.category) + ("" if owner.group is None else f", {sheet.names[owner.group]}")
+def _alike(owners: Iterable[Allocation]) -> list[list[Allocation]]:
+    """Those that hold as much for one category are told together; the largest sum first."""
+    found: dict[tuple[Category, int, bool], list[Allocation]] = defaultdict(list)
+    for owner in owners:
+        found[owner.category, owner.bytes, owner.group is None].append(owner)
+    return sorted(found.values(), key=lambda alike: -sum(owner.bytes for owner in alike))
+
+
+def _owner(sheet: Sheet, alike: Sequence[Allocation]) -> tuple[str, str]:
+    first = alike[0]
+    groups = sorted(owner.group for owner in alike if owner.group is not None)
+    names = groups_text([sheet.names[group] for group in groups])
+    size = bytes_text(sum(owner.bytes for owner in alike))
+    each = f" ({bytes_text(first.bytes)} each)" if len(alike) > 1 else ""
+    return str(first.category) + (names and f", {names}"), f"{size}{each}"
 
 
 def byte_ticks(most: int) -> Iterator[tuple[int, str]]:

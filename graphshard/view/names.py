@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from graphshard.files.information import printable
 from graphshard.schedule.groups import GroupInfo, Origin
-from graphshard.schedule.plan import Plan
+from graphshard.schedule.plan import LeftOut, Plan
 from graphshard.schedule.reasons import Offloading, Reason, Recomputation
 
 
@@ -23,8 +23,13 @@ def shown(plan: Plan) -> Plan:
         groups=tuple(map(_group, plan.groups)),
         recompute=plan.recompute.renamed(printable),
         reasons=tuple(map(_reason, plan.reasons)),
+        left_out=None if plan.left_out is None else tuple(map(_left_out, plan.left_out)),
         priced_on=priced and replace(priced, machine=printable(priced.machine)),
     )
+
+
+def _left_out(group: LeftOut) -> LeftOut:
+    return LeftOut(printable(group.fqn), printable(group.cause))
 
 
 def _reason(reason: Reason) -> Reason:

@@ -19,6 +19,7 @@ from graphshard.schedule.reasons import (
     Recomputation,
     Split,
 )
+from graphshard.view.ranges import groups_text
 from graphshard.view.text import bytes_text, count_text
 from graphshard.view.units import time_text
 
@@ -41,7 +42,7 @@ BOUNDS = {
     Bound.GRADIENTS: "its gradients are complete only here",
     Bound.REDUCED: "its reduce-scatter is waited for only here",
     Bound.ACTIVATIONS: "what it copies is complete only here",
-    Bound.FIRST: "nothing computes before it",
+    Bound.FIRST: "it is issued first of all, and nothing computes before it",
     Bound.LANE_FREE: "it starts as soon as its lane is free",
     Bound.NOT_SHORTER: "an earlier issue did not make the simulated step shorter",
 }
@@ -131,17 +132,21 @@ def _not_earlier(reason: NotEarlier, names: Mapping[int, str]) -> str:
         return BOUNDS[reason.bound]
     if reason.bound is Bound.NO_NEED:
         return f"no need: it is done {time_text(reason.spare_us)} before compute waits for it"
-    cost = f"compute waits {time_text(reason.exposed_us)} for it, but "
+    return f"compute waits {time_text(reason.exposed_us)} for it, but {bound_text(reason, names)}"
+
+
+def bound_text(reason: NotEarlier, names: Mapping[int, str]) -> str:
+    """Of what compute waits for: what keeps it from being earlier."""
     if reason.bound is Bound.LANE_BUSY:
         until = f"{time_text(reason.until_us)} of {reason.direction}"
-        return f"{cost}the lane is busy with {_busy(reason, names)} until {until}"
+        return f"the lane is busy with {_busy(reason, names)} until {until}"
     if reason.bound is Bound.MEMORY:
         held = ", ".join(f"{h.category} holds {bytes_text(h.bytes)}" for h in reason.held)
         missing = bytes_text(reason.missing_bytes)
-        return f"{cost}{missing} of the limit are missing before: {held}"
-    return cost + BOUNDS[reason.bound]
+        return f"{missing} of the limit are missing before: {held}"
+    return BOUNDS[reason.bound]
 
 
 def _busy(reason: NotEarlier, names: Mapping[int, str]) -> str:
     kind = BUSY.get(reason.busy_kind, "the reduction")
-    return f"{kind} of {', '.join(names[number] for number in reason.busy)}"
+    return f"{kind} of {groups_text([names[number] for number in reason.busy])}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphshard.schedule.plan import GroupInfo
+from graphshard.view.bunches import bunches_of
 from graphshard.view.cards import decisions
 from graphshard.view.marks import AxisMark, MarkRow
 from graphshard.view.sheet import Sheet
@@ -17,10 +18,16 @@ from graphshard.view.timeline import Bar, ResidencyRow
 
 
 def residency_rows(sheet: Sheet) -> list[MarkRow]:
-    """One row per group; empty if the plan never gathers it."""
+    """One row per group; empty if the plan never gathers it. course: the name of its bunch."""
     return [
-        MarkRow(sheet.names[row.group.id], tuple(_marks(sheet, row)))
-        for row in sheet.rows.residency
+        MarkRow(
+            sheet.names[row.group.id],
+            tuple(_marks(sheet, row)),
+            course=bunch.name if bunch.is_folded else "",
+            bunch=number if bunch.is_folded else -1,
+        )
+        for number, bunch in enumerate(bunches_of(sheet))
+        for row in bunch.rows
     ]
 
 

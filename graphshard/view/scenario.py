@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from graphshard.schedule.estimate import Category
 from graphshard.schedule.forecast import CollectiveTime, Forecast, StepTime
 from graphshard.schedule.measured import Measured, Segment
-from graphshard.schedule.plan import Direction, Plan, Schedule, Step, StepKind
+from graphshard.schedule.plan import Baseline, Direction, Plan, Schedule, Step, StepKind
 from graphshard.schedule.signature import SignatureEntry
 from graphshard.schedule.steps import ISSUE_OF, ISSUES, StepIdentity, range_name
 from graphshard.view.timeline import computing_groups
@@ -105,12 +105,20 @@ def measured(plan: Plan, found: Measured) -> Scenario:
 
     One whose end was not seen ends with its wait, at the latest.
     """
-    pairs = []
+    course = measured_course(plan, found)
+    pairs = list(zip(course.schedules, course.forecasts, strict=True))
+    return _scenario(plan, MEASURED, pairs)
+
+
+def measured_course(plan: Plan, found: Measured) -> Baseline:
+    """What ran, in its order, with the times of `measured`."""
+    schedules, forecasts = [], []
     for schedule in plan.schedules:
         segments = found.of(schedule.direction)
         own = Schedule(schedule.direction, tuple(segment.step for segment in segments))
-        pairs.append((own, _laid_out(schedule.direction, segments, _lanes(plan))))
-    return _scenario(plan, MEASURED, pairs)
+        schedules.append(own)
+        forecasts.append(_laid_out(schedule.direction, segments, _lanes(plan)))
+    return Baseline(tuple(schedules), tuple(forecasts))
 
 
 def _laid_out(

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from graphshard.schedule.forecast import CollectiveTime, knows_memory
 from graphshard.schedule.measured import Measured
-from graphshard.schedule.plan import Direction, Lane, Plan, Step
+from graphshard.schedule.plan import Direction, Lane, Plan, Step, StepKind
+from graphshard.schedule.reasons import NotEarlier
 from graphshard.schedule.signature import SignatureEntry
 from graphshard.view.axis import Axis, axis_of, offsets_us
 from graphshard.view.text import bytes_text, group_name
@@ -45,7 +46,8 @@ class CollectiveBar:
 @dataclass(frozen=True, slots=True)
 class Sheet:
     """alive_bytes: during each step, forward steps first; all memory, or where that is not known
-    the gathered parameters. measured_us: of regions and collectives, by their step."""
+    the gathered parameters. measured_us: of regions and collectives, by their step. not_earlier: by
+    group, direction and kind of the issue."""
 
     plan: Plan
     rows: Timeline
@@ -55,6 +57,7 @@ class Sheet:
     alive_bytes: tuple[int, ...]
     measured: Measured | None
     measured_us: Mapping[tuple[Direction, Step], float]
+    not_earlier: Mapping[tuple[int, Direction, StepKind], tuple[NotEarlier, ...]]
 
     def place_text(self, place: float) -> str:
         """Where on the axis, in words."""
@@ -88,7 +91,18 @@ def sheet_of(plan: Plan, measured: Measured | None = None) -> Sheet:
         alive_bytes=tuple(alive) if knows_memory(plan.forecasts) else rows.gathered_bytes,
         measured=measured,
         measured_us=_measured_us(plan, measured),
+        not_earlier=_not_earlier(plan),
     )
+
+
+def _not_earlier(plan: Plan) -> dict[tuple[int, Direction, StepKind], tuple[NotEarlier, ...]]:
+    """The parts of a split group have one each."""
+    found: dict[tuple[int, Direction, StepKind], tuple[NotEarlier, ...]] = {}
+    for reason in plan.reasons:
+        if isinstance(reason, NotEarlier):
+            key = reason.group, reason.direction, reason.kind
+            found[key] = (*found.get(key, ()), reason)
+    return found
 
 
 def _measured_us(plan: Plan, measured: Measured | None) -> dict[tuple[Direction, Step], float]:

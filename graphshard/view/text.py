@@ -25,6 +25,14 @@ LANE_WORDS = {
     Lane.OFFLOAD: "offload",
     Lane.RELOAD: "reload",
 }
+# What a collective is drawn as.
+MARK_KINDS = {
+    Lane.ALL_GATHER: "gather",
+    Lane.REDUCE_SCATTER: "reduce",
+    Lane.ALL_REDUCE: "all-reduce",
+    Lane.OFFLOAD: "offload",
+    Lane.RELOAD: "offload",
+}
 STEP_WORDS = {
     StepKind.COMPUTE: "compute",
     StepKind.GATHER_ISSUE: "issue all-gather",

@@ -24,6 +24,11 @@ def rate_text(num_bytes: float, us: float) -> str:
     return f"{bytes_per_us / 1e3:,.3g} GB/s" if bytes_per_us >= 1 else f"{bytes_per_us:,.3g} MB/s"
 
 
+def share_text(part: float, whole: float) -> str:
+    """ "22.6 %"."""
+    return f"{part / whole if whole else 0.0:.1%}".replace("%", " %")
+
+
 def change_text(now: float, before: float) -> str:
     """How far `now` is from `before`: "-14.7 %"; nothing where there was nothing before."""
     return f"{(now - before) / before:+.1%}".replace("%", " %") if before else ""

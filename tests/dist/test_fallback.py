@@ -396,6 +396,11 @@ def refused(ctx: Ctx) -> None:
     assert report.captured == 3
     assert list(report.reasons) == ["(root)"]
     assert "test_fallback.py" in report.reasons["(root)"]
+    for plan in graphshard.plans(model):
+        left_out = {group.fqn: group.cause for group in plan.left_out}
+        assert left_out.pop("(root)") == report.reasons["(root)"]
+        assert len(plan.groups) + len(left_out) == 3
+        assert set(left_out.values()) <= {""}
 
 
 def test_a_forward_that_cannot_be_traced_leaves_its_blocks_compiled(pool: Pool) -> None:

@@ -1,58 +1,4 @@
-// The table, and what the pointer does. Starts everything.
-
-const body = document.querySelector("tbody");
-const lines = [...body.rows];
-const heads = [...document.querySelectorAll("thead th")];
-
-// -- the table ------------------------------------------------------------------------------------
-
-function keyOf(line, column) {
-  const cell = line.cells[column];
-  const key = cell.dataset.key ?? cell.textContent;
-  return Number.isNaN(Number(key)) ? key : Number(key);
-}
-
-function compareKeys(a, b) {
-  if (typeof a === "number" && typeof b === "number") return a - b;
-  return String(a).localeCompare(String(b), "en", { numeric: true });
-}
-
-// Numbers from large to small first, names from A on; a second click turns it round.
-function sortBy(column) {
-  const head = heads[column];
-  const number = typeof keyOf(lines[0], column) === "number";
-  const before = head.getAttribute("aria-sort");
-  const first = number ? "descending" : "ascending";
-  const other = number ? "ascending" : "descending";
-  const now = before === first ? other : first;
-  heads.forEach((each) => each.setAttribute("aria-sort", each === head ? now : "none"));
-  const sign = now === "ascending" ? 1 : -1;
-  const sorted = lines.toSorted((a, b) => sign * compareKeys(keyOf(a, column), keyOf(b, column)));
-  body.replaceChildren(...sorted);
-}
-
-function filtered() {
-  const text = filter.value.toLowerCase();
-  let found = 0;
-  for (const line of lines) {
-    line.hidden = !line.cells[0].textContent.toLowerCase().includes(text);
-    found += !line.hidden;
-  }
-  for (const mark of marks.values()) {
-    mark.element?.classList.toggle("out", !mark.title.toLowerCase().includes(text));
-  }
-  document.getElementById("found").textContent = text ? `${found} of ${lines.length}` : "";
-}
-
-// A group's name leads to its first bar.
-function goTo(group) {
-  const bars = rowsOf("residency").flatMap((row) => row.marks);
-  const mark = bars.find((each) => each.groups.includes(group));
-  if (!mark) return;
-  release();
-  focus(mark);
-  pin(mark);
-}
+// What the pointer and the keyboard do. Starts everything.
 
 // -- the pointer ----------------------------------------------------------------------------------
 
@@ -70,7 +16,7 @@ function placeOf(event) {
 function onDown(event) {
   drag = null;
   const at = placeOf(event);
-  if (at !== null && event.button === 0) drag = { x: event.clientX, at, moved: false };
+  if (at !== null && event.button === 0) drag = { x: event.clientX, at, moved: false, pans: event.shiftKey };
 }
 
 function onMove(event) {
@@ -78,9 +24,11 @@ function onMove(event) {
     const far = Math.abs(event.clientX - drag.x) > 4;
     if (far && !drag.moved) {
       drag.moved = true;
-      document.body.classList.add("dragging");
+      document.body.classList.add(drag.pans ? "dragging" : "measuring");
     }
-    if (drag.moved) {
+    if (drag.moved && !drag.pans) {
+      measure(drag.at, drag.at + ((event.clientX - drag.x) / room()) * (shown.to - shown.from));
+    } else if (drag.moved) {
       const at = shown.from + ((event.clientX - drag.x) / room()) * (shown.from - shown.to);
       drag.x = event.clientX;
       show(at, at + shown.to - shown.from);
@@ -88,22 +36,30 @@ function onMove(event) {
     return;
   }
   const at = placeOf(event);
-  if (at !== null) point(clamp(at, 0, plan.end));
+  if (at !== null && span.from === null) point(clamp(at, 0, plan.end));
 }
 
 function onUp() {
-  document.body.classList.remove("dragging");
+  document.body.classList.remove("dragging", "measuring");
 }
 
 function onClick(event) {
   const moved = drag?.moved;
   drag = null;
-  if (moved || event.target.closest?.("#card, #ruler, .filter, details")) return;
-  const button = event.target.closest?.("button");
-  if (button && body.contains(button)) goTo(Number(button.closest("tr").dataset.group));
-  else if (button) sortBy(heads.indexOf(button.closest("th")));
+  if (moved || event.target.closest?.("#card, #ruler, details, .term")) return;
+  unmeasure();
+  const button = event.target.closest?.("button, .toggle");
+  if (button) pressed(button);
   else if (itemOf(event)) pin(itemOf(event));
   else if (chosen.pinned) release();
+}
+
+function pressed(button) {
+  const { bunch, group } = button.closest("tr")?.dataset ?? button.dataset;
+  if (button.dataset.mark) leadTo(button.dataset.mark);
+  else if (bunch !== undefined) fold(Number(bunch));
+  else if (group !== undefined) goTo(Number(group));
+  else sortBy(heads.indexOf(button.closest("th")));
 }
 
 // At the whole step, a turn that would show more scrolls the page.
@@ -131,11 +87,15 @@ function onOver(event) {
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.target === filter) {
+    const text = filter.value.toLowerCase();
+    if (event.key === "Enter") focus([...marks.values()].find((mark) => isFound(mark, text)));
     if (event.key !== "Escape") return;
     filter.value = "";
     filtered();
     filter.blur();
     keep();
+  } else if (event.target.closest?.(".toggle") && (event.key === "Enter" || event.key === " ")) {
+    fold(Number(event.target.closest(".toggle").dataset.bunch));
   } else if (!typed(event.key, markOf.get(document.activeElement))) {
     return;
   }
@@ -174,9 +134,13 @@ function redraw(pixels) {
   look(chosen.focused ?? chosen.pinned);
 }
 
-redraw(main.clientWidth);
+function resized() {
+  if (main.clientWidth !== width) redraw(main.clientWidth);
+}
+
+width = main.clientWidth;
 restore();
-new ResizeObserver(() => redraw(main.clientWidth)).observe(main);
+new ResizeObserver(resized).observe(main);
 window.addEventListener("hashchange", restore);
 window.addEventListener("beforeprint", () => redraw(PRINT_WIDTH));
 window.addEventListener("afterprint", () => redraw(main.clientWidth));

@@ -14,8 +14,10 @@ function placeMark(mark) {
     placePeak(mark);
     return;
   }
-  const gap = right - left > 4 ? 0.8 : 0;
-  mark.element.classList.toggle("thin", right - left < 6);
+  const gap = right - left > NARROW ? 0.8 : 0;
+  const thin = right - left < 6;
+  if (mark.thin !== thin) mark.element.classList.toggle("thin", thin);
+  mark.thin = thin;
   mark.element.setAttribute("x", left.toFixed(2));
   mark.element.setAttribute("width", Math.max(right - left - gap, 1.5).toFixed(2));
 }
@@ -30,7 +32,7 @@ function placePeak(mark) {
   Object.assign(mark, { left: left - 6, right: left + 6 });
 }
 
-// Where a whole name does not fit, its last part may.
+// Where a whole name does not fit, what tells it from its neighbours may: "13" of "layers.13".
 function placeLabels(view) {
   const { labels } = frames[view];
   labels.replaceChildren();
@@ -38,9 +40,10 @@ function placeLabels(view) {
     const left = Math.max(mark.left, 0);
     const right = Math.min(mark.right, room());
     const texts = [mark.label, mark.label.split(/[.+ ]/).at(-1)];
+    if (mark.crowded || right - left < NARROW) continue;
     const text = texts.find((each) => each && each.length * 6.8 + 8 < right - left);
     if (!text || mark.height < 12) continue;
-    const at = { class: `label on-${mark.kind}`, x: (left + right) / 2, y: mark.y + mark.height / 2 + 4 };
+    const at = { class: `label on-${mark.kind}`, x: (left + right) / 2, y: mark.y + mark.height / 2 + 4.5 };
     add(labels, "text", at, text);
   }
 }
@@ -55,6 +58,7 @@ function placeRing(ring, mark) {
 
 function placeRings() {
   for (const [view, { rings }] of Object.entries(frames)) {
+    if (!rings) continue;
     for (const [role, ring] of Object.entries(rings)) {
       placeRing(ring, chosen[role]?.lane.view === view ? chosen[role] : null);
     }
@@ -100,7 +104,7 @@ function placeAxis(ticks) {
   axis.replaceChildren();
   const plot = add(axis, "svg", { x: gutter, width: room() + RIGHT, height: 34, class: "plot" });
   add(axis, "text", { class: "quiet", x: 0, y: 29 }, plan.timed ? "time" : "step, in order");
-  const names = [["forward", 0, plan.divider ?? plan.end], ["backward", plan.divider, plan.end]];
+  const names = [["forward", 0, plan.divider ?? end], ["backward", plan.divider, end]];
   for (const [name, from, to] of names) {
     if (from === null) continue;
     const left = Math.max(x(from), 0);
@@ -119,14 +123,16 @@ function place() {
   const ticks = axisTicks();
   placeAxis(ticks);
   for (const mark of marks.values()) if (mark.element) placeMark(mark);
-  for (const [view, made] of Object.entries(frames)) {
-    made.grid.setAttribute("d", ticks.map(([at]) => `M${x(at)} 0V${made.height}`).join(""));
-    moveLine(made.divider, plan.divider === null || view === "compare" ? -9 : x(plan.divider));
+  for (const made of Object.values(frames)) {
+    made.grid?.setAttribute("d", ticks.map(([at]) => `M${x(at)} 0V${made.height}`).join(""));
+    if (made.divider) moveLine(made.divider, plan.divider === null ? -9 : x(plan.divider));
   }
-  const scale = (x(plan.end) - x(0)) / 1e4;
-  frames.memory.stack.setAttribute("transform", `matrix(${scale} 0 0 1 ${x(0)} 0)`);
-  for (const view of ["lanes", "compare"]) if (frames[view]) placeLabels(view);
+  placeMemory();
+  placeCells("lanes");
+  placeLabels("lanes");
   placeRings();
+  placeBands();
+  placeMap();
 }
 
 function moveLine(line, pixel) {
@@ -169,14 +175,14 @@ function sizeAt(layer, step) {
 }
 
 function point(at) {
-  for (const { cursor } of Object.values(frames)) moveLine(cursor, x(at));
+  for (const { cursor } of Object.values(frames)) if (cursor) moveLine(cursor, x(at));
   const step = stepAt(at);
   const sizes = plan.memory.layers.map((layer) => [sizeAt(layer, step), layer.name]);
   const total = sizes.reduce((sum, [bytes]) => sum + bytes, 0);
   const largest = sizes.filter(([bytes]) => bytes).sort((a, b) => b[0] - a[0]).slice(0, 3);
   const where = plan.timed ? timeText(at) : `step ${step}`;
   const parts = largest.map(([bytes, name]) => `${name} ${bytesText(bytes)}`).join(", ");
-  const over = plan.timed && at > plan.reached[numSteps];
+  const over = plan.timed && at > end;
   document.getElementById("readout").textContent =
-    over ? `${where}: the step is over` : `${where}: ${bytesText(total)}${parts && ` (${parts})`}`;
+    over ? `${where}: backward is over` : `${where}: ${bytesText(total)}${parts && ` (${parts})`}`;
 }

@@ -45,6 +45,24 @@ function html(tag, text) {
   return Object.assign(document.createElement(tag), { textContent: text });
 }
 
+// On a narrow screen the card is a sheet at the bottom, and what it explains moves out from below it.
+const isNarrow = () => document.documentElement.clientWidth <= 700;
+
+function placeSheet(mark) {
+  card.style.left = card.style.top = "";
+  card.tabIndex = 0; // it may have to be scrolled
+  const box = mark.element.getBoundingClientRect();
+  const top = window.innerHeight - card.offsetHeight;
+  const ceiling = document.getElementById("ruler").offsetHeight;
+  document.body.style.paddingBottom = `${card.offsetHeight + 8}px`;
+  if (box.bottom > top - 8 || box.top < ceiling) window.scrollBy(0, box.top - (ceiling + top) / 2);
+}
+
+function hideCard() {
+  card.hidden = true;
+  document.body.style.paddingBottom = "";
+}
+
 function putCard(mark) {
   const list = html("dl", "");
   for (const [key, value] of mark.card) {
@@ -54,6 +72,11 @@ function putCard(mark) {
   card.replaceChildren(html("strong", mark.title), list);
   card.hidden = false;
   card.classList.toggle("pinned", mark === chosen.pinned);
+  if (isNarrow()) {
+    placeSheet(mark);
+    return;
+  }
+  card.removeAttribute("tabindex");
   const box = mark.element.getBoundingClientRect();
   const plot = frames[mark.lane.view].plot.firstChild.getBoundingClientRect();
   const seen = document.documentElement.clientWidth;
@@ -69,7 +92,7 @@ function same(groups) {
   for (const mark of marks.values()) {
     mark.element?.classList.toggle("same", mark.groups.some((each) => groups.includes(each)));
   }
-  for (const line of document.querySelectorAll("tr[data-group]")) {
+  for (const line of members) {
     line.classList.toggle("same", groups.includes(Number(line.dataset.group)));
   }
 }
@@ -77,7 +100,7 @@ function same(groups) {
 function look(mark) {
   looked = mark;
   if (!mark) {
-    card.hidden = true;
+    hideCard();
     same([]);
     return;
   }
@@ -147,14 +170,44 @@ function nextWait() {
   return waits.find((mark) => mark.start > from) ?? waits[0];
 }
 
+// The mark fills a third of the picture.
+function zoomTo(mark) {
+  const least = Math.max(mark.end - mark.start, plan.end / 200);
+  show(mark.start - least, mark.start + 2 * least);
+  settle();
+}
+
+function pan(share) {
+  const by = share * (shown.to - shown.from);
+  show(shown.from + by, shown.to + by);
+}
+
+// A pinned one is let go first, so that it is pinned again.
+function leadTo(id) {
+  const mark = marks.get(id);
+  release();
+  zoomTo(mark);
+  mark.element.focus({ preventScroll: true });
+  document.getElementById("h-lanes").scrollIntoView({ block: "start" });
+  pin(mark);
+}
+
 const KEYS = {
+  c: () => copyLink(),
+  s: () => savePicture(),
+  z: () => zoomToSpan(),
+  "<": () => pan(-0.25),
+  ">": () => pan(0.25),
   e: () => focus(nextWait()),
   p: () => focus(rowsOf("memory")[0].marks[0]),
   0: () => show(0, plan.end),
   "+": () => zoom(chosen.focused?.start ?? middle(), 0.5),
   "-": () => zoom(chosen.focused?.start ?? middle(), 2),
   "/": () => document.getElementById("filter").focus(),
-  Escape: () => release(),
+  Escape: () => {
+    unmeasure();
+    release();
+  },
 };
 
 // True if the key was ours.
@@ -168,14 +221,13 @@ function typed(key, mark) {
 
 // -- the address ----------------------------------------------------------------------------------
 
-const filter = document.getElementById("filter");
-
 function keep() {
   const parts = new URLSearchParams();
   const whole = shown.from === 0 && shown.to === plan.end;
   if (!whole) parts.set("z", `${+shown.from.toPrecision(9)},${+shown.to.toPrecision(9)}`);
   if (chosen.pinned) parts.set("s", chosen.pinned.id);
   if (filter.value) parts.set("f", filter.value);
+  if (unfolded.size) parts.set("o", [...unfolded].join(","));
   const text = String(parts).replaceAll("%2C", ",");
   if (text !== location.hash.slice(1)) history.replaceState(null, "", `#${text}`);
 }
@@ -185,7 +237,9 @@ function restore() {
   const [from, to] = (parts.get("z") ?? "").split(",").map(Number);
   const mark = marks.get(parts.get("s"));
   filter.value = parts.get("f") ?? "";
-  filtered();
+  unfolded.clear();
+  for (const bunch of (parts.get("o") ?? "").split(",")) if (bunch) unfolded.add(Number(bunch));
+  redraw(width);
   show(...(to > from ? [from, to] : [0, plan.end]));
   settle();
   if (!mark) return;
