@@ -61,7 +61,7 @@ from graphshard.offline.world import (
 from graphshard.planner.problem import Problem
 from graphshard.pricing.op_costs import GraphCosts, graph_costs
 from graphshard.pricing.recompute import NO_UNITS, ChosenUnits
-from graphshard.schedule.plan import Plan, Recomputed
+from graphshard.schedule.plan import GroupInfo, Plan, Recomputed
 from graphshard.view.offline import Effort
 
 Build = Callable[[Sizes], Made]
@@ -97,6 +97,7 @@ class Study:
     freed: bool | None = None
     baseline: Problem | None = None
     _repeats: list[Repeat] = field(default_factory=list)
+    _infos: list[GroupInfo] = field(default_factory=list)  # where some blocks are not captured
     _captures: dict[Sizes | None, Captured] = field(default_factory=dict)
     _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
     _arguments: dict[Sizes, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -112,25 +113,24 @@ class Study:
 
         Raises OfflineError or CaptureError where the model cannot be built or captured.
         """
-        with no_collections():
-            self._prepare()
+        self.prepare()
         for point in self.points:
             with no_collections(), self._clock.timed("plan"):
                 answer = self._answer(point)
             yield answer
 
-    def costs(self) -> Iterator[tuple[GraphCosts, GraphCosts | None]]:
-        """What the whole model costs at each point: as the user checkpoints it, and with that
-        replaced, where it may be and there is something to replace. Raises as `answers`."""
+    def costs(self, point: Point, *, freed: bool = False) -> GraphCosts:
+        """What the whole model costs as the user checkpoints it, or with that replaced (see
+        `may_free`), once it was prepared.
+
+        point: of sizes that were captured; its machine and policy may be any. Raises CaptureError
+        (GS910) if the captured blocks do not stand for all there.
+        """
         with no_collections():
-            self._prepare()
-        for point in self.points:
-            found = [
-                self._costs.get(self._key(point, freed=freed))
-                or self._captured_costs(point, freed=freed)
-                for freed in ((False, True) if self._may_free(point) else (False,))
-            ]
-            yield found[0], found[1] if found[1:] else None
+            found = self._whole_costs(point, freed=freed)
+        if found is None:
+            raise CaptureError("GS910", f"its blocks do not repeat exactly on {point.machine.name}")
+        return found
 
     @property
     def effort(self) -> Effort:
@@ -171,14 +171,14 @@ class Study:
         if self.freed is not None:
             cut = self._cut_for(point, freed=self.freed)
             return decided_cut(cut, pose(cut, planning, self.baseline), planning).plan
-        free = self._cut_for(point, freed=True) if self._may_free(point) else None
+        free = self._cut_for(point, freed=True) if self.may_free(point) else None
         return decide(self._cut_for(point), free, planning).plan
 
     def _planned_short(self, point: Point, planning: PlanningInputs) -> Plan:
         """From the costs of the whole model, which were counted."""
         own = self._posed_short(point, planning)
         as_it_is = partial(self._decided_short, own, point, planning)
-        if not self._may_free(point):
+        if not self.may_free(point):
             return as_it_is().plan
         free = self._posed_short(point, planning, own.problem)
         return better_of(as_it_is, partial(self._decided_short, free, point, planning)).plan
@@ -220,8 +220,13 @@ class Study:
 
     # -- captures and worlds -------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Capture what has to be captured, and look at the groups of every world. Raises as
+        `answers`."""
+        with no_collections():
+            self._prepare()
+
     def _prepare(self) -> None:
-        """Capture what has to be captured, and look at the groups of every world."""
         every = list(dict.fromkeys(point.sizes for point in self.points))
         sizes = max(every)  # a size of 1 would be taken for a constant
         names: list[str] = []
@@ -248,14 +253,15 @@ class Study:
                 self.say(f"capturing {CAPTURED} blocks of each list of alike blocks")
                 if names := self._captured_short(every, sizes, fake):
                     return names
-                self._repeats, fake = [], faked(partial(self.build, sizes))
+                self._repeats, self._infos = [], []
+                fake = faked(partial(self.build, sizes))
             self.say("capturing the whole model")
             self._capture(every, sizes, fake)
         return [info.fqn for info in next(iter(self._captures.values())).joint_graph.program.groups]
 
     def _captured_short(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> list[str]:
         """Empty if the short model cannot be captured, or its blocks do not repeat exactly."""
-        infos = [describe(0, group) for group in groups_of(fake)]
+        self._infos = [describe(0, group) for group in groups_of(fake)]
         try:
             with shortened(fake.model, self._repeats):
                 self._capture(every, sizes, fake)
@@ -263,18 +269,12 @@ class Study:
             self.say(f"a model with fewer blocks cannot be captured: {error}")
             return []
         asked = [(point, False) for point in self.points]
-        asked += [(point, True) for point in self.points if self._may_free(point)]
-        for key, (point, freed) in {self._key(p, freed=f): (p, f) for p, f in asked}.items():
-            costs: GraphCosts | None = self._captured_costs(point, freed=freed)
-            for repeat in self._repeats:
-                costs = costs and unrolled(costs, repeat, infos)
-            # A group that is used behind the captured blocks alone would be forgotten.
-            if costs is None or len(costs.groups) < len(infos):
-                self.say("its blocks do not repeat exactly")
-                for known in (self._captures, self._free, self._cuts, self._parts, self._costs):
-                    known.clear()
-                return []
-            self._costs[key] = costs
+        asked += [(point, True) for point in self.points if self.may_free(point)]
+        if any(self._whole_costs(point, freed=freed) is None for point, freed in asked):
+            self.say("its blocks do not repeat exactly")
+            for known in (self._captures, self._free, self._cuts, self._parts, self._costs):
+                known.clear()
+            return []
         return [info.fqn for info in next(iter(self._costs.values())).groups]
 
     def _fake(self, sizes: Sizes) -> Fake:
@@ -306,12 +306,12 @@ class Study:
 
     def _captured(self, fake: Fake, varying: Sequence[InputDim] = ()) -> Captured:
         # Of a few blocks the middle ones are compared op by op: all are traced in the same way.
-        return capture(fake, self.name, varying, by_blocks=not self._repeats)
+        return capture(fake, self.name, varying)
 
     # -- parts and costs -----------------------------------------------------------------------
 
-    def _may_free(self, point: Point) -> bool:
-        """The user's checkpoints may be replaced, and there are some."""
+    def may_free(self, point: Point) -> bool:
+        """The user's checkpoints may be replaced, and there are some; once it was prepared."""
         if not point.policy.replaces_checkpoints:
             return False
         return self._joint_graph(self._capture_of(point.sizes), freed=True) is not None
@@ -365,6 +365,19 @@ class Study:
     def _key(self, point: Point, *, freed: bool) -> _CostsKey:
         policy, name = point.policy, point.machine.name
         return point.sizes, name, policy.recompute, point.fused, point.in_parts, freed
+
+    def _whole_costs(self, point: Point, *, freed: bool) -> GraphCosts | None:
+        """Of all blocks; None if the captured ones do not stand for them."""
+        key = self._key(point, freed=freed)
+        if key not in self._costs:
+            costs: GraphCosts | None = self._captured_costs(point, freed=freed)
+            for repeat in self._repeats:
+                costs = costs and unrolled(costs, repeat, self._infos)
+            # A group that is used behind the captured blocks alone would be forgotten.
+            if costs is None or len(costs.groups) < len(self._infos):
+                return None
+            self._costs[key] = costs
+        return self._costs[key]
 
     def _captured_costs(self, point: Point, *, freed: bool) -> GraphCosts:
         return graph_costs(

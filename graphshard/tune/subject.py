@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.cost.machine import Machine
+from graphshard.cost.optimizer import DEFAULT, Optimizer
 from graphshard.errors import CaptureError, OfflineError
 from graphshard.fsdp2 import states_under
 from graphshard.fsdp2.describe import name_of
@@ -31,7 +32,14 @@ from graphshard.offline.target import Sizes
 from graphshard.offline.world import Fake, Made, built, faked, groups_of, pretended, world_of
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy
-from graphshard.schedule.setting import Grouping, MeshShape, Obstacle
+from graphshard.schedule.setting import (
+    Checkpointing,
+    Grouping,
+    MeshShape,
+    Obstacle,
+    Scheduling,
+    Setting,
+)
 from graphshard.tune.layout import plain_name, shard, shards_alike
 from graphshard.tune.merge import Described, Union, renamed
 from graphshard.tune.modules import (
@@ -56,21 +64,11 @@ class Machines:
     fused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Of one step at one size. free: with the model's checkpoints left to the planner, if it has
-    any. full: with each block checkpointed, if the model checkpoints nothing."""
-
-    own: GraphCosts
-    free: GraphCosts | None
-    full: GraphCosts | None = None
-
-
 @dataclass(slots=True)
 class Subject:
     """See above. sizes: of all batches to be tried. groupings: None for a model that keeps its
     calls (`kept` says why). is_sharded: FUNCTION had sharded it. moves: onto other meshes (not
-    beside tensor parallel, say)."""
+    beside tensor parallel, say). optimizer: what steps the parameters."""
 
     name: str
     build: Build
@@ -78,12 +76,13 @@ class Subject:
     worlds: tuple[int, ...]
     sizes: tuple[Sizes, ...]
     say: Callable[[str], None] = lambda text: None
+    optimizer: Optimizer = DEFAULT
     is_sharded: bool = True
     moves: bool = True
     kept: Obstacle | None = None
     groupings: Groupings | None = None
     sharding: Sharding = field(default_factory=Sharding)
-    costs: dict[Sizes, Costs] = field(default_factory=dict)
+    _studies: dict[Checkpointing, Study | None] = field(default_factory=dict)
     _finest: dict[tuple[int, MeshShape | None], World] = field(default_factory=dict)
     _whole: tuple[str, ...] | None = None
     _repeats: tuple[Repeat, ...] = ()
@@ -91,10 +90,15 @@ class Subject:
     _shapes: dict[int, MeshShape | None] = field(default_factory=dict)
     _ranks: dict[int, int] = field(default_factory=dict)
 
-    def prepare(self) -> None:
-        """Look at the model, and capture its step. Raises OfflineError, CaptureError."""
-        first = self.worlds[0]
-        with pretended(first):
+    def prepare(self, *, regroups: bool = True) -> None:
+        """Look at the model, and capture its step. Raises OfflineError, CaptureError.
+
+        regroups: other groups than the model's own may be asked for.
+        """
+        if not regroups:
+            self._capture()
+            return
+        with pretended(self.worlds[0]):
             self._look(built(partial(self.build, self.sizes[0])).model)
         try:
             self._capture()
@@ -131,30 +135,60 @@ class Subject:
 
     # -- captures ------------------------------------------------------------------------------
 
-    def _capture(self) -> None:
-        found = list(self._study(self._captured).costs())
-        for sizes, (own, free) in zip(self.sizes, found, strict=True):
-            self.costs[sizes] = Costs(own, free)
-        if self.groupings is None or not self.groupings.blocks or found[0][1] is not None:
-            return
-        self.say("capturing it with each block checkpointed")
-        try:
-            full = [own for own, _ in self._study(partial(self._captured, full=True)).costs()]
-        except (CaptureError, OfflineError, ValueError) as error:
-            self.say(f"with each block checkpointed it cannot be captured: {error}")
-            return
-        for sizes, costs in zip(self.sizes, full, strict=True):
-            self.costs[sizes] = replace(self.costs[sizes], full=_unwrapped(costs))
+    def on(self, machines: Machines) -> Subject:
+        """The same model, which was prepared, on other machines, from the same captures."""
+        if machines.ranks_per_node == self.machines.ranks_per_node:
+            return replace(self, machines=machines)
+        return replace(self, machines=machines, _finest={}, _whole=None, _repeats=(), _own={})
 
-    def _study(self, build: Build) -> Study:
-        machine = self.machines.machine
+    def costs(self, setting: Setting) -> GraphCosts:
+        """What the step costs with what the setting checkpoints. Raises CaptureError."""
+        kind = setting.checkpointing
+        is_full = kind is Checkpointing.FULL
+        study = self._study_of(Checkpointing.FULL if is_full else Checkpointing.AS_IS)
+        assert study is not None
+        point = self._point(setting.sizes)
+        if setting.scheduling is Scheduling.FSDP2:  # which knows no parts of groups
+            point = replace(point, policy=replace(point.policy, regroup=False))
+        found = study.costs(point, freed=kind is Checkpointing.AUTO and self.checkpoints)
+        return _unwrapped(found) if is_full else found
+
+    @property
+    def checkpoints(self) -> bool:
+        """The model checkpoints something that the planner may decide in its place."""
+        study = self._study_of(Checkpointing.AS_IS)
+        return study is not None and study.may_free(self._point(self.sizes[0]))
+
+    @property
+    def may_checkpoint(self) -> bool:
+        """The model checkpoints nothing, and each of its blocks could be."""
+        if self.checkpoints or self.groupings is None or not self.groupings.blocks:
+            return False
+        return self._study_of(Checkpointing.FULL) is not None
+
+    def _capture(self) -> None:
+        self._studies = {Checkpointing.AS_IS: self._studied(self._captured)}
+
+    def _study_of(self, kind: Checkpointing) -> Study | None:
+        """kind: AS_IS, or FULL, which is captured when it is asked for; None where it cannot be."""
+        if kind not in self._studies:
+            self.say("capturing it with each block checkpointed")
+            try:
+                self._studies[kind] = self._studied(partial(self._captured, full=True))
+            except (CaptureError, OfflineError, ValueError) as error:
+                self.say(f"with each block checkpointed it cannot be captured: {error}")
+                self._studies[kind] = None
+        return self._studies[kind]
+
+    def _studied(self, build: Build) -> Study:
+        study = Study(self.name, build, tuple(map(self._point, self.sizes)), say=self.say)
+        study.prepare()
+        return study
+
+    def _point(self, sizes: Sizes) -> Point:
         policy = PlanningPolicy(recompute=True, replaces_checkpoints=True, regroup=True)
-        world, per_node = self.worlds[0], self.machines.ranks_per_node
-        points = [
-            Point(world, per_node, machine, policy, sizes, self.machines.fused)
-            for sizes in self.sizes
-        ]
-        return Study(self.name, build, tuple(points), say=self.say)
+        own = self.machines
+        return Point(self.worlds[0], own.ranks_per_node, own.machine, policy, sizes, own.fused)
 
     def _captured(self, sizes: Sizes, *, full: bool = False) -> Made:
         shape = None if self.is_sharded else MeshShape(1, dist.get_world_size())
