@@ -2,9 +2,9 @@
 
     python bench/published.py --json bench/results/published.json
 
-Each is priced as `graphshard tune` prices a setting: FSDP2's own schedule, gradients clipped, AdamW;
-nothing runs, no GPU is needed. One table on stdout:
-errors by row and in the mean, of the fitted rows and of those held out; progress on stderr.
+Each is priced as `graphshard tune` prices a setting: FSDP2's own schedule, gradients clipped,
+AdamW; nothing runs, no GPU is needed. One table on stdout: errors by row and in the mean, of the
+fitted rows and of those held out; progress on stderr.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from graphshard.cli.common import (
     write_text,
 )
 from graphshard.errors import OptionsError
+from graphshard.schedule.estimate import OptimizerKind
 from graphshard.view.front import front_svg
 from graphshard.view.tune import GainRow, Tuned, TuneRow, panels_of, tune_text
 
@@ -76,6 +77,19 @@ def add_tune(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         default="inductor",
         help="price ops as fused, about as the backend runs them by default (inductor, default), "
         "or one by one (aten)",
+    )
+    tune.add_argument(
+        "--optimizer",
+        choices=[kind.value for kind in OptimizerKind],
+        default=OptimizerKind.ADAMW.value,
+        help="what steps the parameters, in the step's time and memory (default: adamw, torch's "
+        "foreach)",
+    )
+    tune.add_argument(
+        "--clip",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="gradients are clipped by their norm before the optimizer (default: they are not)",
     )
     tune.add_argument(
         "--price", metavar="USD", type=_price, help="of one GPU for an hour: adds cost per token"
@@ -159,6 +173,7 @@ def _sizes(args: argparse.Namespace, target: Target) -> Sizes:
 
 
 def _subject(args: argparse.Namespace, target: Target, present: Sizes) -> Subject:
+    from graphshard.cost.optimizer import Optimizer
     from graphshard.offline.api import is_fused, machine_of
     from graphshard.tune.subject import Machines, Subject
 
@@ -169,7 +184,9 @@ def _subject(args: argparse.Namespace, target: Target, present: Sizes) -> Subjec
     per_node = args.per_node or machine.ranks_per_node
     machines = Machines(machine, per_node, is_fused(args.compute))
     every = tuple(dict.fromkeys([*sizes, present]))
-    return Subject(target.name, target.build, machines, tuple(args.gpus), every, say)
+    optimizer = Optimizer(OptimizerKind(args.optimizer), args.clip)
+    worlds = tuple(args.gpus)
+    return Subject(target.name, target.build, machines, worlds, every, say, optimizer)
 
 
 def _budget(args: argparse.Namespace, subject: Subject) -> int:

@@ -153,6 +153,10 @@ class Study:
             return self._posed_short(point, planning)
         return pose(self._cut_for(point), planning)
 
+    def world(self, world_size: int, ranks_per_node: int) -> World | None:
+        """The groups on a world, if one of the points has it, once it was prepared."""
+        return self._worlds.get((world_size, ranks_per_node))
+
     def _planning(self, point: Point) -> PlanningInputs:
         world = self._worlds[point.world_size, point.ranks_per_node]
         settings = tuple(replace(s, exact_sums=not point.fused) for s in world.settings)

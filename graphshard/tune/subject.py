@@ -30,6 +30,7 @@ from graphshard.offline.repeats import is_inside as is_group_of
 from graphshard.offline.study import Study
 from graphshard.offline.target import Sizes
 from graphshard.offline.world import Fake, Made, built, faked, groups_of, pretended, world_of
+from graphshard.offline.world import World as Groups
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.schedule.setting import (
@@ -88,7 +89,6 @@ class Subject:
     _repeats: tuple[Repeat, ...] = ()
     _own: dict[int, World] = field(default_factory=dict)
     _shapes: dict[int, MeshShape | None] = field(default_factory=dict)
-    _ranks: dict[int, int] = field(default_factory=dict)
 
     def prepare(self, *, regroups: bool = True) -> None:
         """Look at the model, and capture its step. Raises OfflineError, CaptureError.
@@ -181,14 +181,18 @@ class Subject:
         return self._studies[kind]
 
     def _studied(self, build: Build) -> Study:
-        study = Study(self.name, build, tuple(map(self._point, self.sizes)), say=self.say)
+        worlds = self.worlds if self.groupings is None else self.worlds[:1]
+        points = tuple(self._point(own, world) for world in worlds for own in self.sizes)
+        study = Study(self.name, build, points, say=self.say)
         study.prepare()
         return study
 
-    def _point(self, sizes: Sizes) -> Point:
+    def _point(self, sizes: Sizes, world_size: int = 0) -> Point:
+        """world_size: 0 for the one that is captured."""
         policy = PlanningPolicy(recompute=True, replaces_checkpoints=True, regroup=True)
         own = self.machines
-        return Point(self.worlds[0], own.ranks_per_node, own.machine, policy, sizes, own.fused)
+        ranks = world_size or self.worlds[0]
+        return Point(ranks, own.ranks_per_node, own.machine, policy, sizes, own.fused)
 
     def _captured(self, sizes: Sizes, *, full: bool = False) -> Made:
         shape = None if self.is_sharded else MeshShape(1, dist.get_world_size())
@@ -256,14 +260,17 @@ class Subject:
     def own(self, world_size: int) -> World:
         """The groups that the model's own calls make."""
         if world_size not in self._own:
-            with pretended(world_size):
-                made = built(partial(self.build, self.sizes[0]))
-                calls = sharding_of(made.model).calls
-                meshes = [call.mesh for call in calls if call.mesh is not None]
-                self._shapes[world_size] = _shape(meshes, world_size)
-                self._ranks[world_size] = max(mesh.size() for mesh in meshes)
-                self._own[world_size] = self._world(faked(lambda: made))
+            study = self._studies.get(Checkpointing.AS_IS) if self.groupings is None else None
+            known = study and study.world(world_size, self.machines.ranks_per_node)
+            self._own[world_size] = _described(known) if known else self._own_built(world_size)
         return self._own[world_size]
+
+    def _own_built(self, world_size: int) -> World:
+        with pretended(world_size):
+            made = built(partial(self.build, self.sizes[0]))
+            meshes = [c.mesh for c in sharding_of(made.model).calls if c.mesh is not None]
+            self._shapes[world_size] = _shape(meshes, world_size)
+            return self._world(faked(lambda: made))
 
     def own_shape(self, world_size: int) -> MeshShape | None:
         """The mesh of the model's own calls, if it is one of all ranks."""
@@ -274,16 +281,12 @@ class Subject:
         """Ranks that have batches of their own."""
         if not self.is_sharded:
             return world_size
-        self.own(world_size)
-        return self._ranks[world_size]
+        every = (one.settings for one in self.own(world_size).values())
+        return max(own.ranks * own.replicas for own in every)
 
     def _world(self, fake: Fake) -> World:
         names = [name_of(group) for group in groups_of(fake)]
-        world = world_of(fake, names, self.machines.ranks_per_node)
-        return {
-            name: Described(info, settings)
-            for name, info, settings in zip(names, world.infos, world.settings, strict=True)
-        }
+        return _described(world_of(fake, names, self.machines.ranks_per_node))
 
     def unions(self, grouping: Grouping) -> list[Union]:
         """Of the finest groups. The model's groupings must be known."""
@@ -298,6 +301,11 @@ class Subject:
             Union(group_name(modules), tuple(names), modules == (self.groupings.root,))
             for modules, names in members.items()
         ]
+
+
+def _described(world: Groups) -> World:
+    both = zip(world.infos, world.settings, strict=True)
+    return {info.fqn: Described(info, settings) for info, settings in both}
 
 
 def group_name(modules: Modules) -> str:
