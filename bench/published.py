@@ -73,6 +73,7 @@ class Row:
     memory_gib: float | None = None
     software: str = ""
     keeps_logits: bool = False
+    compiled_loss: bool = False
 
     @property
     def name(self) -> str:
@@ -107,22 +108,27 @@ def predictions(rows: Sequence[Row]) -> Iterator[tuple[Row, Predicted]]:
         alike = list(found)
         rounds.say(f"{' '.join(map(str, key))}: {len(alike)} rows")
 
-        def made(sizes: Sizes, key: tuple[Any, ...] = key) -> Made:
-            return made_of(key[1], build(*key, batch=dict(sizes)["batch"]))
+        def made(sizes: Sizes, row: Row = alike[0]) -> Made:
+            return made_of(row.model, build(*_made_of(row), batch=dict(sizes)["batch"]))
 
+        machines = Machines(machine_of(alike[0]), RANKS_PER_NODE, alike[0].compiled)
         worlds, sizes = (tuple(dict.fromkeys(map(of, alike))) for of in (_gpus, _sizes))
-        subject = Subject(
-            alike[0].model, made, _machines(alike[0]), worlds, sizes, optimizer=CLIPPED
-        )
+        subject = Subject(alike[0].model, made, machines, worlds, sizes, optimizer=CLIPPED)
         subject.prepare(regroups=False)
-        for machines, own in groupby(sorted(alike, key=_name), key=_machines):
-            pricer = Pricer(subject.on(machines))
-            for row in own:
+        for _, own in groupby(sorted(alike, key=_where), key=_where):
+            same = list(own)
+            pricer = Pricer(subject.on(machine_of(same[0])))
+            for row in same:
                 yield row, predicted(row, pricer)
 
 
-def _model(row: Row) -> tuple[str, str, int, str, str, str]:
-    return row.family, row.model, row.seq, row.recompute, row.precision, row.mesh
+def _model(row: Row) -> tuple[Any, ...]:
+    return (*_made_of(row), row.compiled)
+
+
+def _made_of(row: Row) -> tuple[Any, ...]:
+    shape = row.family, row.model, row.seq, row.recompute
+    return (*shape, row.precision, row.mesh, row.compiled_loss)
 
 
 def _gpus(row: Row) -> int:
@@ -133,12 +139,8 @@ def _sizes(row: Row) -> Sizes:
     return (("batch", row.batch), ("seq", row.seq))
 
 
-def _name(row: Row) -> tuple[str, bool]:
-    return machine_of(row).name, row.compiled
-
-
-def _machines(row: Row) -> Machines:
-    return Machines(machine_of(row), RANKS_PER_NODE, row.compiled)
+def _where(row: Row) -> tuple[str, str]:
+    return row.machine, row.software
 
 
 def setting_of(row: Row) -> Setting:

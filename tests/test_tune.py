@@ -300,13 +300,13 @@ def test_the_present_is_what_plan_says_of_it(tuned):
 
 def test_another_machine_is_priced_from_the_same_captures(tuned):
     subject, *_ = tuned
-    machines = Machines(machine_of("a100-ib200"), 8, True)
-    anew = subject_of(machines=machines)
+    machine = machine_of("a100-ib200")
+    anew = subject_of(machines=replace(MACHINES, machine=machine))
     for scheduling in Scheduling:
         reshard = Resharding.AS_IS if scheduling is Scheduling.FSDP2 else Resharding.OPEN
         kind = Checkpointing.AS_IS
         wanted = setting(reshard=reshard, scheduling=scheduling, checkpointing=kind)
-        ours, theirs = (Pricer(one).price(wanted) for one in (subject.on(machines), anew))
+        ours, theirs = (Pricer(one).price(wanted) for one in (subject.on(machine), anew))
         assert ours.step_us == theirs.step_us != Pricer(subject).price(wanted).step_us
         assert ours.peak_bytes == theirs.peak_bytes
 

@@ -45,7 +45,6 @@ from graphshard.offline.target import Sizes
 from graphshard.offline.unroll import unrolled
 from graphshard.offline.world import (
     Fake,
-    InputDim,
     Made,
     Shapes,
     World,
@@ -67,6 +66,8 @@ from graphshard.view.offline import Effort
 Build = Callable[[Sizes], Made]
 
 
+# fused, sizes (None: of all, as symbols).
+_CaptureKey: TypeAlias = tuple[bool, Sizes | None]
 # sizes, machine, recompute, fused, in parts, freed: what the costs of a graph hang on.
 _CostsKey: TypeAlias = tuple[Sizes, str, bool, bool, bool, bool]
 # What is computed again besides or offloaded, fused, freed.
@@ -98,7 +99,7 @@ class Study:
     baseline: Problem | None = None
     _repeats: list[Repeat] = field(default_factory=list)
     _infos: list[GroupInfo] = field(default_factory=list)  # where some blocks are not captured
-    _captures: dict[Sizes | None, Captured] = field(default_factory=dict)
+    _captures: dict[_CaptureKey, Captured] = field(default_factory=dict)
     _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
     _arguments: dict[Sizes, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     _free: dict[int, JointGraph | None] = field(default_factory=dict)
@@ -289,28 +290,30 @@ class Study:
         return fake
 
     def _capture(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> None:
+        """As every point has compute priced."""
+        for fused in dict.fromkeys(point.fused for point in self.points):
+            own = self._fake(sizes) if self._captures else fake
+            self._capture_as(every, own, fused=fused)
+
+    def _capture_as(self, every: Sequence[Sizes], fake: Fake, *, fused: bool) -> None:
         """Once with symbols for what varies, or once for each of the sizes."""
         places = varying(list(self._shapes.values()))
         if not places:
-            self._captures[None] = self._captured(fake)
+            self._captures[fused, None] = capture(fake, self.name, fused=fused)
             return
         # Not the largest: a buffer that is used whole would make its length a constant.
         smaller = min(every, key=lambda own: (1 in dict(own).values(), own))
         call = called_with(fake, *self._arguments[smaller])
         try:
-            captured = self._captured(call, places)
+            captured = capture(call, self.name, places, fused=fused)
         except CaptureError:
             captured = None
         if captured is not None and all(place in captured.symbols for place in places):
-            self._captures[None] = captured
+            self._captures[fused, None] = captured
             return
         for own in every:
             self.say(f"capturing for {', '.join(f'{k} {v:,}' for k, v in own)}")
-            self._captures[own] = self._captured(self._fake(own))
-
-    def _captured(self, fake: Fake, varying: Sequence[InputDim] = ()) -> Captured:
-        # Of a few blocks the middle ones are compared op by op: all are traced in the same way.
-        return capture(fake, self.name, varying)
+            self._captures[fused, own] = capture(self._fake(own), self.name, fused=fused)
 
     # -- parts and costs -----------------------------------------------------------------------
 
@@ -318,7 +321,8 @@ class Study:
         """The user's checkpoints may be replaced, and there are some; once it was prepared."""
         if not point.policy.replaces_checkpoints:
             return False
-        return self._joint_graph(self._capture_of(point.sizes), freed=True) is not None
+        captured = self._capture_of(point.sizes, fused=point.fused)
+        return self._joint_graph(captured, freed=True) is not None
 
     def _joint_graph(self, captured: Captured, *, freed: bool) -> JointGraph | None:
         if not freed:
@@ -335,14 +339,16 @@ class Study:
             parts = self._cut(point.sizes, (chosen, point.fused, freed))
             return replace(parts, placed=parts.placed.with_groups(infos))
 
-        return Cut(again(), again, self._capture_of(point.sizes).joint_graph.checkpoints)
+        return Cut(
+            again(), again, self._capture_of(point.sizes, fused=point.fused).joint_graph.checkpoints
+        )
 
-    def _capture_of(self, sizes: Sizes) -> Captured:
-        return self._captures[None if None in self._captures else sizes]
+    def _capture_of(self, sizes: Sizes, *, fused: bool) -> Captured:
+        return self._captures[fused, None if (fused, None) in self._captures else sizes]
 
     def _cut(self, sizes: Sizes, key: _CutKey) -> Partition:
         if (sizes, key) not in self._parts:
-            captured = self._capture_of(sizes)
+            captured = self._capture_of(sizes, fused=key[1])
             own = self._shapes[sizes]
             numbers = {name: own[at.leaf][at.dim] for at, name in captured.symbols.items()}
             with self._clock.timed("passes"):

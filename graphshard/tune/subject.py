@@ -135,11 +135,9 @@ class Subject:
 
     # -- captures ------------------------------------------------------------------------------
 
-    def on(self, machines: Machines) -> Subject:
+    def on(self, machine: Machine) -> Subject:
         """The same model, which was prepared, on other machines, from the same captures."""
-        if machines.ranks_per_node == self.machines.ranks_per_node:
-            return replace(self, machines=machines)
-        return replace(self, machines=machines, _finest={}, _whole=None, _repeats=(), _own={})
+        return replace(self, machines=replace(self.machines, machine=machine))
 
     def costs(self, setting: Setting) -> GraphCosts:
         """What the step costs with what the setting checkpoints. Raises CaptureError."""
