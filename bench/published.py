@@ -14,7 +14,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations, groupby
+from itertools import groupby, permutations
 from pathlib import Path
 from typing import Any
 
@@ -239,22 +239,32 @@ def render(found: Sequence[tuple[Row, Predicted]]) -> str:
     splits = {row.split for row, _ in found}
     for split in sorted(splits):
         lines.append(f"{split}: {summary([pair for pair in found if pair[0].split == split])}")
-    right, all_pairs = rankings(found)
-    lines.append(f"{right} of {all_pairs} pairs of settings of a model ranked as published")
+    pairs = rankings(found)
+    right = sum(is_right(*pair) for pair in pairs)
+    lines.append(f"{right} of {len(pairs)} pairs of settings of a model ranked as published")
+    for one, other in pairs:
+        if not is_right(one, other):
+            lines.append(f"not so: {one[0].name}; {other[0].name}")
     return "\n".join(lines)
 
 
-def rankings(found: Sequence[tuple[Row, Predicted]]) -> tuple[int, int]:
-    """How many pairs of rows of one source, model and number of GPUs are ranked as published, and
-    how many there are, but for those that differ by less than NOISE."""
-    verdicts = [
-        (one[1].tokens_per_s > other[1].tokens_per_s)
-        == (one[0].tokens_per_s > other[0].tokens_per_s)
-        for one, other in combinations(found, 2)
+Found = tuple[Row, Predicted]
+
+
+def rankings(found: Sequence[Found]) -> list[tuple[Found, Found]]:
+    """Pairs of rows of one source, model and number of GPUs, the faster one first, but for those
+    that differ by less than NOISE."""
+    return [
+        (one, other)
+        for one, other in permutations(found, 2)
         if _settings_of(one[0]) == _settings_of(other[0])
-        and abs(error_of(one[0].tokens_per_s, other[0].tokens_per_s)) > NOISE
+        and error_of(one[0].tokens_per_s, other[0].tokens_per_s) > NOISE
     ]
-    return sum(verdicts), len(verdicts)
+
+
+def is_right(one: Found, other: Found) -> bool:
+    """The first is predicted to be the faster one."""
+    return one[1].tokens_per_s > other[1].tokens_per_s
 
 
 def _settings_of(row: Row) -> tuple[str, str, int]:
