@@ -78,6 +78,7 @@ class Subject:
     sizes: tuple[Sizes, ...]
     say: Callable[[str], None] = lambda text: None
     optimizer: Optimizer = DEFAULT
+    regroups: bool = True
     is_sharded: bool = True
     moves: bool = True
     kept: Obstacle | None = None
@@ -93,8 +94,9 @@ class Subject:
     def prepare(self, *, regroups: bool = True) -> None:
         """Look at the model, and capture its step. Raises OfflineError, CaptureError.
 
-        regroups: other groups than the model's own may be asked for.
+        regroups: else only what the model does by itself is priced (`Scheduling.FSDP2`).
         """
+        self.regroups = regroups
         if not regroups:
             self._capture()
             return
@@ -187,7 +189,9 @@ class Subject:
 
     def _point(self, sizes: Sizes, world_size: int = 0) -> Point:
         """world_size: 0 for the one that is captured."""
-        policy = PlanningPolicy(recompute=True, replaces_checkpoints=True, regroup=True)
+        policy = PlanningPolicy()
+        if self.regroups:
+            policy = PlanningPolicy(recompute=True, replaces_checkpoints=True, regroup=True)
         own = self.machines
         ranks = world_size or self.worlds[0]
         return Point(ranks, own.ranks_per_node, own.machine, policy, sizes, own.fused)
