@@ -138,6 +138,31 @@ def test_large_modules_outside_of_blocks_may_be_apart_and_tied_ones_not():
         assert Grouping.APART not in groupings_of(model, sharding_of(model), "").calls
 
 
+class ReadsElsewhere(Net):
+    """The head is the embedding's weight, which its own group would have let go."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.embedding.weight).logsumexp(-1).mean()
+
+
+def reads_elsewhere():
+    model = ReadsElsewhere(nn.ModuleList(Block(64) for _ in range(4)), 64)
+    model.embedding = nn.Embedding(512, 64)
+    del model.head
+    return model
+
+
+def test_a_module_whose_parameters_are_read_elsewhere_is_in_no_group_of_its_own():
+    subject = subject_of(make=reads_elsewhere, batches=(1,))
+    assert subject.kept is None
+    assert {Grouping.BLOCKS, Grouping.PAIRS} & subject.groupings.calls.keys()
+    assert Grouping.APART not in subject.groupings.calls
+    assert Pricer(subject).price(setting(Grouping.PAIRS)).plan is not None
+
+
 def test_what_a_call_shards_is_that_of_the_nearest_module():
     calls = (("a.b", "c"), ("a",), ("",))
     assert owner_of("a.b.weight", calls) == ("a.b", "c")

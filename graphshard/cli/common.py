@@ -14,6 +14,7 @@ from graphshard.files.decode import DecodeError, parse
 from graphshard.files.information import printable
 from graphshard.files.reading import read_bytes, reason, shown
 from graphshard.options import MOST_COUNT, parse_bytes
+from graphshard.schedule.estimate import OptimizerKind
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan
 
@@ -154,3 +155,20 @@ def say(text: str, keep: str = "") -> None:
     """A line of progress or an error, on stderr; lost if there is none. keep: see `printable`."""
     with contextlib.suppress(OSError, ValueError):
         print(f"graphshard: {printable(text, keep)}", file=sys.stderr, flush=True)
+
+
+def add_optimizer(parser: argparse.ArgumentParser) -> None:
+    """What follows backward in a step."""
+    parser.add_argument(
+        "--optimizer",
+        choices=[kind.value for kind in OptimizerKind],
+        default=OptimizerKind.ADAMW.value,
+        help="what steps the parameters, in the step's time and memory (default: adamw, torch's "
+        "foreach)",
+    )
+    parser.add_argument(
+        "--clip",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="gradients are clipped by their norm before the optimizer (default: they are not)",
+    )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from graphshard.cli.common import (
     EXIT_INFEASIBLE,
     EXIT_OK,
+    add_optimizer,
     count,
     make_folder,
     print_json,
@@ -78,19 +79,7 @@ def add_tune(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="price ops as fused, about as the backend runs them by default (inductor, default), "
         "or one by one (aten)",
     )
-    tune.add_argument(
-        "--optimizer",
-        choices=[kind.value for kind in OptimizerKind],
-        default=OptimizerKind.ADAMW.value,
-        help="what steps the parameters, in the step's time and memory (default: adamw, torch's "
-        "foreach)",
-    )
-    tune.add_argument(
-        "--clip",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="gradients are clipped by their norm before the optimizer (default: they are not)",
-    )
+    add_optimizer(tune)
     tune.add_argument(
         "--price", metavar="USD", type=_price, help="of one GPU for an hour: adds cost per token"
     )

@@ -100,17 +100,35 @@ class Subject:
         if not regroups:
             self._capture()
             return
-        with pretended(self.worlds[0]):
-            self._look(built(partial(self.build, self.sizes[0])).model)
+        self._look_at_model()
         try:
             self._capture()
-        except CaptureError:
-            if self.groupings is None or not self.is_sharded:
+            return
+        except CaptureError as error:
+            if self.groupings is None or not (self.is_sharded or self._is_apart):
                 raise
-            self.groupings, self.kept = None, Obstacle.CAPTURE
-            self._capture()
+            self.say(f"it is no graph in these groups: {error}")
+        if self._is_apart:  # a parameter may be read where its module is not
+            self._look_at_model(may_be_apart=False)
+            try:
+                self._capture()
+                return
+            except CaptureError:
+                if not self.is_sharded:
+                    raise
+        self.groupings, self.kept = None, Obstacle.CAPTURE
+        self._capture()
 
-    def _look(self, model: nn.Module) -> None:
+    @property
+    def _is_apart(self) -> bool:
+        return self.groupings is not None and Grouping.APART in self.groupings.calls
+
+    def _look_at_model(self, *, may_be_apart: bool = True) -> None:
+        with pretended(self.worlds[0]):
+            model = built(partial(self.build, self.sizes[0])).model
+            self._look(model, may_be_apart=may_be_apart)
+
+    def _look(self, model: nn.Module, *, may_be_apart: bool) -> None:
         self.is_sharded = bool(states_under(model))
         self.kept = obstacle(model)
         if self.kept is not None:
@@ -125,7 +143,7 @@ class Subject:
         if root is None:
             self.kept = Obstacle.ROOTS
             return
-        groupings = groupings_of(model, self.sharding, root)
+        groupings = groupings_of(model, self.sharding, root, may_be_apart=may_be_apart)
         fitting = {
             kind: calls
             for kind, calls in groupings.calls.items()
