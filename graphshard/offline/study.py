@@ -40,7 +40,7 @@ from graphshard.offline.clock import Clock
 from graphshard.offline.concrete import concrete
 from graphshard.offline.point import Answer, Point
 from graphshard.offline.recut import recut
-from graphshard.offline.repeats import CAPTURED, Repeat, repeats_in, shorten, shortened
+from graphshard.offline.repeats import Repeat, repeats_in, shorten, shortened
 from graphshard.offline.target import Sizes
 from graphshard.offline.unroll import unrolled
 from graphshard.offline.world import (
@@ -98,7 +98,7 @@ class Study:
     freed: bool | None = None
     baseline: Problem | None = None
     _repeats: list[Repeat] = field(default_factory=list)
-    _infos: list[GroupInfo] = field(default_factory=list)  # where some blocks are not captured
+    _infos: list[GroupInfo] = field(default_factory=list)  # of all blocks
     _captures: dict[_CaptureKey, Captured] = field(default_factory=dict)
     _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
     _arguments: dict[Sizes, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -124,8 +124,8 @@ class Study:
         """What the whole model costs as the user checkpoints it, or with that replaced (see
         `may_free`), once it was prepared.
 
-        point: of sizes that were captured; its machine and policy may be any. Raises CaptureError
-        (GS910) if the captured blocks do not stand for all there.
+        point: of captured sizes, on any machine. Raises CaptureError (GS910) if the captured blocks
+        do not stand for all there.
         """
         with no_collections():
             found = self._whole_costs(point, freed=freed)
@@ -140,7 +140,7 @@ class Study:
         return Effort(
             num_nodes=next(iter(self._captures.values())).num_nodes,
             num_groups=len(infos),
-            num_repeated=sum(repeat.count - CAPTURED for repeat in self._repeats),
+            num_repeated=sum(repeat.count - repeat.captured for repeat in self._repeats),
             num_params=sum(p.numel for g in infos for p in g.params),
             capture_s=self._clock.seconds["capture"],
             passes_s=self._clock.seconds["passes"],
@@ -155,7 +155,7 @@ class Study:
         return pose(self._cut_for(point), planning)
 
     def world(self, world_size: int, ranks_per_node: int) -> World | None:
-        """The groups on a world, if one of the points has it, once it was prepared."""
+        """The groups on one of the points' worlds, once it was prepared."""
         return self._worlds.get((world_size, ranks_per_node))
 
     def _planning(self, point: Point) -> PlanningInputs:
@@ -226,8 +226,7 @@ class Study:
     # -- captures and worlds -------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Capture what has to be captured, and look at the groups of every world. Raises as
-        `answers`."""
+        """Capture what has to be, and look at the groups of every world. Raises as `answers`."""
         with no_collections():
             self._prepare()
 
@@ -253,9 +252,10 @@ class Study:
                 made = fake if own == sizes else built(partial(self.build, own))
                 self._shapes[own] = shapes(made)
                 self._arguments[own] = made.args, made.kwargs
-            self._repeats = [] if self.whole else repeats_in(fake.model)
+            inside = any(point.in_parts for point in self.points)
+            self._repeats = [] if self.whole else repeats_in(fake.model, cut_inside=inside)
             if self._repeats:
-                self.say(f"capturing {CAPTURED} blocks of each list of alike blocks")
+                self.say(f"capturing a few blocks of each list of alike blocks")
                 if names := self._captured_short(every, sizes, fake):
                     return names
                 self._repeats, self._infos = [], []
