@@ -255,7 +255,7 @@ class Study:
             inside = any(point.in_parts for point in self.points)
             self._repeats = [] if self.whole else repeats_in(fake.model, cut_inside=inside)
             if self._repeats:
-                self.say(f"capturing a few blocks of each list of alike blocks")
+                self.say("capturing a few blocks of each list of alike blocks")
                 if names := self._captured_short(every, sizes, fake):
                     return names
                 self._repeats, self._infos = [], []
