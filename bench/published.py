@@ -2,8 +2,9 @@
 
     python bench/published.py --json bench/results/published.json
 
-FSDP2's own schedule, gradients clipped, AdamW; nothing runs, no GPU is needed. One table on stdout:
-errors by row and in the mean, of the fitted rows and of those held out; progress on stderr.
+Each is priced as `graphshard tune` prices a setting: FSDP2's own schedule, gradients clipped,
+AdamW; nothing runs, no GPU is needed. One table on stdout: errors by row and in the mean, of the
+fitted rows and of those held out; progress on stderr.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations, groupby
+from itertools import groupby, permutations
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,31 @@ sys.path[0] = str(ROOT)  # Python puts bench/ there, whose modules have common n
 
 from bench import rounds  # noqa: E402
 from bench.published_models import LLAMA, RANKS_PER_NODE, build  # noqa: E402
-from graphshard.compiler.planning import Posed  # noqa: E402
-from graphshard.compiler.planning_inputs import policy_of  # noqa: E402
+from graphshard.compiler.planning import problem_of  # noqa: E402
 from graphshard.cost.curve import Trust, line, scaled  # noqa: E402
 from graphshard.cost.machine import Machine  # noqa: E402
+from graphshard.cost.optimizer import Optimizer  # noqa: E402
 from graphshard.cost.presets import preset  # noqa: E402
 from graphshard.cost.roofline import AttentionRate, Bandwidth, Kernel  # noqa: E402
-from graphshard.offline.point import Point  # noqa: E402
-from graphshard.offline.study import Study  # noqa: E402
-from graphshard.offline.target import made_of  # noqa: E402
-from graphshard.options import parse_options  # noqa: E402
+from graphshard.cost.stragglers import with_stragglers  # noqa: E402
+from graphshard.offline.target import Sizes, made_of  # noqa: E402
+from graphshard.offline.world import Made  # noqa: E402
 from graphshard.pricing.lifetimes import Lifetime  # noqa: E402
 from graphshard.pricing.reserved import reserved_bytes  # noqa: E402
-from graphshard.schedule.plan import Direction, Plan  # noqa: E402
+from graphshard.schedule.plan import Direction  # noqa: E402
+from graphshard.schedule.setting import (  # noqa: E402
+    Checkpointing,
+    Grouping,
+    Resharding,
+    Scheduling,
+    Setting,
+)
+from graphshard.tune.pricing import Pricer  # noqa: E402
+from graphshard.tune.subject import Machines, Subject  # noqa: E402
 
 ROWS = ROOT / "bench" / "published.toml"
 GIB = 2**30
+CLIPPED = Optimizer(clips=True)
 NOISE = 0.01  # what two published figures have to differ by for an order to mean something
 
 
@@ -63,6 +73,7 @@ class Row:
     memory_gib: float | None = None
     software: str = ""
     keeps_logits: bool = False
+    compiled_loss: bool = False
 
     @property
     def name(self) -> str:
@@ -91,22 +102,59 @@ def published() -> list[Row]:
 
 
 def predictions(rows: Sequence[Row]) -> Iterator[tuple[Row, Predicted]]:
-    """One capture for all rows of a model, a length, and what is computed again."""
+    """As `graphshard tune` prices what a model does by itself; one capture for all rows of a model,
+    a length, a precision, a mesh and what is computed again."""
     for key, found in groupby(sorted(rows, key=_model), key=_model):
         alike = list(found)
         rounds.say(f"{' '.join(map(str, key))}: {len(alike)} rows")
 
-        def made(sizes: Any, key: tuple[Any, ...] = key) -> Any:
-            return made_of(key[1], build(*key, **dict(sizes)))
+        def made(sizes: Sizes, row: Row = alike[0]) -> Made:
+            return made_of(row.model, build(*_made_of(row), batch=dict(sizes)["batch"]))
 
-        study = Study(alike[0].model, made, tuple(map(_point, alike)))
-        for row, answer in zip(alike, study.answers(), strict=True):
-            assert answer.plan is not None
-            yield row, predicted(row, answer.plan, study.posed(answer.point))
+        machines = Machines(machine_of(alike[0]), RANKS_PER_NODE, alike[0].compiled)
+        worlds, sizes = (tuple(dict.fromkeys(map(of, alike))) for of in (_gpus, _sizes))
+        subject = Subject(alike[0].model, made, machines, worlds, sizes, optimizer=CLIPPED)
+        subject.prepare(regroups=False)
+        for _, own in groupby(sorted(alike, key=_where), key=_where):
+            same = list(own)
+            pricer = Pricer(subject.on(machine_of(same[0])))
+            for row in same:
+                yield row, predicted(row, pricer)
 
 
-def _model(row: Row) -> tuple[str, str, int, str, str, str]:
-    return row.family, row.model, row.seq, row.recompute, row.precision, row.mesh
+def _model(row: Row) -> tuple[Any, ...]:
+    return (*_made_of(row), row.compiled)
+
+
+def _made_of(row: Row) -> tuple[Any, ...]:
+    shape = row.family, row.model, row.seq, row.recompute
+    return (*shape, row.precision, row.mesh, row.compiled_loss)
+
+
+def _gpus(row: Row) -> int:
+    return row.gpus
+
+
+def _sizes(row: Row) -> Sizes:
+    return (("batch", row.batch), ("seq", row.seq))
+
+
+def _where(row: Row) -> tuple[str, str]:
+    return row.machine, row.software
+
+
+def setting_of(row: Row) -> Setting:
+    """What its publishers ran: the model's own calls, in FSDP2's order."""
+    return Setting(
+        row.gpus,
+        None,
+        Grouping.AS_IS,
+        Resharding.AS_IS,
+        Checkpointing.AS_IS,
+        _sizes(row),
+        micro_steps=row.accumulate,
+        scheduling=Scheduling.FSDP2,
+    )
 
 
 def machine_of(row: Row) -> Machine:
@@ -134,26 +182,23 @@ def _attention(entry: dict[str, float], launch_us: float, *, backward: bool) -> 
     return AttentionRate("bfloat16", curve, Trust.PRESET, backward=backward, half_length=half)
 
 
-def _point(row: Row) -> Point:
-    machine = machine_of(row)
-    policy = policy_of(parse_options({"schedule": "fsdp2", "clip": True}), machine)
-    return Point(row.gpus, RANKS_PER_NODE, machine, policy, (("batch", row.batch),), row.compiled)
-
-
-def predicted(row: Row, plan: Plan, posed: Posed) -> Predicted:
+def predicted(row: Row, pricer: Pricer) -> Predicted:
     """FSDP2's own schedule, which is what the publishers ran."""
-    assert plan.fsdp2 is not None
-    estimate = plan.estimate
+    setting = setting_of(row)
+    priced = pricer.price(setting)
+    costs, planning = pricer.inputs(setting)
+    assert priced.plan is not None
+    assert priced.plan.fsdp2 is not None
+    estimate = with_stragglers(priced.plan, planning.machine, row.gpus).estimate
     waits_us = 0.0 if estimate.stragglers is None else estimate.stragglers.fsdp2_us
-    passes_us = row.accumulate * (estimate.fsdp2.step_time_us + waits_us)
-    step_us = passes_us + estimate.optimizer_us
-    tokens = row.accumulate * row.batch * row.seq
-    tensors = kept_by_eager(row, posed.costs.lifetimes)
+    rate = pricer.tokens_per_s(setting, priced.step_us + waits_us) / row.gpus
+    tensors = kept_by_eager(row, costs.lifetimes)
     capacity_bytes = preset(row.machine).processor.capacity_bytes
+    problem = problem_of(costs, planning)
     reserved = reserved_bytes(
-        plan.fsdp2.schedules, posed.problem, posed.costs.groups, tensors, capacity_bytes
+        priced.plan.fsdp2.schedules, problem, costs.groups, tensors, capacity_bytes
     )
-    return Predicted(tokens / step_us * 1e6, reserved / GIB)
+    return Predicted(rate, reserved / GIB)
 
 
 def kept_by_eager(row: Row, tensors: Sequence[Lifetime]) -> list[Lifetime]:
@@ -193,22 +238,32 @@ def render(found: Sequence[tuple[Row, Predicted]]) -> str:
     splits = {row.split for row, _ in found}
     for split in sorted(splits):
         lines.append(f"{split}: {summary([pair for pair in found if pair[0].split == split])}")
-    right, all_pairs = rankings(found)
-    lines.append(f"{right} of {all_pairs} pairs of settings of a model ranked as published")
+    pairs = rankings(found)
+    right = sum(is_right(*pair) for pair in pairs)
+    lines.append(f"{right} of {len(pairs)} pairs of settings of a model ranked as published")
+    for one, other in pairs:
+        if not is_right(one, other):
+            lines.append(f"not so: {one[0].name}; {other[0].name}")
     return "\n".join(lines)
 
 
-def rankings(found: Sequence[tuple[Row, Predicted]]) -> tuple[int, int]:
-    """How many pairs of rows of one source, model and number of GPUs are ranked as published, and
-    how many there are, but for those that differ by less than NOISE."""
-    verdicts = [
-        (one[1].tokens_per_s > other[1].tokens_per_s)
-        == (one[0].tokens_per_s > other[0].tokens_per_s)
-        for one, other in combinations(found, 2)
+Found = tuple[Row, Predicted]
+
+
+def rankings(found: Sequence[Found]) -> list[tuple[Found, Found]]:
+    """Pairs of rows of one source, model and number of GPUs, the faster one first, but for those
+    that differ by less than NOISE."""
+    return [
+        (one, other)
+        for one, other in permutations(found, 2)
         if _settings_of(one[0]) == _settings_of(other[0])
-        and abs(error_of(one[0].tokens_per_s, other[0].tokens_per_s)) > NOISE
+        and error_of(one[0].tokens_per_s, other[0].tokens_per_s) > NOISE
     ]
-    return sum(verdicts), len(verdicts)
+
+
+def is_right(one: Found, other: Found) -> bool:
+    """The first is predicted to be the faster one."""
+    return one[1].tokens_per_s > other[1].tokens_per_s
 
 
 def _settings_of(row: Row) -> tuple[str, str, int]:

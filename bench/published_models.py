@@ -89,6 +89,8 @@ class MptBlock(nn.Module):
 class Mpt(nn.Module):
     """Tokens and targets in, the mean loss out. The head is the embedding's weight."""
 
+    loss = staticmethod(F.cross_entropy)
+
     def __init__(self, config: MptConfig, length: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
@@ -101,11 +103,57 @@ class Mpt(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = F.linear(self.norm(x), self.embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return self.loss(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.library.custom_op("published::log_softmax", mutates_args=())
+def _log_softmax(x: Tensor) -> Tensor:
+    return torch.log_softmax(x, -1)
+
+
+@torch.library.custom_op("published::log_softmax_backward", mutates_args=())
+def _log_softmax_backward(grad: Tensor, result: Tensor) -> Tensor:
+    return torch.ops.aten._log_softmax_backward_data(grad, result, -1, result.dtype)
+
+
+@torch.library.custom_op("published::nll_loss", mutates_args=())
+def _nll_loss(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten.nll_loss_forward(x, targets, None, 1, -100)
+
+
+@torch.library.custom_op("published::nll_loss_backward", mutates_args=())
+def _nll_loss_backward(grad: Tensor, x: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.aten.nll_loss_backward(grad, x, targets, None, 1, -100, weight)
+
+
+_log_softmax.register_fake(torch.empty_like)
+_log_softmax_backward.register_fake(lambda grad, result: torch.empty_like(grad))
+_nll_loss.register_fake(lambda x, targets: (x.new_empty(()), x.new_empty(())))
+_nll_loss_backward.register_fake(lambda grad, x, targets, weight: torch.empty_like(x))
+_log_softmax.register_autograd(
+    lambda ctx, grad: _log_softmax_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+_nll_loss.register_autograd(
+    lambda ctx, grad, _: (_nll_loss_backward(grad, *ctx.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output[1]),
+)
+
+
+def loss_left_alone(logits: Tensor, targets: Tensor) -> Tensor:
+    """As a script computes it that compiles its blocks only: op by op."""
+    return _nll_loss(_log_softmax(logits), targets)[0]
 
 
 def build(
-    family: str, model: str, seq: int, recompute: str, precision: str, mesh: str, batch: int
+    family: str,
+    model: str,
+    seq: int,
+    recompute: str,
+    precision: str,
+    mesh: str,
+    compiled_loss: bool,
+    batch: int,
 ) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """Torchtitan's last block stays gathered until backward; FSDP1's is its root's."""
     with torch.device("meta"):
@@ -116,6 +164,8 @@ def build(
         else:
             shape = replace(LLAMA[family, model], recompute=recompute)
             net, vocabulary = Llama(shape, seq), shape.vocabulary
+        if not compiled_loss:
+            net.loss = loss_left_alone
         tokens, targets = torch.randint(vocabulary, (2, batch, seq))
     reduce_dtype = torch.bfloat16 if precision == "pure" else torch.float32
     if precision == "float8":

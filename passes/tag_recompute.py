@@ -6,7 +6,7 @@ from graphshard.graph.program import Program, derived, unshard_marks
 
 # The partition saves what flows from one checkpointed region into a later one. Parameters belong
 # to no region, so they count as the last.
-_AFTER_ALL_REGIONS = 1 << 30
+AFTER_ALL_REGIONS = 1 << 30
 
 
 def tag_recompute(program: Program) -> Program:
@@ -21,5 +21,5 @@ def tag_recompute(program: Program) -> Program:
         return program
     for node in derived(mark.node for mark in unshard_marks(program.joint.graph)):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        node.meta["ac_graph_id"] = _AFTER_ALL_REGIONS
+        node.meta["ac_graph_id"] = AFTER_ALL_REGIONS
     return program

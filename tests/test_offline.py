@@ -15,7 +15,7 @@ import graphshard
 from graphshard.errors import CaptureError, InfeasibleBudget, OfflineError
 from graphshard.offline.api import machine_of
 from graphshard.offline.point import Point
-from graphshard.offline.repeats import CAPTURED, repeats_in
+from graphshard.offline.repeats import CAPTURED, EARLY, LATE_UNCUT, repeats_in
 from graphshard.offline.study import Study
 from graphshard.offline.target import made_of, target_of
 from graphshard.offline.world import built, pretended
@@ -275,17 +275,24 @@ def test_blocks_that_differ_are_not_alike(change):
     assert not alike(change)
 
 
-def test_a_row_of_as_many_blocks_as_are_captured_is_captured_whole():
-    found = study(functools.partial(net, depth=CAPTURED))
+# By whether groups may travel in parts: then forward is cut inside of its last blocks.
+CAPTURED_OF = {True: CAPTURED, False: EARLY + LATE_UNCUT}
+
+
+@pytest.mark.parametrize("regroup", CAPTURED_OF)
+def test_a_row_of_as_many_blocks_as_are_captured_is_captured_whole(regroup):
+    count = CAPTURED_OF[regroup]
+    found = study(functools.partial(net, depth=count), (point(regroup=regroup),))
     list(found.answers())
     assert found.effort.num_repeated == 0
-    assert found.effort.num_groups == CAPTURED + 1
+    assert found.effort.num_groups == count + 1
 
 
-def test_facts_say_how_many_blocks_were_not_captured():
-    found = study(functools.partial(net, depth=9))
+@pytest.mark.parametrize("regroup", CAPTURED_OF)
+def test_facts_say_how_many_blocks_were_not_captured(regroup):
+    found = study(functools.partial(net, depth=9), (point(regroup=regroup),))
     list(found.answers())
-    assert found.effort.num_repeated == 9 - CAPTURED
+    assert found.effort.num_repeated == 9 - CAPTURED_OF[regroup]
     assert found.effort.num_groups == 10
     with torch.device("meta"):
         whole = Net(nn.ModuleList(Block() for _ in range(9)))

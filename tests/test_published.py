@@ -8,15 +8,15 @@ from collections import Counter
 
 import pytest
 
-from bench.published import error_of, predictions, published, rankings
+from bench.published import error_of, is_right, predictions, published, rankings
 
 # Means of errors' sizes over rows that are held out, of all and of FSDP2's; the largest of one row.
 MEAN, MEAN_FSDP2, WORST = 0.12, 0.08, 0.25
 RESERVED = 0.08  # of one row
-RANKED = 0.95  # of all pairs of settings
+PAIRS = 39  # of settings of one model on as many GPUs
 # Rows that are missed, and why: docs/cost-model.md, "Why it misses".
 SLOW = "llm-foundry-a100-40", "70b", 64
-COMPILED_LOSS = "trainy-h200"
+SWAPPED = ("torchtitan-a100", "selective", "alternate")
 
 
 def test_the_split_is_by_the_rule_that_the_file_states():
@@ -50,7 +50,7 @@ def mean_size(found, **wanted):
     return sum(sizes) / len(sizes)
 
 
-@pytest.mark.slow  # 27 models are captured: 3 minutes on one idle core
+@pytest.mark.slow  # 32 captures
 @pytest.mark.timeout(1_800)
 class TestPredictions:
     def test_of_rows_that_are_held_out(self, found):
@@ -62,12 +62,14 @@ class TestPredictions:
 
     def test_of_reserved_memory(self, found):
         rows = [(row, told) for row, told in found if row.memory_gib is not None]
-        rows = [(row, told) for row, told in rows if row.source != COMPILED_LOSS]
         assert len(rows) > 10
         for row, told in rows:
             assert abs(error_of(told.reserved_gib, row.memory_gib)) <= RESERVED, row.name
 
-    def test_rank_settings_as_they_were_measured(self, found):
-        right, pairs = rankings(found)
-        assert pairs > 30
-        assert right >= RANKED * pairs
+    def test_order_settings_as_they_were_measured(self, found):
+        """Each was priced as `graphshard tune` prices what a model does by itself."""
+        pairs = rankings(found)
+        assert len(pairs) == PAIRS
+        swapped = [pair for pair in pairs if not is_right(*pair)]
+        kinds = {(one.source, one.recompute, other.recompute) for (one, _), (other, _) in swapped}
+        assert kinds <= {SWAPPED}

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from graphshard.cost.optimizer import Optimizer
 from graphshard.fsdp2.describe import name_of
 from graphshard.fsdp2.undo import sharding_of, undo
 from graphshard.offline.api import machine_of
@@ -24,6 +25,7 @@ from graphshard.offline.world import faked, groups_of, pretended, world_of
 from graphshard.planner.bounds import lower_bound_us
 from graphshard.planner.plan_step import fsdp2
 from graphshard.pricing.problem import PlanningPolicy, price
+from graphshard.schedule.estimate import OptimizerKind
 from graphshard.schedule.setting import (
     Checkpointing,
     Decision,
@@ -136,6 +138,31 @@ def test_large_modules_outside_of_blocks_may_be_apart_and_tied_ones_not():
         assert Grouping.APART not in groupings_of(model, sharding_of(model), "").calls
 
 
+class ReadsElsewhere(Net):
+    """The head is the embedding's weight, which its own group would have let go."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.embedding.weight).logsumexp(-1).mean()
+
+
+def reads_elsewhere():
+    model = ReadsElsewhere(nn.ModuleList(Block(64) for _ in range(4)), 64)
+    model.embedding = nn.Embedding(512, 64)
+    del model.head
+    return model
+
+
+def test_a_module_whose_parameters_are_read_elsewhere_is_in_no_group_of_its_own():
+    subject = subject_of(make=reads_elsewhere, batches=(1,))
+    assert subject.kept is None
+    assert {Grouping.BLOCKS, Grouping.PAIRS} & subject.groupings.calls.keys()
+    assert Grouping.APART not in subject.groupings.calls
+    assert Pricer(subject).price(setting(Grouping.PAIRS)).plan is not None
+
+
 def test_what_a_call_shards_is_that_of_the_nearest_module():
     calls = (("a.b", "c"), ("a",), ("",))
     assert owner_of("a.b.weight", calls) == ("a.b", "c")
@@ -171,8 +198,9 @@ def captured(subject, wanted):
     policy = PlanningPolicy(recompute=True, replaces_checkpoints=True, regroup=True)
     point = Point(WORLD, PER_NODE, MACHINES.machine, policy, wanted.sizes)
     build_it = partial(sharded_so, subject, wanted)
-    ((own, free),) = Study("net", build_it, (point,), whole=True).costs()
-    return free or own
+    study = Study("net", build_it, (point,), whole=True)
+    study.prepare()
+    return study.costs(point, freed=study.may_free(point))
 
 
 def described(subject, wanted):
@@ -293,6 +321,40 @@ def test_the_present_is_what_plan_says_of_it(tuned):
     assert found.present.setting.scheduling is Scheduling.FSDP2
     assert found.present.step_us == pytest.approx(estimate.whole_fsdp2_us, rel=1e-6)
     assert found.present.peak_bytes == pytest.approx(theirs.peak_bytes, abs=64)
+
+
+def test_another_machine_is_priced_from_the_same_captures(tuned):
+    subject, *_ = tuned
+    machine = machine_of("a100-ib200")
+    anew = subject_of(machines=replace(MACHINES, machine=machine))
+    for scheduling in Scheduling:
+        reshard = Resharding.AS_IS if scheduling is Scheduling.FSDP2 else Resharding.OPEN
+        kind = Checkpointing.AS_IS
+        wanted = setting(reshard=reshard, scheduling=scheduling, checkpointing=kind)
+        ours, theirs = (Pricer(one).price(wanted) for one in (subject.on(machine), anew))
+        assert ours.step_us == theirs.step_us != Pricer(subject).price(wanted).step_us
+        assert ours.peak_bytes == theirs.peak_bytes
+
+
+def test_only_the_models_own_groups_are_priced_as_among_others(tuned):
+    subject, *_ = tuned
+    kept = Subject("net", subject.build, MACHINES, (WORLD,), subject.sizes)
+    kept.prepare(regroups=False)
+    assert kept.groupings is None
+    wanted = present_of(subject, WORLD, Accumulated(sizes_of(1)))
+    ours, theirs = (Pricer(one).price(wanted) for one in (kept, subject))
+    assert ours.step_us == pytest.approx(theirs.step_us, rel=1e-9)
+
+
+def test_the_optimizer_is_in_the_step_and_in_the_options(tuned):
+    subject, pricer, *_ = tuned
+    fused = replace(subject, optimizer=Optimizer(OptimizerKind.ADAMW_FUSED, clips=True))
+    wanted = setting()
+    step = Pricer(fused).price(wanted)
+    assert step.passes_us == pricer.price(wanted).passes_us
+    assert step.step_us < pricer.price(wanted).step_us
+    assert '"optimizer": "adamw_fused"' in code_of(fused, fused.bare(), wanted)
+    assert "optimizer" not in code_of(subject, subject.bare(), wanted)
 
 
 def test_where_nothing_fits_the_nearest_is_said(tuned):

@@ -426,6 +426,8 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_fused_rms_norm": None,
         "_fused_rms_norm_backward": None,
         "_grouped_mm": None,
+        "_log_softmax": None,
+        "_log_softmax_backward_data": None,
         "_scaled_grouped_mm": None,
         "_scaled_dot_product_flash_attention": None,
         "_scaled_dot_product_flash_attention_backward": None,

@@ -15,6 +15,7 @@ from graphshard.errors import FileError, OptionsError
 from graphshard.files.information import printable
 from graphshard.files.reading import reason, shown
 from graphshard.options import MOST_COUNT, parse_bytes
+from graphshard.schedule.estimate import OptimizerKind
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan
 
@@ -147,3 +148,20 @@ def say(text: str, keep: str = "") -> None:
     """A line of progress or an error, on stderr; lost if there is none. keep: see `printable`."""
     with contextlib.suppress(OSError, ValueError):
         print(f"graphshard: {printable(text, keep)}", file=sys.stderr, flush=True)
+
+
+def add_optimizer(parser: argparse.ArgumentParser) -> None:
+    """What follows backward in a step."""
+    parser.add_argument(
+        "--optimizer",
+        choices=[kind.value for kind in OptimizerKind],
+        default=OptimizerKind.ADAMW.value,
+        help="what steps the parameters, in the step's time and memory (default: adamw, torch's "
+        "foreach)",
+    )
+    parser.add_argument(
+        "--clip",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="gradients are clipped by their norm before the optimizer (default: they are not)",
+    )

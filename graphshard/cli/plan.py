@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from graphshard.cli.common import (
     EXIT_INFEASIBLE,
     EXIT_OK,
+    add_optimizer,
     count,
     make_folder,
     print_json,
@@ -22,7 +23,6 @@ from graphshard.cli.common import (
 )
 from graphshard.cli.front import marked, panels
 from graphshard.files.writing import save_text
-from graphshard.schedule.estimate import OptimizerKind
 from graphshard.view.brief import compute_text
 from graphshard.view.front import Panel, front_svg
 from graphshard.view.offline import Effort, SweepRow, plan_text, sweep_text
@@ -125,19 +125,7 @@ def _add_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--micro-steps", metavar="N", type=count, default=1, help="per optimizer step"
     )
-    plan.add_argument(
-        "--optimizer",
-        choices=[kind.value for kind in OptimizerKind],
-        default=OptimizerKind.ADAMW.value,
-        help="what steps the parameters, in the step's time and memory (default: adamw, torch's "
-        "foreach)",
-    )
-    plan.add_argument(
-        "--clip",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="gradients are clipped by their norm before the optimizer (default: they are not)",
-    )
+    add_optimizer(plan)
 
 
 def _budgets(text: str) -> list[int | str | None]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from graphshard.cli.common import (
     EXIT_INFEASIBLE,
     EXIT_OK,
+    add_optimizer,
     count,
     make_folder,
     print_json,
@@ -20,6 +21,7 @@ from graphshard.cli.common import (
 )
 from graphshard.errors import OptionsError
 from graphshard.files.writing import save_text
+from graphshard.schedule.estimate import OptimizerKind
 from graphshard.view.front import front_svg
 from graphshard.view.tune import GainRow, Tuned, TuneRow, panels_of, tune_text
 
@@ -81,6 +83,7 @@ def add_tune(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="price ops as fused, about as the backend runs them by default (inductor, default), "
         "or one by one (aten)",
     )
+    add_optimizer(tune)
     tune.add_argument(
         "--price", metavar="USD", type=_price, help="of one GPU for an hour: adds cost per token"
     )
@@ -163,6 +166,7 @@ def _sizes(args: argparse.Namespace, target: Target) -> Sizes:
 
 
 def _subject(args: argparse.Namespace, target: Target, present: Sizes) -> Subject:
+    from graphshard.cost.optimizer import Optimizer
     from graphshard.offline.api import is_fused, machine_of
     from graphshard.tune.subject import Machines, Subject
 
@@ -173,7 +177,9 @@ def _subject(args: argparse.Namespace, target: Target, present: Sizes) -> Subjec
     per_node = args.per_node or machine.ranks_per_node
     machines = Machines(machine, per_node, is_fused(args.compute))
     every = tuple(dict.fromkeys([*sizes, present]))
-    return Subject(target.name, target.build, machines, tuple(args.gpus), every, say)
+    optimizer = Optimizer(OptimizerKind(args.optimizer), args.clip)
+    worlds = tuple(args.gpus)
+    return Subject(target.name, target.build, machines, worlds, every, say, optimizer)
 
 
 def _budget(args: argparse.Namespace, subject: Subject) -> int:

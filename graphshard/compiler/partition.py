@@ -23,6 +23,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from graphshard.capture.dynamo import input_example, tracing_context
 from graphshard.codegen.emit import with_run_input
+from graphshard.compiler.cheap_again import repeat_cheap
 from graphshard.compiler.planning import (
     place,
     run_captured,
@@ -180,6 +181,8 @@ def parts_of(
     """
     tag(joint.graph, chosen.again, kept)
     # Over several checkpointed blocks the min-cut would start again from the first one.
+    if fused and joint_graph.checkpointed:
+        repeat_cheap(joint.graph, joint_graph.program.num_outputs)
     forward, backward = joint_graph.split(joint, fused and not joint_graph.checkpointed)
     cut = replace(
         joint_graph.program,

@@ -275,6 +275,12 @@ def plan_following(
     return found if fits else None
 
 
+def plan_as_fsdp2(costs: GraphCosts, problem: Problem, planning: PlanningInputs) -> Plan:
+    """FSDP2's own schedule, whatever its peak: nothing is searched."""
+    groups = _groups(costs, problem, planning.policy.reshard)
+    return _plan_made(costs.name, groups, problem, as_fsdp2(problem))
+
+
 def _groups(
     program: Program | GraphCosts, problem: Problem, reshard: Reshard
 ) -> tuple[GroupInfo, ...]:

@@ -6,8 +6,8 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,12 @@ from graphshard.compiler.partition import JointGraph, find_groups, joint_graph_o
 from graphshard.errors import CaptureError, GraphshardError
 from graphshard.offline.world import Fake, InputDim
 from graphshard.options import Options
+
+_aten = torch.ops.aten
+_LOSSES = (
+    *(_aten._log_softmax.default, _aten._log_softmax_backward_data.default),
+    *(_aten.nll_loss_forward.default, _aten.nll_loss_backward.default),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +56,14 @@ def capture(
     name: str,
     varying: Sequence[InputDim] = (),
     *,
+    fused: bool = False,
     by_blocks: bool = True,
 ) -> Captured:
     """The forward and backward of one call of the model.
 
-    varying: sizes that should become symbols, if the model allows it. by_blocks: what repeats is
-    traced once, as in a run. Raises CaptureError (GS910) if the call cannot be captured as one
-    graph.
+    varying: sizes that should become symbols, if the model allows it. fused: for prices of fused
+    compute. by_blocks: what repeats is traced once, as in a run. Raises CaptureError (GS910) if the
+    call cannot be captured as one graph.
     """
     leaves = fake.leaves
     for place in varying:
@@ -64,8 +71,9 @@ def capture(
 
     def only_capture(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         found, symbols = find_groups(gm), _symbols(gm, leaves)
-        # Fused compute is priced from whole ops, too: the prices were compared with real runs so.
         lowering = lowering_of(Options(compute="aten"), trains=True)
+        if fused:
+            lowering = replace(lowering, decompositions=_taken_apart())
 
         def trace(gm: fx.GraphModule, blocks: Sequence[RepeatedBlock]) -> Any:
             def stop(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kw: Any) -> Any:
@@ -99,6 +107,15 @@ def capture(
     finally:
         torch._dynamo.reset()
     raise CaptureError("GS910", "the model ran without being captured")
+
+
+def _taken_apart() -> dict[Any, Callable[..., Any]]:
+    """Of what Inductor takes apart, what it never stores the results of. Fused compute is priced
+    from whole ops otherwise: the prices were compared with real runs so."""
+    from graphshard.codegen import inductor  # takes a second to import
+
+    known = inductor.decompositions({})
+    return {op: known[op] for op in _LOSSES}
 
 
 def _symbols(gm: fx.GraphModule, leaves: Sequence[Tensor]) -> dict[InputDim, str]:

@@ -101,7 +101,7 @@ def _short_costs(
 ) -> GraphCosts:
     """Of the captured blocks alone, under their names in the whole model."""
     with pretended(planning.settings[0].ranks):
-        joint_graph = capture(faked(build), name).joint_graph
+        joint_graph = capture(faked(build), name, fused=planning.fused).joint_graph
     if chosen.replaced:
         free = released(joint_graph)
         assert free is not None

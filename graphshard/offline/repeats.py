@@ -23,6 +23,8 @@ from graphshard.pricing.region_cuts import AT_START, AT_TURN
 # Two show what repeats. Those before and behind them have neighbours of their own, and forward may
 # be cut inside the first and the last few (`graphshard.pricing.region_cuts`).
 EARLY, LATE = 1 + AT_START, 1 + AT_TURN
+# As LATE, where nothing is cut inside because no part of a group may travel alone.
+LATE_UNCUT = 2
 CAPTURED = EARLY + LATE
 _OWN = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
@@ -56,30 +58,35 @@ def is_inside(group: str, block: str) -> bool:
     return group == block or group.startswith((f"{block}.", f"{block} ["))
 
 
-def repeats_in(model: nn.Module) -> list[Repeat]:
-    """Lists of more than CAPTURED sharded blocks that are all alike."""
-    found = []
+def repeats_in(model: nn.Module, *, cut_inside: bool = True) -> list[Repeat]:
+    """Lists of more sharded blocks than are captured, all alike. cut_inside: forward may be, since
+    groups may travel in parts."""
+    found, late = [], LATE if cut_inside else LATE_UNCUT
     for name, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue
         blocks = dict(container.named_children())
         sharded = all(isinstance(block, fsdp2.ShardedModule) for block in blocks.values())
-        if len(blocks) > CAPTURED and sharded and len(set(map(signature, blocks.values()))) == 1:
+        if (
+            len(blocks) > EARLY + late
+            and sharded
+            and len(set(map(signature, blocks.values()))) == 1
+        ):
             prefix = f"{name}." if name else ""
-            found.append(Repeat(name, tuple(prefix + key for key in blocks)))
+            found.append(Repeat(name, tuple(prefix + key for key in blocks), late))
     return found
 
 
-def shorten(model: nn.Module, repeat: Repeat, count: int = CAPTURED) -> None:
-    """Leave the first `count` blocks."""
+def shorten(model: nn.Module, repeat: Repeat, count: int = 0) -> None:
+    """Leave the first `count` blocks; 0: as many as are captured."""
     container = model.get_submodule(repeat.container)
-    for name in repeat.names[count:]:
+    for name in repeat.names[count or repeat.captured :]:
         delattr(container, name.rpartition(".")[2])
 
 
 @contextmanager
 def shortened(model: nn.Module, repeats: Iterable[Repeat]) -> Iterator[None]:
-    """Inside, each list has CAPTURED blocks."""
+    """Inside, each list has as many blocks as are captured."""
     whole = {repeat: dict(model.get_submodule(repeat.container)._modules) for repeat in repeats}
     try:
         for repeat in whole:

@@ -40,12 +40,11 @@ from graphshard.offline.clock import Clock
 from graphshard.offline.concrete import concrete
 from graphshard.offline.point import Answer, Point
 from graphshard.offline.recut import recut
-from graphshard.offline.repeats import CAPTURED, Repeat, repeats_in, shorten, shortened
+from graphshard.offline.repeats import Repeat, repeats_in, shorten, shortened
 from graphshard.offline.target import Sizes
 from graphshard.offline.unroll import unrolled
 from graphshard.offline.world import (
     Fake,
-    InputDim,
     Made,
     Shapes,
     World,
@@ -62,12 +61,14 @@ from graphshard.planner.problem import Problem
 from graphshard.planner.room import with_room
 from graphshard.pricing.op_costs import GraphCosts, graph_costs
 from graphshard.pricing.recompute import NO_UNITS, ChosenUnits
-from graphshard.schedule.plan import LeftOut, Plan, Recomputed
+from graphshard.schedule.plan import GroupInfo, LeftOut, Plan, Recomputed
 from graphshard.view.offline import Effort
 
 Build = Callable[[Sizes], Made]
 
 
+# fused, sizes (None: of all, as symbols).
+_CaptureKey: TypeAlias = tuple[bool, Sizes | None]
 # sizes, machine, recompute, fused, in parts, freed: what the costs of a graph hang on.
 _CostsKey: TypeAlias = tuple[Sizes, str, bool, bool, bool, bool]
 # What is computed again besides or offloaded, fused, freed.
@@ -100,7 +101,8 @@ class Study:
     freed: bool | None = None
     baseline: Problem | None = None
     _repeats: list[Repeat] = field(default_factory=list)
-    _captures: dict[Sizes | None, Captured] = field(default_factory=dict)
+    _infos: list[GroupInfo] = field(default_factory=list)  # of all blocks
+    _captures: dict[_CaptureKey, Captured] = field(default_factory=dict)
     _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
     _arguments: dict[Sizes, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     _free: dict[int, JointGraph | None] = field(default_factory=dict)
@@ -116,25 +118,24 @@ class Study:
 
         Raises OfflineError or CaptureError where the model cannot be built or captured.
         """
-        with no_collections():
-            self._prepare()
+        self.prepare()
         for point in self.points:
             with no_collections(), self._clock.timed("plan"):
                 answer = self._answer(point)
             yield answer
 
-    def costs(self) -> Iterator[tuple[GraphCosts, GraphCosts | None]]:
-        """What the whole model costs at each point: as the user checkpoints it, and with that
-        replaced, where it may be and there is something to replace. Raises as `answers`."""
+    def costs(self, point: Point, *, freed: bool = False) -> GraphCosts:
+        """What the whole model costs as the user checkpoints it, or with that replaced (see
+        `may_free`), once it was prepared.
+
+        point: of captured sizes, on any machine. Raises CaptureError (GS910) if the captured blocks
+        do not stand for all there.
+        """
         with no_collections():
-            self._prepare()
-        for point in self.points:
-            found = [
-                self._costs.get(self._key(point, freed=freed))
-                or self._captured_costs(point, freed=freed)
-                for freed in ((False, True) if self._may_free(point) else (False,))
-            ]
-            yield found[0], found[1] if found[1:] else None
+            found = self._whole_costs(point, freed=freed)
+        if found is None:
+            raise CaptureError("GS910", f"its blocks do not repeat exactly on {point.machine.name}")
+        return found
 
     @property
     def effort(self) -> Effort:
@@ -143,7 +144,7 @@ class Study:
         return Effort(
             num_nodes=next(iter(self._captures.values())).num_nodes,
             num_groups=len(infos),
-            num_repeated=sum(repeat.count - CAPTURED for repeat in self._repeats),
+            num_repeated=sum(repeat.count - repeat.captured for repeat in self._repeats),
             num_params=sum(p.numel for g in infos for p in g.params),
             capture_s=self._clock.seconds["capture"],
             passes_s=self._clock.seconds["passes"],
@@ -156,6 +157,10 @@ class Study:
         if self._repeats:
             return self._posed_short(point, planning)
         return pose(self._cut_for(point), planning)
+
+    def world(self, world_size: int, ranks_per_node: int) -> World | None:
+        """The groups on one of the points' worlds, once it was prepared."""
+        return self._worlds.get((world_size, ranks_per_node))
 
     def _planning(self, point: Point) -> PlanningInputs:
         world = self._worlds[point.world_size, point.ranks_per_node]
@@ -176,7 +181,7 @@ class Study:
 
     def _told(self, found: Decided[Any]) -> Plan:
         """With what more memory would buy, if that was asked."""
-        if not self.room or found.plan.estimate is None:
+        if not self.room:
             return found.plan
         return replace(found.plan, estimate=with_room(found.plan.estimate, found.problem))
 
@@ -184,14 +189,14 @@ class Study:
         if self.freed is not None:
             cut = self._cut_for(point, freed=self.freed)
             return decided_cut(cut, pose(cut, planning, self.baseline), planning)
-        free = self._cut_for(point, freed=True) if self._may_free(point) else None
+        free = self._cut_for(point, freed=True) if self.may_free(point) else None
         return decide(self._cut_for(point), free, planning)
 
     def _planned_short(self, point: Point, planning: PlanningInputs) -> Decided[Any]:
         """From the costs of the whole model, which were counted."""
         own = self._posed_short(point, planning)
         as_it_is = partial(self._decided_short, own, point, planning)
-        if not self._may_free(point):
+        if not self.may_free(point):
             return as_it_is()
         free = self._posed_short(point, planning, own.problem)
         return better_of(as_it_is, partial(self._decided_short, free, point, planning))
@@ -233,8 +238,12 @@ class Study:
 
     # -- captures and worlds -------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Capture what has to be, and look at the groups of every world. Raises as `answers`."""
+        with no_collections():
+            self._prepare()
+
     def _prepare(self) -> None:
-        """Capture what has to be captured, and look at the groups of every world."""
         every = list(dict.fromkeys(point.sizes for point in self.points))
         sizes = max(every)  # a size of 1 would be taken for a constant
         names: list[str] = []
@@ -257,19 +266,21 @@ class Study:
                 made = fake if own == sizes else built(partial(self.build, own))
                 self._shapes[own] = shapes(made)
                 self._arguments[own] = made.args, made.kwargs
-            self._repeats = [] if self.whole else repeats_in(fake.model)
+            inside = any(point.in_parts for point in self.points)
+            self._repeats = [] if self.whole else repeats_in(fake.model, cut_inside=inside)
             if self._repeats:
-                self.say(f"capturing {CAPTURED} blocks of each list of alike blocks")
+                self.say("capturing a few blocks of each list of alike blocks")
                 if names := self._captured_short(every, sizes, fake):
                     return names
-                self._repeats, fake = [], faked(partial(self.build, sizes))
+                self._repeats, self._infos = [], []
+                fake = faked(partial(self.build, sizes))
             self.say("capturing the whole model")
             self._capture(every, sizes, fake)
         return [info.fqn for info in next(iter(self._captures.values())).joint_graph.program.groups]
 
     def _captured_short(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> list[str]:
         """Empty if the short model cannot be captured, or its blocks do not repeat exactly."""
-        infos = [describe(0, group) for group in groups_of(fake)]
+        self._infos = [describe(0, group) for group in groups_of(fake)]
         try:
             with shortened(fake.model, self._repeats):
                 self._capture(every, sizes, fake)
@@ -277,18 +288,12 @@ class Study:
             self.say(f"a model with fewer blocks cannot be captured: {error}")
             return []
         asked = [(point, False) for point in self.points]
-        asked += [(point, True) for point in self.points if self._may_free(point)]
-        for key, (point, freed) in {self._key(p, freed=f): (p, f) for p, f in asked}.items():
-            costs: GraphCosts | None = self._captured_costs(point, freed=freed)
-            for repeat in self._repeats:
-                costs = costs and unrolled(costs, repeat, infos)
-            # A group that is used behind the captured blocks alone would be forgotten.
-            if costs is None or len(costs.groups) < len(infos):
-                self.say("its blocks do not repeat exactly")
-                for known in (self._captures, self._free, self._cuts, self._parts, self._costs):
-                    known.clear()
-                return []
-            self._costs[key] = costs
+        asked += [(point, True) for point in self.points if self.may_free(point)]
+        if any(self._whole_costs(point, freed=freed) is None for point, freed in asked):
+            self.say("its blocks do not repeat exactly")
+            for known in (self._captures, self._free, self._cuts, self._parts, self._costs):
+                known.clear()
+            return []
         return [info.fqn for info in next(iter(self._costs.values())).groups]
 
     def _fake(self, sizes: Sizes) -> Fake:
@@ -299,36 +304,39 @@ class Study:
         return fake
 
     def _capture(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> None:
+        """As every point has compute priced."""
+        for fused in dict.fromkeys(point.fused for point in self.points):
+            own = self._fake(sizes) if self._captures else fake
+            self._capture_as(every, own, fused=fused)
+
+    def _capture_as(self, every: Sequence[Sizes], fake: Fake, *, fused: bool) -> None:
         """Once with symbols for what varies, or once for each of the sizes."""
         places = varying(list(self._shapes.values()))
         if not places:
-            self._captures[None] = self._captured(fake)
+            self._captures[fused, None] = capture(fake, self.name, fused=fused)
             return
         # Not the largest: a buffer that is used whole would make its length a constant.
         smaller = min(every, key=lambda own: (1 in dict(own).values(), own))
         call = called_with(fake, *self._arguments[smaller])
         try:
-            captured = self._captured(call, places)
+            captured = capture(call, self.name, places, fused=fused)
         except CaptureError:
             captured = None
         if captured is not None and all(place in captured.symbols for place in places):
-            self._captures[None] = captured
+            self._captures[fused, None] = captured
             return
         for own in every:
             self.say(f"capturing for {', '.join(f'{k} {v:,}' for k, v in own)}")
-            self._captures[own] = self._captured(self._fake(own))
-
-    def _captured(self, fake: Fake, varying: Sequence[InputDim] = ()) -> Captured:
-        # Of a few blocks the middle ones are compared op by op: all are traced in the same way.
-        return capture(fake, self.name, varying, by_blocks=not self._repeats)
+            self._captures[fused, own] = capture(self._fake(own), self.name, fused=fused)
 
     # -- parts and costs -----------------------------------------------------------------------
 
-    def _may_free(self, point: Point) -> bool:
-        """The user's checkpoints may be replaced, and there are some."""
+    def may_free(self, point: Point) -> bool:
+        """The user's checkpoints may be replaced, and there are some; once it was prepared."""
         if not point.policy.replaces_checkpoints:
             return False
-        return self._joint_graph(self._capture_of(point.sizes), freed=True) is not None
+        captured = self._capture_of(point.sizes, fused=point.fused)
+        return self._joint_graph(captured, freed=True) is not None
 
     def _joint_graph(self, captured: Captured, *, freed: bool) -> JointGraph | None:
         if not freed:
@@ -345,14 +353,16 @@ class Study:
             parts = self._cut(point.sizes, (chosen, point.fused, freed))
             return replace(parts, placed=parts.placed.with_groups(infos))
 
-        return Cut(again(), again, self._capture_of(point.sizes).joint_graph.checkpoints)
+        return Cut(
+            again(), again, self._capture_of(point.sizes, fused=point.fused).joint_graph.checkpoints
+        )
 
-    def _capture_of(self, sizes: Sizes) -> Captured:
-        return self._captures[None if None in self._captures else sizes]
+    def _capture_of(self, sizes: Sizes, *, fused: bool) -> Captured:
+        return self._captures[fused, None if (fused, None) in self._captures else sizes]
 
     def _cut(self, sizes: Sizes, key: _CutKey) -> Partition:
         if (sizes, key) not in self._parts:
-            captured = self._capture_of(sizes)
+            captured = self._capture_of(sizes, fused=key[1])
             own = self._shapes[sizes]
             numbers = {name: own[at.leaf][at.dim] for at, name in captured.symbols.items()}
             with self._clock.timed("passes"):
@@ -379,6 +389,19 @@ class Study:
     def _key(self, point: Point, *, freed: bool) -> _CostsKey:
         policy, name = point.policy, point.machine.name
         return point.sizes, name, policy.recompute, point.fused, point.in_parts, freed
+
+    def _whole_costs(self, point: Point, *, freed: bool) -> GraphCosts | None:
+        """Of all blocks; None if the captured ones do not stand for them."""
+        key = self._key(point, freed=freed)
+        if key not in self._costs:
+            costs: GraphCosts | None = self._captured_costs(point, freed=freed)
+            for repeat in self._repeats:
+                costs = costs and unrolled(costs, repeat, self._infos)
+            # A group that is used behind the captured blocks alone would be forgotten.
+            if costs is None or len(costs.groups) < len(self._infos):
+                return None
+            self._costs[key] = costs
+        return self._costs[key]
 
     def _captured_costs(self, point: Point, *, freed: bool) -> GraphCosts:
         return graph_costs(

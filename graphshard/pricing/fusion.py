@@ -23,6 +23,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from graphshard.graph.owners import owner
 from graphshard.graph.program import CASTS, is_view
 
+aten = torch.ops.aten
+
+# Inductor computes each element of these from an index (torch/_inductor/lowering.py), and of a
+# number put into constant rows, too (fx_passes/post_grad.py, scatter_upon_const_tensor).
+_CONSTANT = (aten.full.default, aten.full_like.default, aten.zeros_like.default)
+_PICKS = (aten.gather.default, *_CONSTANT)
+
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
@@ -56,8 +63,7 @@ def never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.N
     return {
         node: None
         for node in nodes
-        if _is_pointwise(node)
-        and all(fusible(reader, region_of[node]) for reader in _readers(node))
+        if is_pointwise(node) and all(fusible(reader, region_of[node]) for reader in _readers(node))
     }
 
 
@@ -86,7 +92,7 @@ def _kernel_ends(
     region: Sequence[fx.Node], place: Mapping[fx.Node, int], unstored: Collection[fx.Node]
 ) -> dict[fx.Node, int]:
     """Where the last op stands that is written by the same kernel, of each that has one."""
-    written = [n for n in region if _is_pointwise(n) and n not in unstored]
+    written = [n for n in region if is_pointwise(n) and n not in unstored]
     bits = {node: 1 << index for index, node in enumerate(written)}
     needed = _needed_first(region, bits)
     reads = _reads(region, unstored)
@@ -162,10 +168,17 @@ def _is_fused(node: fx.Node) -> bool:
     return is_view(node) or is_fusible(node)
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    """By torch's tag, which a cast lacks until it is decomposed."""
-    return node.target in CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+def is_pointwise(node: fx.Node) -> bool:
+    """By torch's tag, which a cast lacks until it is decomposed; and what picks from, or puts into,
+    what need not be in memory for that."""
+    if node.target in (*CASTS, *_PICKS) or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return True
+    return node.target is aten.scatter.value and _is_constant(node.args[0])
+
+
+def _is_constant(value: object) -> bool:
+    return isinstance(value, fx.Node) and value.target in _CONSTANT
 
 
 def is_fusible(node: fx.Node) -> bool:
-    return _is_pointwise(node) or torch.Tag.reduction in getattr(node.target, "tags", ())
+    return is_pointwise(node) or torch.Tag.reduction in getattr(node.target, "tags", ())

@@ -86,7 +86,7 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
     results, saved = returned(program)
     outside, kept = set(map(owner, results)), set(map(owner, saved))
     readers = _first_reader(program.backward.graph)
-    written = _written(program.forward.graph)
+    written = written_inputs(program.forward.graph)
     # Both graphs are copies of one joint graph, where a name stands for one op.
     names = {node.name for node in compute_nodes(program.backward.graph)}
     again = {node for node in compute if node.name in names}
@@ -302,7 +302,7 @@ def _encloses(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
     return outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
-def _written(graph: fx.Graph) -> set[fx.Node]:
+def written_inputs(graph: fx.Graph) -> set[fx.Node]:
     """Inputs that have another value in backward: AOTAutograd returns what the graph writes to
     them, and copies it there when forward is over."""
     described = output_node(graph).meta.get("desc", ())

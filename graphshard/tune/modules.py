@@ -47,8 +47,11 @@ def root_of(sharding: Sharding) -> str | None:
     return outer[0][0] if len(outer) == 1 and len(outer[0]) == 1 else None
 
 
-def groupings_of(model: nn.Module, sharding: Sharding, root: str) -> Groupings:
-    """model: not sharded; sharding: what it had been."""
+def groupings_of(
+    model: nn.Module, sharding: Sharding, root: str, *, may_be_apart: bool = True
+) -> Groupings:
+    """model: not sharded; sharding: what it had been. may_be_apart: large modules outside of blocks
+    may be groups of their own."""
     closed = set(_closed(model))
     lists = tuple(_block_lists(model, root, closed))
     blocks = [name for names in lists for name in names]
@@ -58,7 +61,7 @@ def groupings_of(model: nn.Module, sharding: Sharding, root: str) -> Groupings:
     if blocks:
         found[Grouping.BLOCKS] = (*((name,) for name in blocks), *top)
         apart = list(_apart(model, root, blocks, own, closed))
-        if apart:
+        if apart and may_be_apart:
             found[Grouping.APART] = (*((name,) for name in blocks), *apart, *top)
         for kind, count in NEIGHBOURS.items():
             runs = [names[at : at + count] for names in lists for at in range(0, len(names), count)]

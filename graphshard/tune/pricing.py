@@ -13,10 +13,12 @@ from graphshard.compiler.planning import (
     PlanningInputs,
     Posed,
     best_plans,
+    plan_as_fsdp2,
     problem_of,
     with_options,
 )
 from graphshard.compiler.planning_inputs import policy_of
+from graphshard.cost.optimizer import DEFAULT, Optimizer
 from graphshard.errors import InfeasibleBudget
 from graphshard.options import parse_options
 from graphshard.planner.bounds import lower_bound_us
@@ -28,7 +30,7 @@ from graphshard.pricing.recompute import RecomputeUnit
 from graphshard.schedule.plan import Figures, Plan
 from graphshard.schedule.setting import Checkpointing, Grouping, Resharding, Scheduling, Setting
 from graphshard.tune.merge import Described, Merged, merged, resharded
-from graphshard.tune.subject import Costs, Subject, World
+from graphshard.tune.subject import Subject, World
 
 # A plan may be so much above its lower bound.
 NEAR = 0.01
@@ -130,8 +132,10 @@ class Pricer:
 
     def _price(self, setting: Setting) -> Priced:
         costs, planning = self.inputs(setting)
+        if setting.scheduling is Scheduling.FSDP2:
+            return Priced(setting, plan_as_fsdp2(costs, self._problem(setting), planning))
         baseline = None
-        if setting.checkpointing is Checkpointing.AUTO and self._size(setting).free is not None:
+        if setting.checkpointing is Checkpointing.AUTO and self.subject.checkpoints:
             own = replace(setting, checkpointing=Checkpointing.AS_IS)
             baseline = self._problem(own)
         posed = Posed(costs, self._problem(setting), baseline=baseline)
@@ -169,23 +173,13 @@ class Pricer:
         machine = self.subject.machines.machine
         return found.costs, PlanningInputs(settings, machine, self.policy(setting), fused)
 
-    def _size(self, setting: Setting) -> Costs:
-        return self.subject.costs[setting.sizes]
-
     def _costs(self, setting: Setting) -> Merged:
-        kind = setting.checkpointing
         key = (
             *(setting.world_size, setting.mesh, setting.grouping, setting.reshard),
-            *(setting.sizes, kind),
+            *(setting.sizes, setting.checkpointing, setting.scheduling),
         )
         if key not in self._merged:
-            size = self._size(setting)
-            if kind is Checkpointing.FULL:
-                assert size.full is not None
-                costs = size.full
-            else:
-                costs = size.free or size.own if kind is Checkpointing.AUTO else size.own
-            self._merged[key] = self._regrouped(costs, setting)
+            self._merged[key] = self._regrouped(self.subject.costs(setting), setting)
         return self._merged[key]
 
     def _regrouped(self, costs: GraphCosts, setting: Setting) -> Merged:
@@ -223,8 +217,9 @@ def policy_for(subject: Subject, setting: Setting, near: float = 0.0) -> Plannin
 def options_of(subject: Subject, setting: Setting) -> dict[str, object]:
     """`options=` of the backend."""
     without_sync = 1 if setting.sync_each else setting.micro_steps
+    optimizer = _optimizer_options(subject.optimizer)
     if setting.scheduling is Scheduling.FSDP2:
-        return {"schedule": "fsdp2", "micro_steps": without_sync}
+        return {"schedule": "fsdp2", "micro_steps": without_sync, **optimizer}
     decides = subject.groupings is None and setting.reshard is Resharding.OPEN
     auto = setting.checkpointing is Checkpointing.AUTO
     return {
@@ -233,7 +228,15 @@ def options_of(subject: Subject, setting: Setting) -> dict[str, object]:
         "offload": "never",
         "micro_steps": without_sync,
         "reshard": "auto" if decides else "fsdp2",
+        **optimizer,
     }
+
+
+def _optimizer_options(optimizer: Optimizer) -> dict[str, object]:
+    """Those that are not the backend's own."""
+    given = {"optimizer": optimizer.kind.value, "clip": optimizer.clips}
+    usual = {"optimizer": DEFAULT.kind.value, "clip": DEFAULT.clips}
+    return {name: value for name, value in given.items() if value != usual[name]}
 
 
 def _with_groups(costs: GraphCosts, world: World) -> Merged:

@@ -115,14 +115,14 @@ class Found:
 
 
 def space_of(subject: Subject, world_size: int, asked: Asked) -> Space:
-    groupings, costs = subject.groupings, subject.costs[asked.batches[0]]
+    groupings = subject.groupings
     shapes: tuple[MeshShape | None, ...] = (None,)
     if groupings is not None and subject.moves:
         every = shapes_for(world_size, subject.machines.ranks_per_node)
         shapes = tuple(shape for shape in every if subject.may_be_on(world_size, shape))
-    kinds = [Checkpointing.AS_IS] if costs.free is not None else []
+    kinds = [Checkpointing.AS_IS] if subject.checkpoints else []
     kinds += [Checkpointing.AUTO]
-    kinds += [Checkpointing.FULL] if costs.full is not None else []
+    kinds += [Checkpointing.FULL] if subject.may_checkpoint else []
     reshards = [Resharding.OPEN]
     if groupings is not None:
         reshards += [Resharding.ALWAYS, Resharding.NEVER]
@@ -299,8 +299,7 @@ def _reverted(
         yield Decision.RESHARD, replace(best, reshard=own_reshard(subject))
     else:
         yield Decision.RESHARD, replace(best, reshard=Resharding.AS_IS)
-    checkpoints = subject.costs[best.sizes].free is not None
-    kind = Checkpointing.AS_IS if checkpoints else Checkpointing.NONE
+    kind = Checkpointing.AS_IS if subject.checkpoints else Checkpointing.NONE
     yield Decision.CHECKPOINTING, replace(best, checkpointing=kind)
     if present is not None:
         now = Accumulated(present.sizes, present.micro_steps, present.sync_each)

@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.cost.machine import Machine
+from graphshard.cost.optimizer import DEFAULT, Optimizer
 from graphshard.errors import CaptureError, OfflineError
 from graphshard.fsdp2 import states_under
 from graphshard.fsdp2.describe import name_of
@@ -29,9 +30,17 @@ from graphshard.offline.repeats import is_inside as is_group_of
 from graphshard.offline.study import Study
 from graphshard.offline.target import Sizes
 from graphshard.offline.world import Fake, Made, built, faked, groups_of, pretended, world_of
+from graphshard.offline.world import World as Groups
 from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.problem import PlanningPolicy
-from graphshard.schedule.setting import Grouping, MeshShape, Obstacle
+from graphshard.schedule.setting import (
+    Checkpointing,
+    Grouping,
+    MeshShape,
+    Obstacle,
+    Scheduling,
+    Setting,
+)
 from graphshard.tune.layout import plain_name, shard, shards_alike
 from graphshard.tune.merge import Described, Union, renamed
 from graphshard.tune.modules import (
@@ -56,21 +65,11 @@ class Machines:
     fused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Of one step at one size. free: with the model's checkpoints left to the planner, if it has
-    any. full: with each block checkpointed, if the model checkpoints nothing."""
-
-    own: GraphCosts
-    free: GraphCosts | None
-    full: GraphCosts | None = None
-
-
 @dataclass(slots=True)
 class Subject:
     """See above. sizes: of all batches to be tried. groupings: None for a model that keeps its
     calls (`kept` says why). is_sharded: FUNCTION had sharded it. moves: onto other meshes (not
-    beside tensor parallel, say)."""
+    beside tensor parallel, say). optimizer: what steps the parameters."""
 
     name: str
     build: Build
@@ -78,33 +77,58 @@ class Subject:
     worlds: tuple[int, ...]
     sizes: tuple[Sizes, ...]
     say: Callable[[str], None] = lambda text: None
+    optimizer: Optimizer = DEFAULT
+    regroups: bool = True
     is_sharded: bool = True
     moves: bool = True
     kept: Obstacle | None = None
     groupings: Groupings | None = None
     sharding: Sharding = field(default_factory=Sharding)
-    costs: dict[Sizes, Costs] = field(default_factory=dict)
+    _studies: dict[Checkpointing, Study | None] = field(default_factory=dict)
     _finest: dict[tuple[int, MeshShape | None], World] = field(default_factory=dict)
     _whole: tuple[str, ...] | None = None
     _repeats: tuple[Repeat, ...] = ()
     _own: dict[int, World] = field(default_factory=dict)
     _shapes: dict[int, MeshShape | None] = field(default_factory=dict)
-    _ranks: dict[int, int] = field(default_factory=dict)
 
-    def prepare(self) -> None:
-        """Look at the model, and capture its step. Raises OfflineError, CaptureError."""
-        first = self.worlds[0]
-        with pretended(first):
-            self._look(built(partial(self.build, self.sizes[0])).model)
+    def prepare(self, *, regroups: bool = True) -> None:
+        """Look at the model, and capture its step. Raises OfflineError, CaptureError.
+
+        regroups: else only what the model does by itself is priced (`Scheduling.FSDP2`).
+        """
+        self.regroups = regroups
+        if not regroups:
+            self._capture()
+            return
+        self._look_at_model()
         try:
             self._capture()
-        except CaptureError:
-            if self.groupings is None or not self.is_sharded:
+            return
+        except CaptureError as error:
+            if self.groupings is None or not (self.is_sharded or self._is_apart):
                 raise
-            self.groupings, self.kept = None, Obstacle.CAPTURE
-            self._capture()
+            self.say(f"it is no graph in these groups: {error}")
+        if self._is_apart:  # a parameter may be read where its module is not
+            self._look_at_model(may_be_apart=False)
+            try:
+                self._capture()
+                return
+            except CaptureError:
+                if not self.is_sharded:
+                    raise
+        self.groupings, self.kept = None, Obstacle.CAPTURE
+        self._capture()
 
-    def _look(self, model: nn.Module) -> None:
+    @property
+    def _is_apart(self) -> bool:
+        return self.groupings is not None and Grouping.APART in self.groupings.calls
+
+    def _look_at_model(self, *, may_be_apart: bool = True) -> None:
+        with pretended(self.worlds[0]):
+            model = built(partial(self.build, self.sizes[0])).model
+            self._look(model, may_be_apart=may_be_apart)
+
+    def _look(self, model: nn.Module, *, may_be_apart: bool) -> None:
         self.is_sharded = bool(states_under(model))
         self.kept = obstacle(model)
         if self.kept is not None:
@@ -119,7 +143,7 @@ class Subject:
         if root is None:
             self.kept = Obstacle.ROOTS
             return
-        groupings = groupings_of(model, self.sharding, root)
+        groupings = groupings_of(model, self.sharding, root, may_be_apart=may_be_apart)
         fitting = {
             kind: calls
             for kind, calls in groupings.calls.items()
@@ -131,30 +155,64 @@ class Subject:
 
     # -- captures ------------------------------------------------------------------------------
 
-    def _capture(self) -> None:
-        found = list(self._study(self._captured).costs())
-        for sizes, (own, free) in zip(self.sizes, found, strict=True):
-            self.costs[sizes] = Costs(own, free)
-        if self.groupings is None or not self.groupings.blocks or found[0][1] is not None:
-            return
-        self.say("capturing it with each block checkpointed")
-        try:
-            full = [own for own, _ in self._study(partial(self._captured, full=True)).costs()]
-        except (CaptureError, OfflineError, ValueError) as error:
-            self.say(f"with each block checkpointed it cannot be captured: {error}")
-            return
-        for sizes, costs in zip(self.sizes, full, strict=True):
-            self.costs[sizes] = replace(self.costs[sizes], full=_unwrapped(costs))
+    def on(self, machine: Machine) -> Subject:
+        """The same model, which was prepared, on other machines, from the same captures."""
+        return replace(self, machines=replace(self.machines, machine=machine))
 
-    def _study(self, build: Build) -> Study:
-        machine = self.machines.machine
-        policy = PlanningPolicy(recompute=True, replaces_checkpoints=True, regroup=True)
-        world, per_node = self.worlds[0], self.machines.ranks_per_node
-        points = [
-            Point(world, per_node, machine, policy, sizes, self.machines.fused)
-            for sizes in self.sizes
-        ]
-        return Study(self.name, build, tuple(points), say=self.say)
+    def costs(self, setting: Setting) -> GraphCosts:
+        """What the step costs with what the setting checkpoints. Raises CaptureError."""
+        kind = setting.checkpointing
+        is_full = kind is Checkpointing.FULL
+        study = self._study_of(Checkpointing.FULL if is_full else Checkpointing.AS_IS)
+        assert study is not None
+        point = self._point(setting.sizes)
+        if setting.scheduling is Scheduling.FSDP2:  # which knows no parts of groups
+            point = replace(point, policy=replace(point.policy, regroup=False))
+        found = study.costs(point, freed=kind is Checkpointing.AUTO and self.checkpoints)
+        return _unwrapped(found) if is_full else found
+
+    @property
+    def checkpoints(self) -> bool:
+        """The model checkpoints something that the planner may decide in its place."""
+        study = self._study_of(Checkpointing.AS_IS)
+        return study is not None and study.may_free(self._point(self.sizes[0]))
+
+    @property
+    def may_checkpoint(self) -> bool:
+        """The model checkpoints nothing, and each of its blocks could be."""
+        if self.checkpoints or self.groupings is None or not self.groupings.blocks:
+            return False
+        return self._study_of(Checkpointing.FULL) is not None
+
+    def _capture(self) -> None:
+        self._studies = {Checkpointing.AS_IS: self._studied(self._captured)}
+
+    def _study_of(self, kind: Checkpointing) -> Study | None:
+        """kind: AS_IS, or FULL, which is captured when it is asked for; None where it cannot be."""
+        if kind not in self._studies:
+            self.say("capturing it with each block checkpointed")
+            try:
+                self._studies[kind] = self._studied(partial(self._captured, full=True))
+            except (CaptureError, OfflineError, ValueError) as error:
+                self.say(f"with each block checkpointed it cannot be captured: {error}")
+                self._studies[kind] = None
+        return self._studies[kind]
+
+    def _studied(self, build: Build) -> Study:
+        worlds = self.worlds if self.groupings is None else self.worlds[:1]
+        points = tuple(self._point(own, world) for world in worlds for own in self.sizes)
+        study = Study(self.name, build, points, say=self.say)
+        study.prepare()
+        return study
+
+    def _point(self, sizes: Sizes, world_size: int = 0) -> Point:
+        """world_size: 0 for the one that is captured."""
+        policy = PlanningPolicy()
+        if self.regroups:
+            policy = PlanningPolicy(recompute=True, replaces_checkpoints=True, regroup=True)
+        own = self.machines
+        ranks = world_size or self.worlds[0]
+        return Point(ranks, own.ranks_per_node, own.machine, policy, sizes, own.fused)
 
     def _captured(self, sizes: Sizes, *, full: bool = False) -> Made:
         shape = None if self.is_sharded else MeshShape(1, dist.get_world_size())
@@ -222,14 +280,17 @@ class Subject:
     def own(self, world_size: int) -> World:
         """The groups that the model's own calls make."""
         if world_size not in self._own:
-            with pretended(world_size):
-                made = built(partial(self.build, self.sizes[0]))
-                calls = sharding_of(made.model).calls
-                meshes = [call.mesh for call in calls if call.mesh is not None]
-                self._shapes[world_size] = _shape(meshes, world_size)
-                self._ranks[world_size] = max(mesh.size() for mesh in meshes)
-                self._own[world_size] = self._world(faked(lambda: made))
+            study = self._studies.get(Checkpointing.AS_IS) if self.groupings is None else None
+            known = study and study.world(world_size, self.machines.ranks_per_node)
+            self._own[world_size] = _described(known) if known else self._own_built(world_size)
         return self._own[world_size]
+
+    def _own_built(self, world_size: int) -> World:
+        with pretended(world_size):
+            made = built(partial(self.build, self.sizes[0]))
+            meshes = [c.mesh for c in sharding_of(made.model).calls if c.mesh is not None]
+            self._shapes[world_size] = _shape(meshes, world_size)
+            return self._world(faked(lambda: made))
 
     def own_shape(self, world_size: int) -> MeshShape | None:
         """The mesh of the model's own calls, if it is one of all ranks."""
@@ -240,16 +301,12 @@ class Subject:
         """Ranks that have batches of their own."""
         if not self.is_sharded:
             return world_size
-        self.own(world_size)
-        return self._ranks[world_size]
+        every = (one.settings for one in self.own(world_size).values())
+        return max(own.ranks * own.replicas for own in every)
 
     def _world(self, fake: Fake) -> World:
         names = [name_of(group) for group in groups_of(fake)]
-        world = world_of(fake, names, self.machines.ranks_per_node)
-        return {
-            name: Described(info, settings)
-            for name, info, settings in zip(names, world.infos, world.settings, strict=True)
-        }
+        return _described(world_of(fake, names, self.machines.ranks_per_node))
 
     def unions(self, grouping: Grouping) -> list[Union]:
         """Of the finest groups. The model's groupings must be known."""
@@ -264,6 +321,11 @@ class Subject:
             Union(group_name(modules), tuple(names), modules == (self.groupings.root,))
             for modules, names in members.items()
         ]
+
+
+def _described(world: Groups) -> World:
+    both = zip(world.infos, world.settings, strict=True)
+    return {info.fqn: Described(info, settings) for info, settings in both}
 
 
 def group_name(modules: Modules) -> str:
