@@ -116,9 +116,9 @@ def test_runs_of_any_length_cost_what_they_cost_in_the_whole(make, fused, seed):
     planning = PlanningInputs(world.settings, point.machine, policy, fused)
     (repeat,) = study._repeats
     chosen = drawn(random.Random(seed), repeat.names)
-    build = lambda: made_of("net", make())  # noqa: E731 (a fresh one for each capture)
-    found = recut.recut(build, "net", [repeat], world.infos, planning, chosen)
-    whole = recut._short_costs(build, "net", {}, planning, chosen)
+    short = recut.ShortModels(lambda: made_of("net", make()), "net")
+    found = recut.recut(short, [repeat], world.infos, planning, chosen)
+    whole = recut.costs_of(short, (), {}, planning, chosen)
     assert found is not None
     assert found.by_direction == whole.by_direction
     assert [g.fqn for g in found.groups] == [g.fqn for g in whole.groups]

@@ -39,7 +39,7 @@ from graphshard.offline.capture import Captured, capture
 from graphshard.offline.clock import Clock
 from graphshard.offline.concrete import concrete
 from graphshard.offline.point import Answer, Point
-from graphshard.offline.recut import recut
+from graphshard.offline.recut import ShortModels, recut
 from graphshard.offline.repeats import CAPTURED, Repeat, repeats_in, shorten, shortened
 from graphshard.offline.target import Sizes
 from graphshard.offline.unroll import unrolled
@@ -104,6 +104,7 @@ class Study:
     _parts: dict[tuple[Sizes, _CutKey], Partition] = field(default_factory=dict)
     _cuts: dict[tuple[int, _CutKey], Partition] = field(default_factory=dict)
     _costs: dict[_CostsKey, GraphCosts] = field(default_factory=dict)
+    _short: dict[Sizes, ShortModels] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
     _clock: Clock = field(default_factory=Clock)
 
@@ -198,9 +199,9 @@ class Study:
 
         def again(chosen: Recomputed) -> tuple[None, GraphCosts]:
             self.say("capturing a few blocks of each kind, since some activations are not saved")
-            build, infos = partial(self.build, point.sizes), posed.costs.groups
+            short, infos = self._short_of(point.sizes), posed.costs.groups
             with self._clock.timed("capture"):
-                costs = recut(build, self.name, self._repeats, infos, planning, chosen)
+                costs = recut(short, self._repeats, infos, planning, chosen)
             if costs is None or [g.fqn for g in costs.groups] != [g.fqn for g in infos]:
                 raise _NotCounted
             return None, replace(costs, groups=infos)
@@ -332,6 +333,9 @@ class Study:
             return replace(parts, placed=parts.placed.with_groups(infos))
 
         return Cut(again(), again, self._capture_of(point.sizes).joint_graph.checkpoints)
+
+    def _short_of(self, sizes: Sizes) -> ShortModels:
+        return self._short.setdefault(sizes, ShortModels(partial(self.build, sizes), self.name))
 
     def _capture_of(self, sizes: Sizes) -> Captured:
         return self._captures[None if None in self._captures else sizes]
