@@ -1,8 +1,8 @@
 """Costs of a model whose backward computes some activations again, from a few of its blocks.
 
-In: captures of the model with fewer blocks, its lists of alike blocks, what is computed again. Blocks
-in a row that compute the same again are a run; of each run a few blocks are captured and cut, and
-the rest is counted (`graphshard.offline.unroll`).
+In: captures of the model with fewer blocks, its lists of alike blocks, and what is computed again.
+Blocks in a row that compute the same again are a run; of each run a few blocks are captured and
+cut, and the rest is counted (`graphshard.offline.unroll`).
 """
 
 from __future__ import annotations

@@ -36,13 +36,14 @@ from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2.describe import describe
 from graphshard.graph.program import copy_of
 from graphshard.offline.capture import Captured, capture
+from graphshard.offline.chain import is_chain
 from graphshard.offline.clock import Clock
 from graphshard.offline.concrete import concrete
 from graphshard.offline.point import Answer, Point
 from graphshard.offline.recut import ShortModels, recut
 from graphshard.offline.repeats import CAPTURED, Repeat, repeats_in, shorten, shortened
 from graphshard.offline.target import Sizes
-from graphshard.offline.unroll import unrolled
+from graphshard.offline.unroll import owners_of, unrolled
 from graphshard.offline.world import (
     Fake,
     InputDim,
@@ -266,7 +267,9 @@ class Study:
         asked = [(point, False) for point in self.points]
         asked += [(point, True) for point in self.points if self._may_free(point)]
         for key, (point, freed) in {self._key(p, freed=f): (p, f) for p, f in asked}.items():
-            costs: GraphCosts | None = self._captured_costs(point, freed=freed)
+            costs: GraphCosts | None = None
+            if self._are_chains(point, freed=freed):
+                costs = self._captured_costs(point, freed=freed)
             for repeat in self._repeats:
                 costs = costs and unrolled(costs, repeat, infos)
             # A group that is used behind the captured blocks alone would be forgotten.
@@ -277,6 +280,13 @@ class Study:
                 return []
             self._costs[key] = costs
         return [info.fqn for info in next(iter(self._costs.values())).groups]
+
+    def _are_chains(self, point: Point, *, freed: bool) -> bool:
+        placed = self._cut(point.sizes, (NO_UNITS, point.fused, freed)).placed
+        return all(
+            is_chain(placed, owners_of(placed.groups, repeat), repeat.captured)
+            for repeat in self._repeats
+        )
 
     def _fake(self, sizes: Sizes) -> Fake:
         """A fresh model, with as many blocks as are captured."""
