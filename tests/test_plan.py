@@ -12,7 +12,8 @@ from test_comparison import planned
 import graphshard
 from graphshard.errors import FileError
 from graphshard.schedule.estimate import Limit
-from graphshard.schedule.plan import Lane, Plan, Residency, Step, StepKind, gathered_bytes_by_step
+from graphshard.schedule.plan import Lane, Plan, Step, StepKind
+from graphshard.schedule.residency import Residency
 
 
 def merge_of(group):
@@ -126,19 +127,18 @@ def test_residency_without_a_release_lasts_to_the_end():
 
 
 def test_gathered_bytes_count_the_bucket_at_the_wait():
-    alive = gathered_bytes_by_step(
-        plan([group(0, "a", 100)], "compute 1, issue 0, wait 0, compute 2, release 0, compute 1")
-    )
+    text = "compute 1, issue 0, wait 0, compute 2, release 0, compute 1"
+    alive = plan([group(0, "a", 100)], text).gathered_bytes_by_step()
     assert alive == [0, 100, 200, 100, 100, 0]
 
 
 def test_gathered_bytes_on_one_rank_need_no_bucket():
     one = group(0, "a", 100, world=1)
-    assert gathered_bytes_by_step(plan([one], "issue 0, wait 0, release 0")) == [100, 100, 100]
+    assert plan([one], "issue 0, wait 0, release 0").gathered_bytes_by_step() == [100, 100, 100]
 
 
 def test_gathered_bytes_of_a_kept_group_last_until_backward():
-    alive = gathered_bytes_by_step(two_layers())
+    alive = two_layers().gathered_bytes_by_step()
     a, b = 100, 60
     assert alive[:8] == [a, 2 * a, a + b, a + b, a + b, 2 * b, b, b]
     # The kept group's wait in backward copies nothing, so it counts once.
@@ -237,7 +237,7 @@ def test_a_merged_gather_counts_all_its_groups_from_issue_to_wait():
         [group(0, "a", 100), group(1, "b", 60)],
         "issue 0+1, compute 1, wait 0+1, compute 1, release 0, release 1",
     )
-    assert gathered_bytes_by_step(merged) == [160, 160, 320, 160, 160, 60]
+    assert merged.gathered_bytes_by_step() == [160, 160, 320, 160, 160, 60]
     assert merged.summary().all_gathers == 1
 
 
@@ -245,5 +245,5 @@ def test_a_split_gather_counts_what_was_issued():
     params = tuple(group(0, "a", size).params[0] for size in (100, 60))
     both = replace(group(0, "a", 160), params=params)
     split = plan([both], "issue 0:0, wait 0:0, issue 0:1, wait 0:1, compute 1, release 0")
-    assert gathered_bytes_by_step(split) == [100, 200, 160, 220, 160, 160]
+    assert split.gathered_bytes_by_step() == [100, 200, 160, 220, 160, 160]
     assert split.summary().all_gathers == 2

@@ -24,58 +24,71 @@ NUMBERS = 3  # of activations of a block that are drawn
 FULL = partial(llama, "full", DEPTH)
 
 
-def answered(build, budget, *, fused, whole=False, offload=False):
-    """An answer, and what was said on the way."""
-    policy = PlanningPolicy(
-        budget,
-        reshard=Reshard.OPEN,
-        recompute=True,
-        replaces_checkpoints=True,
-        regroup=True,
-        offload=offload,
-    )
+FITS = 0.8  # of the peak of FSDP2: blocks compute again
+REPLACED = 1.3  # of the same, where the checkpoints that make it small are replaced
+
+
+def answered(build, limits, *, fused, whole=False):
+    """An answer for each pair of a budget and whether the host may hold activations, from one
+    capture, and what was said on the way."""
+    points = [
+        Point(
+            8,
+            8,
+            preset("h100"),
+            PlanningPolicy(
+                budget,
+                reshard=Reshard.OPEN,
+                recompute=True,
+                replaces_checkpoints=True,
+                regroup=True,
+                offload=offload,
+            ),
+            fused=fused,
+        )
+        for budget, offload in limits
+    ]
     said = []
-    point = Point(8, 8, preset("h100"), policy, fused=fused)
-    study = Study("net", lambda sizes: made_of("net", build()), (point,), said.append, whole=whole)
-    return next(study.answers()), said
-
-
-def planned(build, budget, **how):
-    """A plan, and what was said on the way."""
-    answer, said = answered(build, budget, **how)
-    return answer.plan, said
+    study = Study("net", lambda sizes: made_of("net", build()), points, said.append, whole=whole)
+    return list(study.answers()), said
 
 
 @pytest.mark.parametrize(
-    ("build", "fused", "share", "offload"),
-    [(NET, False, 0.8, False), (FULL, True, 1.3, False), (FULL, True, 1.3, True)],
-    ids=["net", "llama, checkpoints replaced", "with a host"],
+    ("build", "fused", "share", "hosts"),
+    [(NET, False, FITS, (False,)), (FULL, True, REPLACED, (False, True))],
+    ids=["net", "llama, checkpoints replaced"],
 )
-def test_a_few_blocks_of_each_kind_stand_for_all(build, fused, share, offload):
-    """Some blocks compute more again than others: in a row, those that do the same are counted."""
-    free, _ = planned(build, None, fused=fused)
-    budget = int(share * free.estimate.fsdp2.peak_bytes)
-    short, said = planned(build, budget, fused=fused, offload=offload)
-    whole, _ = planned(build, budget, fused=fused, offload=offload, whole=True)
-    assert offload or len({one.group for one in short.recompute.activations}) > 1
-    assert bool(short.recompute.offloaded) is offload
-    assert short.recompute.offloaded == whole.recompute.offloaded
-    assert short.groups == whole.groups
+def test_a_few_blocks_of_each_kind_stand_for_all(build, fused, share, hosts):
+    """Some blocks compute more again than others: in a row, those that do the same are counted.
+
+    hosts: whether the host may hold activations, for each plan that is compared.
+    """
+    (free,), _ = answered(build, [(None, False)], fused=fused)
+    budget = int(share * free.plan.estimate.fsdp2.peak_bytes)
+    limits = [(budget, offload) for offload in hosts]
+    from_a_few, said = answered(build, limits, fused=fused)
+    from_all, _ = answered(build, limits, fused=fused, whole=True)
     assert not any("whole model" in text for text in said)
-    assert short.recompute.activations == whole.recompute.activations
-    assert short.estimate == whole.estimate
-    assert short.schedules == whole.schedules
+    for offload, few, every in zip(hosts, from_a_few, from_all, strict=True):
+        short, whole = few.plan, every.plan
+        assert offload or len({one.group for one in short.recompute.activations}) > 1
+        assert bool(short.recompute.offloaded) is offload
+        assert short.recompute.offloaded == whole.recompute.offloaded
+        assert short.groups == whole.groups
+        assert short.recompute.activations == whole.recompute.activations
+        assert short.estimate == whole.estimate
+        assert short.schedules == whole.schedules
 
 
 @pytest.mark.parametrize(("build", "fused"), [(NET, False), (FULL, True)], ids=["net", "llama"])
 def test_the_least_budget_that_an_error_names_fits(build, fused):
     """It is that of the graph that computes everything again, not of what was promised of it."""
-    answer, _ = answered(build, LEAST_PLAUSIBLE_BYTES, fused=fused)
+    (answer,), _ = answered(build, [(LEAST_PLAUSIBLE_BYTES, False)], fused=fused)
     least_bytes = answer.infeasible.shortage.least_bytes
-    plan, _ = planned(build, least_bytes, fused=fused)
-    assert plan.estimate.peak_bytes <= least_bytes
-    less, _ = planned(build, least_bytes * 9 // 10, fused=fused)
-    assert less is None
+    limits = [(least_bytes, False), (least_bytes * 9 // 10, False)]
+    (fits, less), _ = answered(build, limits, fused=fused)
+    assert fits.plan.estimate.peak_bytes <= least_bytes
+    assert less.plan is None
 
 
 def drawn(source, names):
@@ -103,9 +116,9 @@ def test_runs_of_any_length_cost_what_they_cost_in_the_whole(make, fused, seed):
     planning = PlanningInputs(world.settings, point.machine, policy, fused)
     (repeat,) = study._repeats
     chosen = drawn(random.Random(seed), repeat.names)
-    build = lambda: made_of("net", make())  # noqa: E731 (a fresh one for each capture)
-    found = recut.recut(build, "net", [repeat], world.infos, planning, chosen)
-    whole = recut._short_costs(build, "net", {}, planning, chosen)
+    short = recut.ShortModels(lambda: made_of("net", make()), "net")
+    found = recut.recut(short, [repeat], world.infos, planning, chosen)
+    whole = recut.costs_of(short, (), {}, planning, chosen)
     assert found is not None
     assert found.by_direction == whole.by_direction
     assert [g.fqn for g in found.groups] == [g.fqn for g in whole.groups]

@@ -121,13 +121,18 @@ def joint_graph_of(
 def released(joint_graph: JointGraph) -> JointGraph | None:
     """A copy of a joint graph in which the planner decides what the user's checkpoints left open;
     None if there are no such checkpoints."""
-    joint = joint_graph.program.joint
-    assert joint is not None
     if not joint_graph.checkpoints:
         return None
-    program = run_passes(replace(joint_graph.program, joint=copy_of(joint)), RELEASED)
+    program = run_passes(copied(joint_graph).program, RELEASED)
     assert program.joint is not None
     return replace(joint_graph, program=program, checkpointed=_is_checkpointed(program.joint.graph))
+
+
+def copied(joint_graph: JointGraph) -> JointGraph:
+    """One that can be used up."""
+    joint = joint_graph.program.joint
+    assert joint is not None
+    return replace(joint_graph, program=replace(joint_graph.program, joint=copy_of(joint)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,21 @@
 """Costs of a model whose backward computes some activations again, from a few of its blocks.
 
-In: a function that builds the model, its lists of alike blocks, and what is computed again. Blocks
-in a row that compute the same again are a run; of each run a few blocks are captured and cut, and
-the rest is counted (`graphshard.offline.unroll`).
+In: captures of the model with fewer blocks, its lists of alike blocks, and what is computed again.
+Blocks in a row that compute the same again are a run; of each run a few blocks are captured and
+cut, and the rest is counted (`graphshard.offline.unroll`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
+from typing import TypeAlias
 
 from graphshard.compiler.decide import graph_costs_of
-from graphshard.compiler.partition import cut_in_two, released
+from graphshard.compiler.partition import Cut, JointGraph, copied, cut_in_two, released
 from graphshard.compiler.planning import PlanningInputs
 from graphshard.errors import CaptureError
 from graphshard.offline.capture import capture
@@ -26,10 +27,50 @@ from graphshard.pricing.recompute import chosen_units
 from graphshard.pricing.region_cuts import AT_TURN
 from graphshard.schedule.plan import GroupInfo, Recomputed
 
+# Lists of alike blocks, each with how many of its blocks are captured.
+Counts: TypeAlias = tuple[tuple[Repeat, int], ...]
+
+
+@dataclass(slots=True)
+class ShortModels:
+    """One model with fewer blocks: each number of them is captured once, and cut once for each way.
+
+    build: makes the whole model. Assumed: always the same, so what is captured depends on how many
+    blocks of each list are left, and on the ranks, but not on the blocks that they stand for.
+    """
+
+    build: Callable[[], Made]
+    name: str
+    _captures: dict[tuple[int, Counts, bool], JointGraph] = field(default_factory=dict)
+    _cuts: dict[tuple[int, Counts, bool, bool], Cut] = field(default_factory=dict)
+
+    def cut(self, num_ranks: int, counts: Counts, *, replaced: bool, fused: bool) -> Cut:
+        """counts: see Counts. replaced: without the user's checkpoints. fused: see JointGraph."""
+        key = num_ranks, counts, replaced, fused
+        if key not in self._cuts:
+            joint_graph = self._captured(num_ranks, counts, fused=fused)
+            own = released(joint_graph) if replaced else copied(joint_graph)
+            assert own is not None
+            self._cuts[key] = cut_in_two(own, recompute=True, fused=fused)
+        return self._cuts[key]
+
+    def _captured(self, num_ranks: int, counts: Counts, *, fused: bool) -> JointGraph:
+        key = num_ranks, counts, fused
+        if key not in self._captures:
+            with pretended(num_ranks):
+                fake = faked(partial(self._built, counts))
+                self._captures[key] = capture(fake, self.name, fused=fused).joint_graph
+        return self._captures[key]
+
+    def _built(self, counts: Counts) -> Made:
+        made = self.build()
+        for repeat, count in counts:
+            shorten(made.model, repeat, count)
+        return made
+
 
 def recut(
-    build: Callable[[], Made],
-    name: str,
+    short: ShortModels,
     repeats: Sequence[Repeat],
     infos: Sequence[GroupInfo],
     planning: PlanningInputs,
@@ -42,9 +83,12 @@ def recut(
     runs = [run for repeat in repeats for run in _runs(repeat, chosen)]
     if sum(run.captured for run in runs) == sum(repeat.count for repeat in repeats):
         return None
-    names = _names(repeats, runs)
+    counts = tuple(
+        (repeat, sum(run.captured for run in runs if run.container == repeat.container))
+        for repeat in repeats
+    )
     try:
-        costs = _short_costs(partial(_built, build, repeats, runs), name, names, planning, chosen)
+        costs = costs_of(short, counts, _names(repeats, runs), planning, chosen)
     except CaptureError:
         return None
     whole: GraphCosts | None = costs
@@ -84,29 +128,16 @@ def _names(repeats: Sequence[Repeat], runs: Sequence[Repeat]) -> Mapping[str, st
     return found
 
 
-def _built(build: Callable[[], Made], repeats: Sequence[Repeat], runs: Sequence[Repeat]) -> Made:
-    made = build()
-    for repeat in repeats:
-        own = (run for run in runs if run.container == repeat.container)
-        shorten(made.model, repeat, sum(run.captured for run in own))
-    return made
-
-
-def _short_costs(
-    build: Callable[[], Made],
-    name: str,
+def costs_of(
+    short: ShortModels,
+    counts: Counts,
     names: Mapping[str, str],
     planning: PlanningInputs,
     chosen: Recomputed,
 ) -> GraphCosts:
     """Of the captured blocks alone, under their names in the whole model."""
-    with pretended(planning.settings[0].ranks):
-        joint_graph = capture(faked(build), name, fused=planning.fused).joint_graph
-    if chosen.replaced:
-        free = released(joint_graph)
-        assert free is not None
-        joint_graph = free
-    two = cut_in_two(joint_graph, recompute=True, fused=planning.fused)
+    num_ranks = planning.settings[0].ranks
+    two = short.cut(num_ranks, counts, replaced=chosen.replaced, fused=planning.fused)
     costs = graph_costs_of(two.parts, planning, recompute=True)
     groups = tuple(replace(info, fqn=_renamed(info.fqn, names)) for info in costs.groups)
     again = two.again(chosen_units(costs.units, groups, chosen))

@@ -24,29 +24,24 @@ from graphshard.compiler.decide import (
 )
 from graphshard.compiler.partition import (
     Cut,
-    JointGraph,
     Partition,
-    parts_of,
-    released,
-    repeating,
 )
 from graphshard.compiler.planning import PlanningInputs, Posed, best_plans, problem_of
 from graphshard.cost.stragglers import with_stragglers
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2.describe import describe
-from graphshard.graph.program import copy_of
-from graphshard.offline.capture import Captured, capture
+from graphshard.offline.capture import capture
+from graphshard.offline.chain import is_chain
 from graphshard.offline.clock import Clock
-from graphshard.offline.concrete import concrete
+from graphshard.offline.cuts import Cuts
 from graphshard.offline.point import Answer, Point
-from graphshard.offline.recut import recut
+from graphshard.offline.recut import ShortModels, recut
 from graphshard.offline.repeats import Repeat, repeats_in, shorten, shortened
 from graphshard.offline.target import Sizes
-from graphshard.offline.unroll import unrolled
+from graphshard.offline.unroll import owners_of, unrolled
 from graphshard.offline.world import (
     Fake,
     Made,
-    Shapes,
     World,
     built,
     called_with,
@@ -67,12 +62,8 @@ from graphshard.view.offline import Effort
 Build = Callable[[Sizes], Made]
 
 
-# fused, sizes (None: of all, as symbols).
-_CaptureKey: TypeAlias = tuple[bool, Sizes | None]
 # sizes, machine, recompute, fused, in parts, freed: what the costs of a graph hang on.
 _CostsKey: TypeAlias = tuple[Sizes, str, bool, bool, bool, bool]
-# What is computed again besides or offloaded, fused, freed.
-_CutKey: TypeAlias = tuple[ChosenUnits, bool, bool]
 
 
 class _NotCounted(Exception):
@@ -84,12 +75,11 @@ class Study:
     """A model under study. Each capture, partition and world is made once.
 
     Where blocks are alike, a few of them are captured and the rest is counted (see `repeats`,
-    `unroll` and `recut`); `whole` captures all of them. What it
-    saves and costs to compute some activations again is only estimated in a sweep
-    (`PlanningPolicy.near`). room: each plan is told with what more memory would buy. freed: only
-    with the user's checkpoints replaced (True), or as they are; None: what is better, if a point's
-    policy may choose. baseline: what FSDP2 would run, for the first. say: is told what is being
-    done, for people who wait.
+    `chain`, `unroll` and `recut`); `whole` captures all of them. What it saves and costs to compute
+    some activations again is only estimated in a sweep (`PlanningPolicy.near`). room: each plan is
+    told with what more memory would buy. freed: only with the user's checkpoints replaced (True),
+    or as they are; None: what is better, if a point's policy may choose. baseline: what FSDP2 would
+    run, for the first. say: is told what is being done, for people who wait.
     """
 
     name: str
@@ -102,16 +92,16 @@ class Study:
     baseline: Problem | None = None
     _repeats: list[Repeat] = field(default_factory=list)
     _infos: list[GroupInfo] = field(default_factory=list)  # of all blocks
-    _captures: dict[_CaptureKey, Captured] = field(default_factory=dict)
-    _shapes: dict[Sizes, Shapes] = field(default_factory=dict)
     _arguments: dict[Sizes, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    _free: dict[int, JointGraph | None] = field(default_factory=dict)
-    _parts: dict[tuple[Sizes, _CutKey], Partition] = field(default_factory=dict)
-    _cuts: dict[tuple[int, _CutKey], Partition] = field(default_factory=dict)
     _costs: dict[_CostsKey, GraphCosts] = field(default_factory=dict)
+    _short: dict[Sizes, ShortModels] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
     _present: list[str] = field(default_factory=list)
     _clock: Clock = field(default_factory=Clock)
+    _cuts: Cuts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._cuts = Cuts(self._clock)
 
     def answers(self) -> Iterator[Answer]:
         """One answer per point, in their order.
@@ -142,7 +132,7 @@ class Study:
         """So far. Counts are of the first capture; times are sums over all of them."""
         infos = next(iter(self._worlds.values())).infos
         return Effort(
-            num_nodes=next(iter(self._captures.values())).num_nodes,
+            num_nodes=next(iter(self._cuts.captures.values())).num_nodes,
             num_groups=len(infos),
             num_repeated=sum(repeat.count - repeat.captured for repeat in self._repeats),
             num_params=sum(p.numel for g in infos for p in g.params),
@@ -216,9 +206,9 @@ class Study:
 
         def again(chosen: Recomputed) -> tuple[None, GraphCosts]:
             self.say("capturing a few blocks of each kind, since some activations are not saved")
-            build, infos = partial(self.build, point.sizes), posed.costs.groups
+            short, infos = self._short_of(point.sizes), posed.costs.groups
             with self._clock.timed("capture"):
-                costs = recut(build, self.name, self._repeats, infos, planning, chosen)
+                costs = recut(short, self._repeats, infos, planning, chosen)
             if costs is None or [g.fqn for g in costs.groups] != [g.fqn for g in infos]:
                 raise _NotCounted
             return None, replace(costs, groups=infos)
@@ -264,7 +254,7 @@ class Study:
         with self._clock.timed("capture"):
             for own in every:
                 made = fake if own == sizes else built(partial(self.build, own))
-                self._shapes[own] = shapes(made)
+                self._cuts.shapes[own] = shapes(made)
                 self._arguments[own] = made.args, made.kwargs
             inside = any(point.in_parts for point in self.points)
             self._repeats = [] if self.whole else repeats_in(fake.model, cut_inside=inside)
@@ -276,7 +266,9 @@ class Study:
                 fake = faked(partial(self.build, sizes))
             self.say("capturing the whole model")
             self._capture(every, sizes, fake)
-        return [info.fqn for info in next(iter(self._captures.values())).joint_graph.program.groups]
+        return [
+            info.fqn for info in next(iter(self._cuts.captures.values())).joint_graph.program.groups
+        ]
 
     def _captured_short(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> list[str]:
         """Empty if the short model cannot be captured, or its blocks do not repeat exactly."""
@@ -291,10 +283,17 @@ class Study:
         asked += [(point, True) for point in self.points if self.may_free(point)]
         if any(self._whole_costs(point, freed=freed) is None for point, freed in asked):
             self.say("its blocks do not repeat exactly")
-            for known in (self._captures, self._free, self._cuts, self._parts, self._costs):
-                known.clear()
+            self._cuts.forget_captures()
+            self._costs.clear()
             return []
         return [info.fqn for info in next(iter(self._costs.values())).groups]
+
+    def _are_chains(self, point: Point, *, freed: bool) -> bool:
+        placed = self._cuts.cut(point.sizes, (NO_UNITS, point.fused, freed)).placed
+        return all(
+            is_chain(placed, owners_of(placed.groups, repeat), repeat.captured)
+            for repeat in self._repeats
+        )
 
     def _fake(self, sizes: Sizes) -> Fake:
         """A fresh model, with as many blocks as are captured."""
@@ -306,14 +305,14 @@ class Study:
     def _capture(self, every: Sequence[Sizes], sizes: Sizes, fake: Fake) -> None:
         """As every point has compute priced."""
         for fused in dict.fromkeys(point.fused for point in self.points):
-            own = self._fake(sizes) if self._captures else fake
+            own = self._fake(sizes) if self._cuts.captures else fake
             self._capture_as(every, own, fused=fused)
 
     def _capture_as(self, every: Sequence[Sizes], fake: Fake, *, fused: bool) -> None:
         """Once with symbols for what varies, or once for each of the sizes."""
-        places = varying(list(self._shapes.values()))
+        places = varying(list(self._cuts.shapes.values()))
         if not places:
-            self._captures[fused, None] = capture(fake, self.name, fused=fused)
+            self._cuts.captures[fused, None] = capture(fake, self.name, fused=fused)
             return
         # Not the largest: a buffer that is used whole would make its length a constant.
         smaller = min(every, key=lambda own: (1 in dict(own).values(), own))
@@ -323,11 +322,11 @@ class Study:
         except CaptureError:
             captured = None
         if captured is not None and all(place in captured.symbols for place in places):
-            self._captures[fused, None] = captured
+            self._cuts.captures[fused, None] = captured
             return
         for own in every:
             self.say(f"capturing for {', '.join(f'{k} {v:,}' for k, v in own)}")
-            self._captures[fused, own] = capture(self._fake(own), self.name, fused=fused)
+            self._cuts.captures[fused, own] = capture(self._fake(own), self.name, fused=fused)
 
     # -- parts and costs -----------------------------------------------------------------------
 
@@ -335,56 +334,25 @@ class Study:
         """The user's checkpoints may be replaced, and there are some; once it was prepared."""
         if not point.policy.replaces_checkpoints:
             return False
-        captured = self._capture_of(point.sizes, fused=point.fused)
-        return self._joint_graph(captured, freed=True) is not None
-
-    def _joint_graph(self, captured: Captured, *, freed: bool) -> JointGraph | None:
-        if not freed:
-            return captured.joint_graph
-        if id(captured) not in self._free:
-            self._free[id(captured)] = released(captured.joint_graph)
-        return self._free[id(captured)]
+        captured = self._cuts.capture_of(point.sizes, fused=point.fused)
+        return self._cuts.joint_graph(captured, freed=True) is not None
 
     def _cut_for(self, point: Point, *, freed: bool = False) -> Cut:
         """The partition for a point, with its sizes and the groups of its world."""
         infos = self._worlds[point.world_size, point.ranks_per_node].infos
 
         def again(chosen: ChosenUnits = NO_UNITS) -> Partition:
-            parts = self._cut(point.sizes, (chosen, point.fused, freed))
+            parts = self._cuts.cut(point.sizes, (chosen, point.fused, freed))
             return replace(parts, placed=parts.placed.with_groups(infos))
 
         return Cut(
-            again(), again, self._capture_of(point.sizes, fused=point.fused).joint_graph.checkpoints
+            again(),
+            again,
+            self._cuts.capture_of(point.sizes, fused=point.fused).joint_graph.checkpoints,
         )
 
-    def _capture_of(self, sizes: Sizes, *, fused: bool) -> Captured:
-        return self._captures[fused, None if (fused, None) in self._captures else sizes]
-
-    def _cut(self, sizes: Sizes, key: _CutKey) -> Partition:
-        if (sizes, key) not in self._parts:
-            captured = self._capture_of(sizes, fused=key[1])
-            own = self._shapes[sizes]
-            numbers = {name: own[at.leaf][at.dim] for at, name in captured.symbols.items()}
-            with self._clock.timed("passes"):
-                parts = self._partition(captured, key)
-                placed = concrete(parts.placed, numbers)
-            self._parts[sizes, key] = replace(parts, placed=placed)
-        return self._parts[sizes, key]
-
-    def _partition(self, captured: Captured, key: _CutKey) -> Partition:
-        if (id(captured), key) not in self._cuts:
-            chosen, fused, freed = key
-            joint_graph = self._joint_graph(captured, freed=freed)
-            assert joint_graph is not None
-            joint = joint_graph.program.joint
-            assert joint is not None
-            if chosen != NO_UNITS:
-                first = self._partition(captured, (NO_UNITS, fused, freed))
-                parts = repeating(joint_graph, joint, first, chosen, fused=fused)
-            else:
-                parts = parts_of(joint_graph, copy_of(joint), fused=fused)
-            self._cuts[id(captured), key] = parts
-        return self._cuts[id(captured), key]
+    def _short_of(self, sizes: Sizes) -> ShortModels:
+        return self._short.setdefault(sizes, ShortModels(partial(self.build, sizes), self.name))
 
     def _key(self, point: Point, *, freed: bool) -> _CostsKey:
         policy, name = point.policy, point.machine.name
@@ -394,7 +362,9 @@ class Study:
         """Of all blocks; None if the captured ones do not stand for them."""
         key = self._key(point, freed=freed)
         if key not in self._costs:
-            costs: GraphCosts | None = self._captured_costs(point, freed=freed)
+            costs: GraphCosts | None = None
+            if self._are_chains(point, freed=freed):
+                costs = self._captured_costs(point, freed=freed)
             for repeat in self._repeats:
                 costs = costs and unrolled(costs, repeat, self._infos)
             # A group that is used behind the captured blocks alone would be forgotten.
@@ -405,7 +375,7 @@ class Study:
 
     def _captured_costs(self, point: Point, *, freed: bool) -> GraphCosts:
         return graph_costs(
-            self._cut(point.sizes, (NO_UNITS, point.fused, freed)).placed,
+            self._cuts.cut(point.sizes, (NO_UNITS, point.fused, freed)).placed,
             point.machine,
             recompute=point.policy.recompute,
             fused=point.fused,

@@ -7,7 +7,7 @@ nothing can be said. What is repeated in each direction is the one of these two 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -107,7 +107,7 @@ def unrolled(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> G
 
 def _naming(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _Naming | None:
     """None if the whole model lacks a group."""
-    owner = {g.id: found for g in costs.groups if (found := _owner(g.fqn, repeat)) is not None}
+    owner = owners_of(costs.groups, repeat)
     repeated = [g.id for g in costs.groups if owner.get(g.id, (None,))[0] == EARLY - 1]
     shift = repeat.count - repeat.captured
     names: list[tuple[str, int | None, tuple[int, str] | None]] = []
@@ -133,6 +133,11 @@ def _naming(costs: GraphCosts, repeat: Repeat, infos: Sequence[GroupInfo]) -> _N
         {short: number for number, (_, short, _) in enumerate(names) if short is not None},
         {key: number for number, (_, _, key) in enumerate(names) if key is not None},
     )
+
+
+def owners_of(groups: Iterable[GroupInfo], repeat: Repeat) -> dict[int, tuple[int, str]]:
+    """The number of a group of a captured block -> the block, and the group's name there."""
+    return {g.id: found for g in groups if (found := _owner(g.fqn, repeat)) is not None}
 
 
 def _owner(fqn: str, repeat: Repeat) -> tuple[int, str] | None:

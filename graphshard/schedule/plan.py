@@ -44,6 +44,7 @@ from graphshard.schedule.groups import Recomputed as Recomputed
 from graphshard.schedule.groups import Reshard as Reshard
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.reasons import NotEarlier, Reason, group_of
+from graphshard.schedule.residency import Residency, gathered_bytes_by_step, residency
 from graphshard.schedule.signature import CollectiveSignature, SignatureEntry
 from graphshard.schedule.steps import COLLECTIVES, to_json
 from graphshard.schedule.steps import Direction as Direction
@@ -155,11 +156,15 @@ class Plan:
 
     def residency(self) -> tuple[Residency, ...]:
         """When each group is gathered, over the forward steps followed by the backward steps."""
-        return tuple(_residency(self))
+        return tuple(residency(self.schedules))
+
+    def gathered_bytes_by_step(self) -> list[int]:
+        """See `graphshard.schedule.residency`."""
+        return gathered_bytes_by_step(self.groups, self.schedules)
 
     def gathered_peak_bytes(self) -> int:
         """Most bytes of gathered parameters alive at once (buckets in flight included)."""
-        return max(gathered_bytes_by_step(self), default=0)
+        return max(self.gathered_bytes_by_step(), default=0)
 
     def summary(self) -> Summary:
         """Graphs, groups, collectives per step; time and memory as predicted, FSDP2's beside."""
@@ -311,72 +316,6 @@ def faults_of(plan: Plan) -> Iterator[str]:
         for group in busy if about is None else (about, *busy):
             if group not in groups:
                 yield f"reasons[{index}]: there is no group {group}"
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """Group `group` holds gathered bytes from step `start` up to and including step `stop`."""
-
-    group: int
-    start: int
-    stop: int
-    kept: bool
-
-
-def _residency(plan: Plan) -> Iterator[Residency]:
-    steps = [step for schedule in plan.schedules for step in schedule.steps]
-    opened: dict[int, tuple[int, bool]] = {}
-    for index, step in enumerate(steps):
-        if step.group is None:
-            continue
-        if step.kind is StepKind.GATHER_ISSUE:
-            for group in step.groups:
-                opened.setdefault(group, (index, False))
-        elif step.kind is StepKind.RELEASE:
-            start, _ = opened.get(step.group, (index, False))
-            if step.kept:
-                opened[step.group] = (start, True)
-            else:
-                _, kept = opened.pop(step.group, (index, False))
-                yield Residency(step.group, start, index, kept)
-    for group, (start, kept) in opened.items():
-        yield Residency(group, start, len(steps) - 1, kept)
-
-
-def gathered_bytes_by_step(plan: Plan) -> list[int]:
-    """Gathered parameter bytes alive during each step, forward steps then backward steps.
-
-    What a gather carries counts from its issue to its group's release. At its wait the bucket and
-    the parameters copied out of it are alive together, so that step counts it twice (unless it was
-    kept, is in place, or has one rank only). Where groups stay gathered between micro-steps, a step
-    shows the larger of what it has in the first micro-step and in a later one.
-    """
-    stays = {g.id: g.room_bytes() for g in plan.groups if g.between_micro_steps}
-    first = _alive_bytes(plan, {})
-    return list(map(max, first, _alive_bytes(plan, stays))) if stays else first
-
-
-def _alive_bytes(plan: Plan, stays: dict[int, int]) -> list[int]:
-    """stays: bytes of groups that are gathered from the start to the end."""
-    by_id = {g.id: g for g in plan.groups}
-    held: dict[int, int] = dict(stays)
-    alive = []
-    for step in (step for schedule in plan.schedules for step in schedule.steps):
-        bucket = 0
-        for group in (by_id[number] for number in step.groups if number not in stays):
-            carried = group.room_bytes(step.params)
-            if step.kind is StepKind.GATHER_ISSUE:
-                held[group.id] = carried + (0 if step.kept else held.get(group.id, 0))
-            elif step.kind is StepKind.GATHER_WAIT and not step.kept and _has_bucket(group):
-                bucket += carried
-        alive.append(sum(held.values()) + bucket)
-        if step.kind is StepKind.RELEASE and not step.kept and (group_id := step.group) is not None:
-            held[group_id] = stays.get(group_id, 0)
-    return alive
-
-
-def _has_bucket(group: GroupInfo) -> bool:
-    return group.world_size > 1 and not group.gathers_in_place
 
 
 def _off_node(schedule: Schedule) -> Schedule:

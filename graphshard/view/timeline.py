@@ -1,7 +1,7 @@
 """From a `Plan` to the rows of a picture: lanes, residency, gathered bytes, one shared axis.
 
 The axis is program order: the forward steps followed by the backward steps, numbered from 0, as
-in `plan.gathered_bytes_by_step`. Nothing here is a time. Every `first` and `last` is a step
+in `schedule.residency`. Nothing here is a time. Every `first` and `last` is a step
 index and inclusive.
 """
 
@@ -19,7 +19,6 @@ from graphshard.schedule.plan import (
     Plan,
     Step,
     StepKind,
-    gathered_bytes_by_step,
 )
 from graphshard.schedule.steps import WAIT_OF
 
@@ -104,7 +103,7 @@ class Timeline:
 def timeline(plan: Plan) -> Timeline:
     """The rows of `plan`. Equal plans give equal timelines."""
     steps = tuple(step for schedule in plan.schedules for step in schedule.steps)
-    curve = tuple(gathered_bytes_by_step(plan))
+    curve = tuple(plan.gathered_bytes_by_step())
     return Timeline(
         steps=steps,
         edges=axis_edges(steps),

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from patching import gather_one_at_a_time
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from warm import print_no_graphs, search_no_arguments, time_no_guards, warm_context
+from warm import leave_out, warm_context
 
 START_S = 120.0  # to start the workers of one rank count
 SETTLE_S = 60.0  # to reset and meet at the barrier after a case
@@ -320,9 +320,7 @@ def _join(rank: int, world_size: int, port: int) -> Ctx:
     torch.set_num_threads(1)
     # Tracing makes much, of which little is garbage; what is left goes after each case.
     gc.set_threshold(500_000, 20, 20)
-    time_no_guards()
-    print_no_graphs()
-    search_no_arguments()
+    leave_out()
     gather_one_at_a_time()
     device = torch.device("cpu")
     if device_type() == "cuda":

@@ -43,24 +43,19 @@ def warm_context(device_type: str = "cpu") -> Any:
     return context
 
 
-def print_no_graphs() -> None:
-    """AOTAutograd prints each graph for logs that nobody reads here: a tenth of a capture."""
-    torch.fx.GraphModule.print_readable = lambda *args, **kwargs: ""  # type: ignore[method-assign]
+def leave_out() -> None:
+    """What torch does in a compilation for logs and warnings that nobody reads here: a sixth of its
+    time.
 
-
-def search_no_arguments() -> None:
-    """torch.fx searches the arguments of each node that it makes for what it would warn about: a
-    twentieth of a compilation."""
+    AOTAutograd prints each graph; torch.fx searches the arguments of each node that it makes for
+    what it would warn about; Dynamo empties the CPU's caches to time the guards of each graph once.
+    """
+    from torch._dynamo import guards
     from torch.fx import graph
 
+    torch.fx.GraphModule.print_readable = lambda *args, **kwargs: ""  # type: ignore[method-assign]
     own = {**vars(graph.pytree), "tree_iter": lambda arguments: ()}
     graph.pytree = SimpleNamespace(**own)  # type: ignore[assignment]
-
-
-def time_no_guards() -> None:
-    """Dynamo empties the CPU's caches to time the guards of each graph once."""
-    from torch._dynamo import guards
-
     guards.profile_guard_manager = lambda *args: 0.0
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from warm import print_no_graphs, time_no_guards, warm_context
+from warm import leave_out, warm_context
 
 START_S = 90.0  # until every rank has said that it is ready
 
@@ -146,8 +146,7 @@ def _main(conn: Connection, place: Place, stack: str, payload: bytes) -> None:
         os.environ.setdefault(name, value)
     here = Path(__file__).parent
     sys.path[:0] = [str(here), str(here.parent), str(here.parent / "dist")]
-    time_no_guards()
-    print_no_graphs()
+    leave_out()
     gc.freeze()  # the modules: collections pass them over
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
