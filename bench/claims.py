@@ -39,7 +39,7 @@ def published() -> str:
     errors = [abs(row["predicted"]["tokens_per_s"] / row["tokens_per_s"] - 1) for row in rows]
     return (
         f"Of {len(rows)} published steps to which nothing was fitted, tokens per second are off by "
-        f"{fmean(errors):.1%} in the mean."
+        f"{100 * fmean(errors):.1f} % in the mean."
     )
 
 
