@@ -22,7 +22,7 @@ SPARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class Bottleneck:
     """What compute waits for most: collectives of one kind in one direction, and how long."""
 
     lane: Lane
@@ -39,7 +39,7 @@ class Standing:
     step_us: float
     fsdp2_us: float
     more_bytes: int
-    limit: Limit | None
+    limit: Bottleneck | None
     most_us: float
     peak_bytes: int
     limit_bytes: int
@@ -50,11 +50,8 @@ class Standing:
         return self.fsdp2_us / self.step_us if self.step_us else 1.0
 
 
-def standing_of(plan: Plan) -> Standing | None:
-    """None for a plan without costs."""
+def standing_of(plan: Plan) -> Standing:
     estimate = plan.estimate
-    if estimate is None:
-        return None
     spare_bytes = estimate.budget_bytes - estimate.peak_bytes
     return Standing(
         estimate.whole_step_us,
@@ -68,7 +65,7 @@ def standing_of(plan: Plan) -> Standing | None:
     )
 
 
-def _limit(plan: Plan, estimate: Estimate) -> Limit | None:
+def _limit(plan: Plan, estimate: Estimate) -> Bottleneck | None:
     waits: dict[tuple[Lane, Direction], float] = defaultdict(float)
     for schedule, forecast in zip(plan.schedules, plan.forecasts, strict=False):
         for step, time in zip(schedule.steps, forecast.steps, strict=True):
@@ -78,17 +75,17 @@ def _limit(plan: Plan, estimate: Estimate) -> Limit | None:
     (lane, direction), exposed_us = max(waits.items(), key=lambda pair: pair[1])
     if exposed_us < NOTICEABLE * estimate.step_time_us:
         return None
-    return Limit(lane, direction, exposed_us)
+    return Bottleneck(lane, direction, exposed_us)
 
 
 def answer_sentences(
     plan: Plan, measured: Measured | None = None, missed: Sequence[Miss] = ()
 ) -> list[str]:
-    """The most telling first; none for a plan without costs. missed: `misses` of what was
+    """The most telling first; none for a plan without forecasts. missed: `misses` of what was
     measured."""
-    standing = standing_of(plan)
-    if standing is None:
+    if not plan.forecasts:
         return []
+    standing = standing_of(plan)
     return [
         f"{_speed(standing)} {_memory(standing)}.",
         f"{_limited(standing, plan)}.",
@@ -141,9 +138,9 @@ def _left(standing: Standing) -> str:
 
 
 def _measured(
-    estimate: Estimate | None, measured: Measured | None, missed: Sequence[Miss]
+    estimate: Estimate, measured: Measured | None, missed: Sequence[Miss]
 ) -> Iterator[str]:
-    if measured is None or estimate is None or not estimate.step_time_us:
+    if measured is None or not estimate.step_time_us:
         return
     ratio = measured.step_time_us / estimate.step_time_us
     way = "slower" if ratio >= 1 else "faster"

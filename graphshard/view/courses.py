@@ -51,9 +51,9 @@ def own_note(plan: Plan) -> str:
     return _note(*_whole(Baseline(plan.schedules, plan.forecasts)))
 
 
-def optimizer_mark(name: str, start: float, estimate: Estimate | None) -> list[AxisMark]:
+def optimizer_mark(name: str, start: float, estimate: Estimate) -> list[AxisMark]:
     """The optimizer's step, after backward; none where it is not priced."""
-    if estimate is None or not estimate.optimizer_us:
+    if not estimate.optimizer_us:
         return []
     end = start + estimate.optimizer_us
     card = (("start", time_text(start)), ("duration", time_text(end - start)))
@@ -63,7 +63,7 @@ def optimizer_mark(name: str, start: float, estimate: Estimate | None) -> list[A
 def shows_all(plan: Plan) -> bool:
     """The axis shows the whole step, not one micro-step of several."""
     estimate, shown_us = plan.estimate, sum(f.us for f in plan.forecasts)
-    return estimate is None or abs(estimate.step_time_us - shown_us) <= 1e-6 * shown_us
+    return abs(estimate.step_time_us - shown_us) <= 1e-6 * shown_us
 
 
 def _optimizer(sheet: Sheet, name: str, course: Baseline) -> list[AxisMark]:
@@ -93,7 +93,7 @@ def _measured_note(sheet: Sheet) -> str:
     assert sheet.measured is not None
     note = _note(sheet.measured.step_time_us, sheet.measured.exposed_us)
     estimate = sheet.plan.estimate
-    if estimate is None or sheet.measured.step_time_us == 0:
+    if sheet.measured.step_time_us == 0:
         return note
     error = change_text(estimate.step_time_us, sheet.measured.step_time_us)
     return f"{note}, without the optimizer; predicted {time_text(estimate.step_time_us)}, {error}"

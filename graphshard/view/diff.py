@@ -104,9 +104,9 @@ def diff(before: Plan, after: Plan) -> Diff:
     )
 
 
-def _optimizers(before: Estimate | None, after: Estimate | None) -> tuple[Parts, Parts]:
+def _optimizers(before: Estimate, after: Estimate) -> tuple[Parts, Parts]:
     """What each side's optimizer takes; nothing unless both are known."""
-    if before is None or after is None or before.optimizer is None or after.optimizer is None:
+    if before.optimizer is None or after.optimizer is None:
         return {}, {}
     both = before.optimizer, after.optimizer
     name = " and ".join(dict.fromkeys(map(name_text, both)))

@@ -36,9 +36,9 @@ class Prospect:
 
 
 def prospects(plan: Plan) -> list[Prospect]:
-    """Empty for a plan without costs."""
+    """Empty for a plan without forecasts."""
     estimate = plan.estimate
-    if estimate is None or not plan.forecasts:
+    if not plan.forecasts:
         return []
     found = [*_room(estimate), *_elsewhere(plan, estimate)]
     best = max(found, key=lambda one: one.saved, default=None)

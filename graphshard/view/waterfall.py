@@ -35,7 +35,7 @@ def waterfall(plan: Plan) -> list[Bar]:
     """Empty without gains; times are of whole steps."""
     estimate = plan.estimate
     gains = [reason for reason in plan.reasons if isinstance(reason, Gain)]
-    if estimate is None or not gains:
+    if not gains:
         return []
     levels = [estimate.whole_fsdp2_us]
     for gain in gains:
