@@ -23,7 +23,7 @@ from pathlib import Path
 
 from warm import run_script
 
-from bench.figures import Shell, without_clock
+from bench.figures import Shell, without_clocks
 
 ROOT = Path(__file__).parents[1]
 RUNNER = Path(__file__).parent / "howto_run.py"
@@ -138,7 +138,7 @@ def follow(page: Page, folder: Path, runner: str = "") -> str:
 def _shown(block: Block, printed: Printed, where: str) -> str:
     """The text of a block that shows what was printed."""
     if block.whole:
-        return without_clock(printed.stdout).rstrip() + "\n"
+        return without_clocks(printed.stdout).rstrip() + "\n"
     lines, there = headings(block.text), headings(printed.stdout + printed.stderr)
     assert lines, f"{where}: nothing is compared"
     missing = [line for line in lines if line not in there]
