@@ -72,7 +72,13 @@ def offline(
 ) -> Plan:
     inputs = torch.zeros((2, CONFIG.batch, CONFIG.seq_len), dtype=torch.int64, device="meta")
     return graphshard.plan(
-        build, tuple(inputs), world_size=world_size, hardware=path, name="offline", **asked
+        build,
+        tuple(inputs),
+        world_size=world_size,
+        hardware=path,
+        name="offline",
+        compute="aten",
+        **asked,
     )
 
 
