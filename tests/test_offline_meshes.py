@@ -78,7 +78,7 @@ def test_each_group_of_a_block_has_its_mesh(whole: bool) -> None:
     point = Point(RANKS, 8, machine_of("h100"), PlanningPolicy(None))
     study = Study("plan", lambda sizes: Made(two_meshes(), INPUTS, {}), (point,), whole=whole)
     ((plan,),) = ([answer.plan] for answer in study.answers())
-    assert study.effort.num_repeated == (0 if whole else 2)
+    assert study.effort.num_repeated == (0 if whole else 4)
     assert len(plan.groups) == 2 * (CAPTURED + 2)
     for number, group in enumerate(plan.groups):
         block, is_second = divmod(number, 2)

@@ -15,9 +15,10 @@ from graphshard.doctor.examine import Examination
 from graphshard.doctor.findings import Finding, some, worst
 from graphshard.doctor.origin import Cause, Doubt, Origin
 from graphshard.doctor.verdict import Verdict
-from graphshard.view.text import WIDTH, bytes_text, count_text
+from graphshard.view.text import bytes_text, count_text
 from graphshard.view.units import change_text, time_text
 
+WIDTH = 92
 NAME, COLUMN = 32, 15
 LEVEL, CODE = 9, 8
 ORIGIN = 26
