@@ -185,8 +185,6 @@ def test_reductions_move_only_with_one_plan_for_all():
     apart = replace(fast, reduces_apart=True)
     assert [p.reduces_apart for p in vote(ballots(2), [apart, slow])] == [True, True]
     assert [p.reduces_apart for p in vote(ballots(2), [slow, apart])] == [False, False]
-    uncosted = replace(PLAN, reduces_apart=True)
-    assert [p.reduces_apart for p in vote(ballots(2), [uncosted, uncosted])] == [False, False]
 
 
 def test_reductions_do_not_move_without_a_question():
