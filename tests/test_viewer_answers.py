@@ -6,7 +6,7 @@ import re
 import pytest
 import viewing
 from pictures import GIB, llama, planned
-from viewing import PLANS, needs_browser
+from viewing import PLANS, drawn, needs_browser
 
 from graphshard.schedule.measured import Measured
 from graphshard.view.answer import standing_of
@@ -126,7 +126,7 @@ def test_the_longest_waits_lead_to_their_segments(opened):
     wide = page.locator("#lanes .ground").bounding_box()["width"]
     assert pinned.bounding_box()["width"] > wide / 5
     assert page.locator("#card").is_visible()
-    assert "z=" in page.url
+    assert "z=" in page.evaluate("location.hash")
 
 
 def test_the_reason_of_a_merged_gather_is_on_its_card(opened):
@@ -194,7 +194,7 @@ def test_what_is_narrow_is_drawn_together(opened):
     assert set(painted) == {"0"}
     for _ in range(5):
         page.keyboard.press("+")
-    page.wait_for_timeout(100)
+    drawn(page)
     assert own.locator(".mark.crowded").count() < crowded / 4
 
 
@@ -223,7 +223,7 @@ def test_the_strip_above_the_axis_shows_and_moves_what_is_seen(opened):
     page.mouse.down()
     page.mouse.move(whole["x"] + 400, whole["y"] + 8, steps=4)
     page.mouse.up()
-    page.wait_for_timeout(60)
+    drawn(page)
     seen = window.bounding_box()
     assert seen["x"] == pytest.approx(whole["x"] + 200, abs=3)
     assert seen["width"] == pytest.approx(200, abs=4)
@@ -231,7 +231,7 @@ def test_the_strip_above_the_axis_shows_and_moves_what_is_seen(opened):
     page.mouse.down()
     page.mouse.move(seen["x"] + 160, seen["y"] + 8, steps=4)
     page.mouse.up()
-    page.wait_for_timeout(60)
+    drawn(page)
     moved = window.bounding_box()
     assert moved["x"] == pytest.approx(seen["x"] + 60, abs=3)
     assert moved["width"] == pytest.approx(seen["width"], abs=2)
@@ -257,8 +257,8 @@ def test_dragging_measures(opened):
     band = page.locator("#memory .band").bounding_box()
     assert (band["x"], band["width"]) == pytest.approx((ground["x"] + 100, 200), abs=1)
     page.keyboard.press("z")
-    page.wait_for_timeout(60)
-    assert "z=" in page.url
+    drawn(page)
+    assert "z=" in page.evaluate("location.hash")
     assert page.locator("#memory .band").get_attribute("width") == "0.0"
 
 

@@ -7,7 +7,7 @@ import pytest
 import viewing
 from pictures import llama, planned
 from test_view_page import VIEWS
-from viewing import needs_browser
+from viewing import drawn, needs_browser
 
 from graphshard.view.html import render
 
@@ -202,7 +202,7 @@ def test_the_wheel_zooms_around_the_pointer_and_dragging_with_shift_pans(view):
     page.mouse.move(box["x"] + box["width"] / 2 - 200, box["y"] + 10, steps=5)
     page.mouse.up()
     page.keyboard.up("Shift")
-    page.wait_for_timeout(50)
+    drawn(page)
     second = times(page)
     assert second[0] > first[0]
     assert page.locator('[aria-pressed="true"]').count() == 0

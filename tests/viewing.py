@@ -15,6 +15,11 @@ needs_browser = [
 ]
 
 
+def drawn(page):
+    """Waits until what was asked for last has been drawn: the page draws in the next frame."""
+    page.evaluate("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
+
+
 @pytest.fixture(scope="module")
 def browser():
     from playwright.sync_api import sync_playwright
