@@ -24,7 +24,7 @@ from graphshard.graph.program import Program, compute_nodes, is_view, step_of
 
 # Where an op's input comes from, said in the same way in each block.
 _Place: TypeAlias = tuple[Any, ...]
-_MODEL = 2  # the block that those behind it are compared with
+_PATTERN = 2  # the block that those behind it are compared with
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ def is_chain(program: Program, owners: Mapping[int, tuple[int, str]], count: int
     row = _row([op for op in ops if op not in common], owners, common)
     if len(row.firsts) != count or list(row.firsts) != sorted(row.firsts):
         return False
-    model = [_does(row, _MODEL, op) for op in row.of(_MODEL)]
-    blocks = range(_MODEL + 1, count - 1)
+    pattern = [_does(row, _PATTERN, op) for op in row.of(_PATTERN)]
+    blocks = range(_PATTERN + 1, count - 1)
     last = _until_parameters_end(row, count - 1)
     return (
-        all([_does(row, block, op) for op in row.of(block)] == model for block in blocks)
-        and [_does(row, count - 1, op) for op in last] == model[: len(last)]
-        and all(place[1] <= 1 for place in _places(row, _MODEL) if place[0] == "block")
+        all([_does(row, block, op) for op in row.of(block)] == pattern for block in blocks)
+        and [_does(row, count - 1, op) for op in last] == pattern[: len(last)]
+        and all(place[1] <= 1 for place in _places(row, _PATTERN) if place[0] == "block")
         and not _reads_what_the_first_is_given(row)
         and not _gives_the_first_more(row)
     )
@@ -163,17 +163,17 @@ def _reads_what_the_first_is_given(row: _Row) -> bool:
     before. Blocks behind the captured ones may read what is as far away.
     """
     shared = {"before", "common", "input"}
-    first, other = (Counter(p for p in _places(row, b) if p[0] in shared) for b in (0, _MODEL))
+    first, other = (Counter(p for p in _places(row, b) if p[0] in shared) for b in (0, _PATTERN))
     return any(place in other for place in first - other)
 
 
 def _gives_the_first_more(row: _Row) -> bool:
     """The first block does the same as another, but reads two values where that reads one result of
     the block before: it may be one of several that are given something of their own."""
-    if [row.ops[op].target for op in row.of(0)] != [row.ops[op].target for op in row.of(_MODEL)]:
+    if [row.ops[op].target for op in row.of(0)] != [row.ops[op].target for op in row.of(_PATTERN)]:
         return False
     found: dict[_Place, _Place] = {}
-    pairs = zip(_places(row, _MODEL), _places(row, 0), strict=False)
+    pairs = zip(_places(row, _PATTERN), _places(row, 0), strict=False)
     return any(
         found.setdefault(other, first) != first
         for other, first in pairs

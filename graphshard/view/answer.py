@@ -100,7 +100,7 @@ def _speed(standing: Standing) -> str:
     if standing.ratio < 1:
         return f"{1 / standing.ratio:.3g} x slower than FSDP2"
     if standing.ratio < 1.1:
-        return f"{standing.ratio - 1:.1%} faster than FSDP2".replace("%", " %")
+        return f"{share_text(standing.ratio - 1, 1.0)} faster than FSDP2"
     return f"{standing.ratio:.2f} x faster than FSDP2"
 
 

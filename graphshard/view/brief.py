@@ -14,10 +14,10 @@ from graphshard.schedule.estimate import Limit
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Estimate, Plan
 from graphshard.view.names import shown
-from graphshard.view.optimizer import share_text
+from graphshard.view.optimizer import took_text
 from graphshard.view.templates import template
 from graphshard.view.text import WIDTH, bytes_text, count_text, ranks_text
-from graphshard.view.units import change_text, time_text
+from graphshard.view.units import change_text, share_text, time_text
 
 LABEL_WIDTH = 13
 # Of the limit: less that is left is worth no word.
@@ -42,7 +42,7 @@ def brief_rows(estimate: Estimate, measured: Measured | None = None) -> Iterator
     whole = estimate.whole_step_us, estimate.whole_fsdp2_us
     part = ""
     if estimate.optimizer is not None:
-        part = f"of it optimizer {time_text(estimate.optimizer_us)} ({share_text(estimate)})"
+        part = f"of it optimizer {took_text(estimate)}"
     yield _compared("step", *whole, more=part)
     yield _compared("exposed", ours.exposed_us, theirs.exposed_us)
     more_bytes = ours.peak_bytes - theirs.peak_bytes
@@ -78,7 +78,7 @@ def gain_text(estimate: Estimate) -> str:
 
 def left_text(estimate: Estimate) -> str:
     """How much less no schedule of this graph can take, however much memory it had."""
-    return f"at most {estimate.gap:.1%} left to gain".replace("%", " %")
+    return f"at most {share_text(estimate.gap, 1.0)} left to gain"
 
 
 def enough_text(estimate: Estimate) -> str:
@@ -88,7 +88,7 @@ def enough_text(estimate: Estimate) -> str:
     rest_bytes = estimate.budget_bytes - own.peak_bytes
     if more is not None:
         share = (own.step_time_us - more.step_time_us) / estimate.whole_step_us
-        text = f"would bring {max(0.0, share):.1%}".replace("%", " %")
+        text = f"would bring {share_text(max(0.0, share), 1.0)}"
     elif rest_bytes > UNUSED * estimate.budget_bytes:
         text = "would bring nothing"
     else:

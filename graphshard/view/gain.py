@@ -9,7 +9,7 @@ from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Estimate
 from graphshard.view.brief import LABEL_WIDTH, brief_lines
 from graphshard.view.text import bytes_text
-from graphshard.view.units import time_text
+from graphshard.view.units import share_text, time_text
 
 # Less is within what times can be told apart by.
 NOTICEABLE = 0.002
@@ -40,5 +40,4 @@ def _more(now_us: float, more_us: float) -> str:
     gain_us = now_us - more_us
     if gain_us < NOTICEABLE * now_us:
         return "nothing"
-    share = f"{gain_us / now_us:.1%}".replace("%", " %")
-    return f"{time_text(gain_us)} a step ({share})"
+    return f"{time_text(gain_us)} a step ({share_text(gain_us, now_us)})"

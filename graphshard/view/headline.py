@@ -12,11 +12,10 @@ from typing import Any
 from graphshard.schedule.estimate import Limit
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Estimate
-from graphshard.view.optimizer import share_text
+from graphshard.view.optimizer import took_text
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import bytes_text
-from graphshard.view.units import change_text, time_text
-from graphshard.view.units import share_text as share_of
+from graphshard.view.units import change_text, share_text, time_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def _predicted(estimate: Estimate, measured: Measured | None) -> Iterator[Figure
         "peak memory", bytes_text(ours.peak_bytes),
         (_theirs(ours.peak_bytes, fsdp2.peak_bytes, bytes_text), limit_of(estimate)),
     )  # fmt: skip
-    left = share_of(max(step_us - estimate.whole_bound_us, 0.0), step_us)
+    left = share_text(max(step_us - estimate.whole_bound_us, 0.0), step_us)
     bound = Beside("at most", f"{left} left to gain")
     yield Figure("no schedule is below", time_text(estimate.whole_bound_us), (bound,))
     if (late := estimate.stragglers) is not None:
@@ -85,8 +84,7 @@ def _theirs(ours: float, theirs: float, text: Callable[[Any], str]) -> Beside:
 def _of_step(estimate: Estimate, measured: Measured | None) -> Iterator[Beside]:
     """The optimizer's part; and the rest as it was measured, which leaves the optimizer out."""
     if estimate.optimizer is not None:
-        took = f"{time_text(estimate.optimizer_us)} ({share_text(estimate)})"
-        yield Beside("of it optimizer", took)
+        yield Beside("of it optimizer", took_text(estimate))
     if measured is None:
         return
     seen = time_text(measured.step_time_us)

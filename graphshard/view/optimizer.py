@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from graphshard.schedule.plan import Estimate, OptimizerStep
-from graphshard.view.units import time_text
+from graphshard.view.units import share_text, time_text
 
 
 def optimizer_text(estimate: Estimate) -> str:
     """Its share of the plan's step, and what it is: "4.0 %: adamw, clipped"."""
     assert estimate.optimizer is not None
-    return f"{share_text(estimate)}: {name_text(estimate.optimizer)}"
+    return f"{_share_text(estimate)}: {name_text(estimate.optimizer)}"
 
 
 def name_text(optimizer: OptimizerStep) -> str:
     return f"{optimizer.kind}, clipped" if optimizer.clips else str(optimizer.kind)
 
 
-def share_text(estimate: Estimate) -> str:
-    """Of the plan's whole step."""
-    whole_us = estimate.whole_step_us
-    share = estimate.optimizer_us / whole_us if whole_us else 0.0
-    return f"{share:.1%}".replace("%", " %")
+def took_text(estimate: Estimate) -> str:
+    """Its time, and the share of the plan's whole step: "31.0 ms (4.0 %)"."""
+    return f"{time_text(estimate.optimizer_us)} ({_share_text(estimate)})"
+
+
+def _share_text(estimate: Estimate) -> str:
+    return share_text(estimate.optimizer_us, estimate.whole_step_us)
 
 
 def step_line(estimate: Estimate) -> str:
@@ -29,5 +31,5 @@ def step_line(estimate: Estimate) -> str:
     own, theirs = time_text(estimate.whole_step_us), time_text(estimate.whole_fsdp2_us)
     if estimate.optimizer is None:
         return f"forward and backward {own}; FSDP2 {theirs}"
-    part = f"of it optimizer {time_text(estimate.optimizer_us)} ({share_text(estimate)})"
+    part = f"of it optimizer {took_text(estimate)}"
     return f"step {own}, {part}; FSDP2 {theirs}"
