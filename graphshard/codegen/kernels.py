@@ -1,10 +1,10 @@
 """C++ kernels of all regions in a few runs of the compiler.
 
 Inductor gives each kernel for the CPU a run of the compiler of its own, nearly all of which goes
-into the same headers (1.4 of 1.6 s here, and as much with precompiled ones). In: what Inductor asks
-for while it makes code for regions. Afterwards: the kernels are in their places, compiled together,
-each in a namespace of one source file; on disk each is found by its own key, so that it does not
-matter which others it was compiled with. Processes of one machine share the work.
+into the same headers (1.4 of 1.6 s here). In: what Inductor asks for while it makes code for
+regions. Afterwards: the kernels are in their places, compiled together, each in a namespace of one
+source file; on disk each is found by its own key, so that it does not matter which others it was
+compiled with. Processes of one machine share the work.
 
 A source that cannot stand in a namespace is compiled in Inductor's own way.
 """
@@ -36,6 +36,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 logger = logging.getLogger(__name__)
 
 LEAST_TOGETHER = 4  # kernels: fewer are not worth another run of the compiler
+# To precompile the headers takes as long as to read them this often (9.7 s against 3.4; g++ 12).
+READINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,10 @@ def _build(chunk: Sequence[Kernel], *, waits: bool = False) -> bool:
 
 def _compile(kernels: Sequence[Kernel]) -> None:
     try:
-        # Read once, precompiled headers are not worth making.
-        with config.patch(cpp_cache_precompile_headers=False):
+        # Most processes read the headers less often than making precompiled ones is worth. One that
+        # has read them that often is likely to go on: at worst it spends twice what was needed.
+        precompiles = config.cpp_cache_precompile_headers and len(_Library.cache) >= READINGS
+        with config.patch(cpp_cache_precompile_headers=precompiles):
             library = Path(_Library.load_async(_joined(kernels))().path)
     except CppCompileError as error:
         logger.debug("%d kernels cannot be compiled together: %s", len(kernels), error)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from patching import patched
 from pool import Ctx, Pool
 from torch import Tensor, fx
-from torch._inductor import config, cpu_vec_isa
+from torch._inductor import codecache, config, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -185,6 +185,31 @@ def test_ranks_of_a_machine_share_the_work(inductor: Pool, tmp_path: Path) -> No
     assert [found for found, _ in ranks] == [[2.0 * number for number in range(8)]] * 2
     assert [runs for _, runs in ranks] == [1, 1]
     assert [runs for _, runs in inductor.run(2, shared, str(tmp_path))] == [0, 0]
+
+
+def many_sources(ctx: Ctx) -> tuple[list[float], list[int]]:
+    """What one kernel after the other makes of 2, and which of them precompiled headers."""
+    found: list[float] = []
+    makers: list[int] = []
+
+    def counting(original: Callable[..., str]) -> Callable[..., str]:
+        def call(*args: Any, **kwargs: Any) -> str:
+            makers.append(len(found))
+            return original(*args, **kwargs)
+
+        return call
+
+    unread = patched(kernels._Library, "cache", lambda cache: {})
+    with fresh_cache(), unread, patched(codecache, "_precompile_header", counting):
+        for number in range(kernels.READINGS + 2):
+            found += asked([TIMES.format(factor=number)], ALONE)
+    return found, makers
+
+
+def test_headers_are_precompiled_once_that_pays(inductor: Pool) -> None:
+    first = kernels.READINGS
+    doubles = [2.0 * number for number in range(first + 2)]
+    assert inductor.run(1, many_sources) == [(doubles, [first, first + 1])]
 
 
 # A compiler that is older than the processor.
