@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from graphshard.planner.problem import CollectiveLane, exact_us
 
-
 NEVER = float("inf")
 
 
