@@ -245,15 +245,19 @@ def test_stragglers_of_as_many_ranks_as_there_are(cli):
 
 
 def test_a_network_by_its_rate(cli, tmp_path):
-    status, out, _ = cli(
-        "good", "--network", "ib400,200Gbit,12.5GB/s", "--json", world="16", hw="h100"
-    )
+    networks = "ib400,200Gbit,12.5GB/s,12.5GB/s:pod=1:oversubscribed=2"
+    status, out, _ = cli("good", "--network", networks, "--json", world="16", hw="h100")
     assert status == 0
     rows = json.loads(out)["rows"]
-    assert [row["hardware"] for row in rows] == ["h100-ib400", "h100-200gbit", "h100-100gbit"]
+    assert [row["hardware"] for row in rows] == [
+        "h100-ib400",
+        "h100-200gbit",
+        "h100-100gbit",
+        "h100-100gbit:pod=1:oversubscribed=2",
+    ]
     times = [row["fsdp2_step_time_us"] for row in rows]
     assert times == sorted(times)
-    assert len(set(times)) == 3
+    assert len(set(times)) == 4
     for network, hw in (("200Gbit", "h100-ib400"), ("200", "h100")):
         status, _, (error,) = cli("good", "--network", network, hw=hw)
         assert status == 2

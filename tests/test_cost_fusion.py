@@ -8,7 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench.peaks import step_peaks
 from graphshard.graph.program import compute_nodes
-from graphshard.pricing.fusion import UNFUSED, Fusion, fusion_of
+from graphshard.pricing.flops import graph_work
+from graphshard.pricing.fusion import UNFUSED, Fusion, fusion_of, never_stored
 
 aten = torch.ops.aten
 
@@ -63,6 +64,43 @@ def test_what_all_rows_share_joins_nothing() -> None:
     second = graph.op(aten.mul.Tensor, back, scale, name="second")
     graph.done(graph.op(aten.mm.default, second, back, name="last"))
     assert places(graph) == {}
+
+
+def cast_by_scale(*, rows: bool = False) -> Sketch:
+    """`hidden` is scaled by the largest number in it (rows: of each row), as for float8."""
+    graph = Sketch()
+    x, weight = graph.input("x", 8, 8), graph.input("weight", 8, 8)
+    doubled = graph.op(aten.mul.Tensor, x, x, name="doubled")
+    hidden = graph.op(aten.sigmoid.default, doubled, name="hidden")
+    size = graph.op(aten.abs.default, hidden, name="size")
+    over = ([-1], True) if rows else ()
+    largest = graph.op(aten.amax.default if rows else aten.max.default, size, *over, name="largest")
+    scale = graph.op(aten.reciprocal.default, largest, name="scale")
+    wide = graph.op(aten.neg.default, hidden, name="wide")
+    scaled = graph.op(aten.mul.Tensor, wide, scale, name="scaled")
+    graph.done(graph.op(aten.mm.default, scaled, weight, name="product"))
+    return graph
+
+
+def stored(graph: Sketch) -> set[str]:
+    nodes = compute_nodes(graph)
+    kept = never_stored(nodes, (0,))
+    return {node.name for node in nodes if node not in kept}
+
+
+def test_what_is_scaled_by_its_largest_number_is_stored_for_that() -> None:
+    """Nobody knows the number before all is read. Of what it is made of, the last is stored: it is
+    written once and read once more; x is read twice by one kernel, and its result is small."""
+    graph = cast_by_scale()
+    assert stored(graph) == {"hidden", "largest", "scaled", "product"}
+    fused = dict(zip(compute_nodes(graph), graph_work(graph, fused_regions=(0,)), strict=True))
+    sizes = {node.name: work.bytes for node, work in fused.items() if work.bytes}
+    numbers = {"largest": 4, "scale": 4}
+    assert sizes == {"doubled": 256, "hidden": 2 * 256, **numbers, "scaled": 256, "product": 768}
+
+
+def test_what_is_scaled_row_by_row_is_one_kernel() -> None:
+    assert stored(cast_by_scale(rows=True)) == {"largest", "scaled", "product"}
 
 
 def backward(gate: Tensor, up: Tensor, back: Tensor, down: Tensor) -> tuple[Tensor, ...]:

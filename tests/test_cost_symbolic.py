@@ -27,6 +27,7 @@ MEASURED = replace(
         ),
     ),
 )
+LEVELS = preset("h100-ib400:pod=4:oversubscribed=8:pod=64:oversubscribed=100")
 PARAMS = (ParamFacts((1001, 64), 4, 2, 4), ParamFacts((64,), 4, 2, 4))
 
 
@@ -36,7 +37,7 @@ PARAMS = (ParamFacts((1001, 64), 4, 2, 4), ParamFacts((64,), 4, 2, 4))
     st.integers(1, 4096),
     st.sampled_from([1, 4, 8]),
     st.integers(1, 10**10),
-    st.sampled_from([H100, MEASURED, preset("cpu")]),
+    st.sampled_from([H100, MEASURED, preset("cpu"), LEVELS]),
 )
 def test_collectives_are_the_same_as_formulas_and_as_numbers(kind, ranks, per_node, size, machine):
     numeric = collective_us(machine, kind, RankGroup(ranks, per_node, "dp"), size)

@@ -19,6 +19,7 @@ from graphshard.cost.presets import (
     with_network,
 )
 from graphshard.cost.profile import look_up
+from graphshard.cost.roofline import arithmetic_of
 from graphshard.errors import CostError, FileError, OptionsError
 from graphshard.options import parse_options
 
@@ -140,6 +141,26 @@ def test_the_name_that_says_most_counts(reported, name):
 @pytest.mark.parametrize("name", REPORTED)
 def test_capacity_is_what_torch_reports(name):
     assert preset(name).processor.capacity_bytes / GIB == pytest.approx(REPORTED[name], rel=1e-3)
+
+
+# Of the data sheet, in float8 and in bfloat16, as the sources of presets.toml measured it.
+MEASURED = {
+    "h100": (0.709, 0.803),
+    "h200": (0.734, 0.803),
+    "b200": (0.763, 0.776),
+    "gb200": (0.723, 0.729),
+    "h100_500w": (1125.51 / 2, 585.23),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_products_in_float8_gain_what_was_measured(name):
+    processor = preset(name).processor
+    float8, bfloat16 = (
+        1 / arithmetic_of(processor, dtype).curve.classes[-1].us_per_unit
+        for dtype in ("float8_e4m3fn", "bfloat16")
+    )
+    assert float8 / bfloat16 == pytest.approx(2 * MEASURED[name][0] / MEASURED[name][1], rel=0.01)
 
 
 def test_a_rack_is_the_node_where_nvlink_joins_it():

@@ -156,13 +156,24 @@ def test_a_gradient_counts_from_the_op_that_makes_it(monkeypatch):
     assert event.brief_bytes == -64
 
 
-def test_lanes_of_one_group_share_a_link():
-    other = replace(OWN, gather_lane="lane 2", reduce_lane="lane 2")
-    problem = priced(groups_of(1, 4), first=replace(OWN, reduce_lane="lane 1"), own=other)
+@pytest.mark.parametrize("per_node", [2, 1])
+def test_lanes_that_use_one_link_share_it(per_node):
+    """A rank has one part of the adapters, and one way to the others of its node: gathers of
+    experts beside those of all else, over other ranks, are no faster."""
+    own = replace(OWN, ranks_per_node=per_node)
+    other = replace(own, ranks=4, gather_lane="lane 2", reduce_lane="lane 2")
+    problem = priced(groups_of(1, 4), first=replace(own, reduce_lane="lane 1"), own=other)
+    same = per_node == 1  # else "lane 2" goes between nodes, and the others do not
     assert {lane.name: lane.link for lane in problem.lanes} == {
-        "lane 0": "lane 0", "lane 1": "lane 0", "lane 2": "",
+        "lane 0": "lane 0", "lane 1": "lane 0", "lane 2": "lane 0" if same else "",
     }  # fmt: skip
     assert [lane.link for lane in priced(groups_of(1, 4)).lanes] == [""]
+
+
+def test_a_rank_alone_shares_nothing():
+    alone = replace(OWN, ranks=1, ranks_per_node=1, gather_lane="lane 2", reduce_lane="lane 2")
+    problem = priced(groups_of(1, 4), first=OWN, own=alone)
+    assert [lane.link for lane in problem.lanes] == ["", ""]
 
 
 @pytest.fixture(scope="module")

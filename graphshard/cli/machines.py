@@ -13,8 +13,8 @@ def add_machines(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "machines",
         help="list the machines that can be planned for, or all numbers of one",
         description="Without NAME: devices and networks with their main numbers. With NAME, a "
-        "device (h100), a network (ib400) or both (h100-ib200, h100-200Gbit): every number, with "
-        "its source.",
+        "device (h100), a network (ib400) or both (h100-ib200, h100-200Gbit, "
+        "h100-ib400:pod=32:oversubscribed=2): every number, with its source.",
     )
     machines.add_argument("name", metavar="NAME", nargs="?")
     machines.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -64,7 +64,8 @@ def add_plan(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         metavar="NAME",
         type=lambda text: text.split(","),
         help="between nodes: a network such as ib400, or the rate that each GPU has, as 200Gbit or "
-        "25GB/s; default: the one that --hw names, or that such machines usually have",
+        "25GB/s; oversubscribed switches may follow, as ib400:pod=32:oversubscribed=2; default: "
+        "the one that --hw names, or that such machines usually have",
     )
     plan.add_argument(
         "--budget",

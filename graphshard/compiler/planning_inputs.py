@@ -21,6 +21,7 @@ from graphshard.cost.profile import calibrated, read_profile
 from graphshard.files.reading import names_file
 from graphshard.fsdp2.settings import GroupSettings, settings_of
 from graphshard.options import Device, Options
+from graphshard.pricing.lanes import replica_ranks, shard_ranks
 from graphshard.pricing.problem import PlanningPolicy
 from graphshard.pricing.sizes import dtype_name
 from graphshard.runtime.ballot import Ballot, whole_of
@@ -83,10 +84,12 @@ def seen_on(
 
 def _ranks_of(kind: CollectiveKind, own: GroupSettings) -> RankGroup:
     if kind is CollectiveKind.ALL_REDUCE:
-        return RankGroup(own.replicas, own.replicas_per_node, own.all_reduce_lane)
+        found = replica_ranks(own)
+        assert found is not None
+        return found
     gathers = kind is CollectiveKind.ALL_GATHER
     lane = own.gather_lane if gathers else own.reduce_lane
-    return RankGroup(own.ranks, own.ranks_per_node, lane)
+    return shard_ranks(own, lane)
 
 
 def rounded(us: float) -> float:

@@ -53,6 +53,17 @@ def if_one(quantity: Quantity, then: Quantity, otherwise: Quantity) -> Quantity:
     return sympy.Piecewise((then, sympy.Eq(quantity, 1)), (otherwise, True))
 
 
+def if_at_most(
+    quantity: Quantity, limit: Quantity, then: Quantity, otherwise: Quantity
+) -> Quantity:
+    """`then` where `quantity` is `limit` or less, else `otherwise`."""
+    if is_number(quantity, limit):
+        return then if quantity <= limit else otherwise
+    import sympy
+
+    return sympy.Piecewise((then, quantity <= limit), (otherwise, True))
+
+
 def part_between(amount: Quantity, low: float, high: float) -> Quantity:
     """How much of the range from 0 to `amount` lies between `low` and `high` (may be inf)."""
     capped = amount if math.isinf(high) else least(amount, high)

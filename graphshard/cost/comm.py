@@ -15,7 +15,15 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from graphshard.cost.algebra import Quantity, ceil_div, if_one, is_number, least
+from graphshard.cost.algebra import (
+    Quantity,
+    ceil_div,
+    if_at_most,
+    if_one,
+    is_number,
+    least,
+    most,
+)
 from graphshard.cost.curve import Curve, Trust, curve_us, line, scaled
 
 
@@ -34,12 +42,14 @@ class RankGroup:
 
     name: of the mesh dimension or process group, by which measurements are found. All ranks of a
     group on one node, `Group(8, 8)`, is the intra-node case; one on each, `Group(8, 1)`, the
-    inter-node case.
+    inter-node case. node_stride: from one node of the group to its next one, counted in nodes of
+    the job (1: neighbours; replicas of 4 nodes all-reduce over every fourth node).
     """
 
     ranks: Quantity
     ranks_per_node: Quantity
     name: str = ""
+    node_stride: Quantity = 1
 
     @property
     def nodes(self) -> Quantity:
@@ -57,6 +67,15 @@ class Protocol:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchLevel:
+    """A level of switches between nodes: `nodes` of them are a pod, inside which all adapters may
+    send at their rate at once; out of it they get 1 / `oversubscribed` of that together."""
+
+    nodes: int
+    oversubscribed: float
+
+
+@dataclass(frozen=True, slots=True)
 class Network:
     """Links of one rank: `intra` inside the node, `inter` its share of the node's adapters.
 
@@ -65,6 +84,7 @@ class Network:
     go from and to many tensors where they are, so that nothing has to be packed. concurrent: a
     second process group hides launches of the first, which take nothing from compute.
     clones: the library has a copy of all that is gathered or reduced, until that is done.
+    levels: of switches that are oversubscribed, from small pods to large ones.
     """
 
     intra_bytes_per_us: Quantity
@@ -74,6 +94,7 @@ class Network:
     in_place: bool = False
     concurrent: bool = False
     clones: bool = False
+    levels: tuple[SwitchLevel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +136,26 @@ def bus_bytes_per_us(network: Network, group: RankGroup) -> Quantity:
     adapter).
     """
     per_node = least(group.ranks, group.ranks_per_node)
-    between = least(network.intra_bytes_per_us, network.inter_bytes_per_us * per_node)
+    adapters = network.inter_bytes_per_us * per_node
+    for level in network.levels:
+        adapters = least(adapters, network.inter_bytes_per_us * per_node / slowdown(level, group))
+    between = least(network.intra_bytes_per_us, adapters)
     return if_one(group.nodes, network.intra_bytes_per_us, between)
+
+
+def slowdown(level: SwitchLevel, group: RankGroup) -> Quantity:
+    """How many times slower the rings of `group` and of those like it are for the pods of `level`.
+
+    A ring sends from each node to the next one of its group. Of the nodes of a pod the last
+    `node_stride` send out of it, all if there are no more; they share what the pod has. So rings of
+    neighbours cross once and are hardly slowed down, those of replicas that are as large as a pod
+    by all of `oversubscribed`. Assumed: nodes are numbered pod by pod, a group that fits into a pod
+    lies in one, all ranks do the same at a time (one program), and paths out of a pod are used
+    evenly.
+    """
+    leaving = least(group.node_stride, level.nodes)
+    slower = most(1, level.oversubscribed * leaving / level.nodes)
+    return if_at_most(group.nodes * group.node_stride, level.nodes, 1, slower)
 
 
 def ring_us(

@@ -10,7 +10,14 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from graphshard.cost.comm import CollectiveKind, MeasuredCurve, Network, Protocol, RankGroup
+from graphshard.cost.comm import (
+    CollectiveKind,
+    MeasuredCurve,
+    Network,
+    Protocol,
+    RankGroup,
+    SwitchLevel,
+)
 from graphshard.cost.curve import Curve, SizeClass, Trust
 from graphshard.cost.machine import HostCopies, Machine
 from graphshard.cost.roofline import Arithmetic, AttentionRate, Bandwidth, Kernel, Processor
@@ -26,10 +33,11 @@ def from_text(text: str) -> Machine:
     network = data["network"]
     traffic = tuple((CollectiveKind(kind), share) for kind, share in network["traffic"])
     protocols = tuple(Protocol(**p) for p in network["protocols"])
+    levels = tuple(SwitchLevel(**level) for level in network["levels"])
     return Machine(
         data["name"],
         _processor(data["processor"]),
-        Network(**{**network, "protocols": protocols, "traffic": traffic}),
+        Network(**{**network, "protocols": protocols, "traffic": traffic, "levels": levels}),
         tuple(map(_measured, data["measured"])),
         data["host"] and _host(data["host"]),
         data["ranks_per_node"],

@@ -1,8 +1,9 @@
 """Machines from data sheets, for when nothing was measured yet.
 
 In: a preset's name ("h100", "h100-ib200" with another network, or "h100-200gbit" with a rate
-between nodes) or a device's own name. Out: a `Machine` all of whose numbers but such a rate come
-from presets.toml, each with its source there.
+between nodes, "h100-ib400:pod=32:oversubscribed=2" with levels of switches) or a device's own name.
+Out: a `Machine` all of whose numbers but such a rate and levels come from presets.toml, each with
+its source there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from graphshard.cost.comm import CollectiveKind, Network, Protocol
+from graphshard.cost.comm import CollectiveKind, Network, Protocol, SwitchLevel
 from graphshard.cost.curve import Trust, line
 from graphshard.cost.machine import HostCopies, Machine
 from graphshard.cost.roofline import Arithmetic, AttentionRate, Bandwidth, Kernel, Processor
@@ -35,6 +36,11 @@ GIGA = 1e9
 RANKS_PER_NODE = 8
 # Slower or faster than anything that joins nodes, in bytes per second.
 SLOWEST, FASTEST = 1e6, 1e13
+# Nodes of a pod, and how many times more their adapters send than leaves it.
+POD, OVERSUBSCRIBED = "pod", "oversubscribed"
+MOST_NODES, MOST_OVERSUBSCRIBED = 10**6, 1e3
+LEVELS = f"and after that levels of switches, as :{POD}=32:{OVERSUBSCRIBED}=2"
+_LEVEL = re.compile(rf"(?:{POD}=(\d+):)?{OVERSUBSCRIBED}=(\d+(?:\.\d+)?)(?::|$)")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gbit|gbit/s|gbps|gb/s)", re.IGNORECASE)
 
 
@@ -51,21 +57,28 @@ def preset(name: str) -> Machine:
     """The machine called "DEVICE", "DEVICE-NETWORK" or "DEVICE-RATE".
 
     A rate is what one GPU has of its node's adapters, as "200Gbit" or "25GB/s"; programs get the
-    share of it that presets.toml says. Raises CostError GS501 for another name.
+    share of it that presets.toml says. A network or a rate may have levels of switches behind it,
+    as "ib400:pod=32:oversubscribed=2"; a pod has one node if it is not said. Raises CostError GS501
+    for another name.
     """
     tables = _tables()
-    device_name, _, network_name = name.lower().partition("-")
+    device_name, _, whole_name = name.lower().partition("-")
+    network_name, colon, level_text = whole_name.partition(":")
     device = tables["device"].get(device_name)
     rate = line_rate(network_name)
     network = device and tables["network"].get(network_name or device["network"])
     if device and rate is not None:
         network, name = _network_of(rate), f"{device_name}-{rate_name(rate)}"
+        name += colon + level_text
+    if network and colon:
+        network = _with_levels(network, level_text, name)
     if not network:
         devices, networks = ", ".join(preset_names()), ", ".join(network_names())
         raise CostError(
             "GS501",
             f"no preset {name!r}: {_near(device_name, network_name)}give one of {devices}, "
-            f"and after a - one of {networks}, or a rate per GPU such as 200Gbit or 25GB/s",
+            f"and after a - one of {networks}, or a rate per GPU such as 200Gbit or 25GB/s, "
+            f"{LEVELS}",
         )
     library = tables["library"][network["library"]]
     return Machine(
@@ -109,6 +122,27 @@ def _network_of(bytes_per_s: float) -> dict[str, Any]:
     share = given["share"]
     rate = {"value": bytes_per_s, "share": share["value"], "share_from": share["from"]}
     return {"library": given["library"], "inter_bytes_per_s": rate}
+
+
+def _with_levels(network: dict[str, Any], text: str, name: str) -> dict[str, Any]:
+    """`network` with the levels of `text` in the place of its own. Raises CostError GS501."""
+    found = [(int(one[1] or 1), float(one[2])) for one in _LEVEL.finditer(text)]
+    nodes = [pod for pod, _ in found]
+    if (
+        not found
+        or _LEVEL.sub("", text)
+        or text.endswith(":")
+        or not all(1 <= pod <= MOST_NODES for pod in nodes)
+        or nodes != sorted(set(nodes))
+        or not all(1 <= times <= MOST_OVERSUBSCRIBED for _, times in found)
+    ):
+        raise CostError(
+            "GS501",
+            f"no preset {name!r}: {LEVELS}, a number of nodes (1 if not given) and how many times "
+            "more their adapters send than leaves them, from small pods to large ones",
+        )
+    levels = [{"nodes": {"value": pod}, "oversubscribed": {"value": times}} for pod, times in found]
+    return {**network, "level": levels}
 
 
 def _near(device_name: str, network_name: str) -> str:
@@ -189,8 +223,11 @@ def facts_of(name: str) -> tuple[Fact, ...]:
     else:
         device_name, _, network_name = preset(name).name.partition("-")
         network_name = network_name or tables["device"][device_name]["network"]
-    rate = line_rate(network_name)
-    network = networks[network_name] if rate is None else _network_of(rate)
+    plain_name, _, level_text = network_name.partition(":")
+    rate = line_rate(plain_name)
+    network = networks[plain_name] if rate is None else _network_of(rate)
+    if level_text:
+        network = _with_levels(network, level_text, name)
     found = list(_facts(("device", device_name), tables["device"].get(device_name, {})))
     found += _facts(("network", network_name), network)
     return tuple([*found, *_facts(("library", network["library"]), _library_of(network))])
@@ -293,4 +330,8 @@ def _network(device: dict[str, Any], network: dict[str, Any], library: dict[str,
         in_place=library["in_place"]["value"],
         concurrent=library["concurrent"]["value"],
         clones=library["clones"]["value"],
+        levels=tuple(
+            SwitchLevel(int(level["nodes"]["value"]), _number(level["oversubscribed"]))
+            for level in network.get("level", ())
+        ),
     )

@@ -71,7 +71,8 @@ class CostProfile:
             "version": PROFILE_VERSION,
             "origin": asdict(self.origin),
             "comm": [
-                {"kind": c.kind, "group": asdict(c.group), **_fit_to_dict(c.fit)} for c in self.comm
+                {"kind": c.kind, "group": _group_to_dict(c.group), **_fit_to_dict(c.fit)}
+                for c in self.comm
             ],
             "arithmetic": {dtype: _fit_to_dict(fit) for dtype, fit in self.arithmetic},
             "attention": {dtype: _fit_to_dict(fit) for dtype, fit in self.attention},
@@ -129,6 +130,11 @@ def calibrated(preset: Machine, profile: CostProfile) -> Machine:
     comm = tuple(MeasuredCurve(c.kind, c.group, c.fit.curve) for c in profile.comm)
     host = profile.host and HostCopies(profile.host.curve, Trust.CALIBRATED)
     return replace(preset, processor=processor, measured=comm, host=host or preset.host)
+
+
+def _group_to_dict(group: RankGroup) -> dict[str, Any]:
+    """Which nodes it was measured on, a profile does not say."""
+    return {"ranks": group.ranks, "ranks_per_node": group.ranks_per_node, "name": group.name}
 
 
 def _fit_to_dict(fit: Fit) -> dict[str, Any]:

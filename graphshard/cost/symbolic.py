@@ -69,7 +69,7 @@ def with_symbolic_network(machine: Machine) -> Machine:
     """
     network = machine.network
     protocols = tuple(replace(p, base_us=LATENCY) for p in network.protocols)
-    symbolic = Network(INTRA, INTER, protocols, network.traffic)
+    symbolic = Network(INTRA, INTER, protocols, network.traffic, levels=network.levels)
     return replace(machine, network=symbolic, measured=())
 
 

@@ -91,7 +91,8 @@ def _all_reduce_us(groups: Sequence[GroupInfo], cluster: Cluster) -> Quantity:
     """Over as many replicas as there are, each on the next `world_size` ranks: on a node as many as
     fit there."""
     on_node = ceil_div(cluster.ranks_per_node, cluster.world_size)
-    ranks = RankGroup(groups[0].replicas, on_node)
+    apart = ceil_div(cluster.world_size, cluster.ranks_per_node)
+    ranks = RankGroup(groups[0].replicas, on_node, node_stride=apart)
     shard_bytes = sum(g.reduce_bytes for g in groups) / cluster.world_size
     return collective_us(cluster.machine, CollectiveKind.ALL_REDUCE, ranks, shard_bytes)
 

@@ -7,6 +7,7 @@ may hold the group among them, so that backward gathers over the links of the no
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 
 import torch.distributed as dist
 
@@ -29,6 +30,13 @@ def most_on_node(process_group: dist.ProcessGroup | None, ranks_per_node: int) -
         return 1
     nodes = _by_node(process_group, ranks_per_node) if ranks_per_node else {}
     return max(map(len, nodes.values()), default=process_group.size())
+
+
+def node_stride(process_group: dist.ProcessGroup | None, ranks_per_node: int) -> int:
+    """From one node of these ranks to their next one, in nodes, at most; 1 on one node. Assumed: as
+    in `ranks_on_node`."""
+    nodes = sorted(_by_node(process_group, ranks_per_node)) if ranks_per_node else []
+    return max((after - before for before, after in pairwise(nodes)), default=1)
 
 
 def _by_node(process_group: dist.ProcessGroup | None, ranks_per_node: int) -> dict[int, list[int]]:

@@ -11,7 +11,12 @@ import torch.distributed as dist
 from graphshard.fsdp2.cpu_offload import offloads_to_cpu
 from graphshard.fsdp2.extensions import plain_tensors
 from graphshard.fsdp2.group import FsdpGroup
-from graphshard.fsdp2.node_group import local_world_size, most_on_node, ranks_on_node
+from graphshard.fsdp2.node_group import (
+    local_world_size,
+    most_on_node,
+    node_stride,
+    ranks_on_node,
+)
 from graphshard.fsdp2.param import FsdpParam, hooks_of
 from graphshard.fsdp2.separate_group import may_reduce_apart
 from graphshard.fsdp2.state import State, is_root
@@ -48,7 +53,8 @@ class GroupSettings:
     node_ranks: of its ranks on one node, if a plan may have these hold it after forward; else 0.
     offloads_to_cpu: the host has shards, reduced gradients and optimizer, if the device has a host.
     replicas: ranks that all-reduce reduced gradients, at most `replicas_per_node` of them on one
-    node, on all_reduce_lane; "": nothing is replicated.
+    node, on all_reduce_lane; "": nothing is replicated. node_stride, replica_node_stride: of the
+    ranks it is sharded over, and of the replicas, from one node of theirs to the next, in nodes.
     """
 
     reshard: bool | None
@@ -80,6 +86,8 @@ class GroupSettings:
     replicas: int = 1
     replicas_per_node: int = 1
     all_reduce_lane: str = ""
+    node_stride: int = 1
+    replica_node_stride: int = 1
 
     def with_library(self, in_place: bool, *, clones: bool) -> GroupSettings:
         """With what the machine's library does, where no backend says it."""
@@ -170,6 +178,8 @@ def settings_of(
             replicas=group.replicas,
             replicas_per_node=most_on_node(group.replicate_process_group, local),
             all_reduce_lane=lane_if_any(group.replicate_process_group),
+            node_stride=node_stride(group.gather_process_group, local),
+            replica_node_stride=node_stride(group.replicate_process_group, local),
         )
         for group in groups
     )

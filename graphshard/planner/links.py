@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 from graphshard.planner.problem import CollectiveLane, exact_us
 
+NEVER = float("inf")
+
 
 @dataclass(slots=True)
 class Head:
@@ -60,7 +62,7 @@ class LaneQueues:
         """When `job` ends; None if it was never issued. Later issues do not change the past."""
         link = self._link_of.get(job)
         while link is not None and job not in self.finished_us:
-            link.next_event(float("inf"), self)
+            link.next_event(NEVER, self)
         return self.finished_us.get(job)
 
 
@@ -79,29 +81,36 @@ class Link:
     def next_event(self, limit_us: float, lanes: LaneQueues) -> bool:
         """Until the first head ends its launch or itself, or until `limit_us`; False if nothing is
         under way."""
-        first = [queue[0] for queue in self.queues.values() if queue]
-        heads = [head for head in first if self._may_start_us(head, lanes) <= self.reached_us]
-        later_us = [self._may_start_us(head, lanes) for head in first if head not in heads]
-        if not heads and min(later_us, default=float("inf")) == float("inf"):
+        reached_us, first_us = self.reached_us, NEVER
+        under_way: list[deque[Head]] = []
+        sharing = 0
+        for queue in self.queues.values():
+            if not queue:
+                continue
+            head = queue[0]
+            # What it follows may be under way on this link: then nobody knows when it starts.
+            start_us = 0.0 if head.after < 0 else lanes.finished_us.get(head.after, NEVER)
+            if start_us > reached_us:
+                first_us = min(first_us, start_us)
+                continue
+            under_way.append(queue)
+            sharing += not head.launch_us
+            if head.job not in lanes.started_us:
+                lanes.started_us[head.job] = exact_us(reached_us)
+        if not under_way and first_us == NEVER:
             return False
-        for head in heads:
-            lanes.started_us.setdefault(head.job, exact_us(self.reached_us))
-        sharing = max(1, sum(not head.launch_us for head in heads))
-        left_us = [head.launch_us or head.link_us * sharing for head in heads]
-        ahead_us = [us - self.reached_us for us in (*later_us, limit_us)]
-        step_us = min(*left_us, *ahead_us)
-        for head, us in zip(heads, left_us, strict=True):
-            ends = us <= step_us
+        step_us = min(limit_us, first_us) - reached_us
+        for queue in under_way:
+            step_us = min(step_us, queue[0].launch_us or queue[0].link_us * sharing)
+        self.reached_us = reached_us = reached_us + step_us
+        for queue in under_way:
+            head = queue[0]
             if head.launch_us:
+                ends = head.launch_us <= step_us
                 head.launch_us = 0.0 if ends else head.launch_us - step_us
             else:
+                ends = head.link_us * sharing <= step_us
                 head.link_us = 0.0 if ends else head.link_us - step_us / sharing
-        self.reached_us += step_us
-        for queue in self.queues.values():
-            if queue and queue[0] in heads and not queue[0].launch_us and not queue[0].link_us:
-                lanes.finished_us[queue.popleft().job] = exact_us(self.reached_us)
+            if not head.launch_us and not head.link_us:
+                lanes.finished_us[queue.popleft().job] = exact_us(reached_us)
         return True
-
-    def _may_start_us(self, head: Head, lanes: LaneQueues) -> float:
-        """Infinity while that is not known: what it follows is under way on this link."""
-        return 0.0 if head.after < 0 else lanes.finished_us.get(head.after, float("inf"))

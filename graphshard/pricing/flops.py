@@ -23,7 +23,7 @@ from graphshard.cost.algebra import Quantity, least
 from graphshard.cost.roofline import FREE, Attention, Kernel, OpWork
 from graphshard.graph.program import CASTS, compute_nodes, is_reduce, is_unshard, is_view
 from graphshard.graph.random_ops import argument_of, packet_of, wrapped_op
-from graphshard.pricing.fusion import is_fusible, never_stored
+from graphshard.pricing.fusion import is_fusible, never_stored, read_again
 from graphshard.pricing.sizes import Sizes, dtype_name
 from graphshard.runtime.recurrent import RECURRENT, RECURRENT_BACKWARD
 
@@ -96,12 +96,15 @@ def graph_work(
     without it every size is a number.
     fused_regions: None if ops run one by one. Else the starts of the regions that a compiler fuses:
     the result of a pointwise op stays out of memory if only pointwise ops and reductions of the
-    same region read it.
+    same region read it, or is written and read once (`read_again`).
     """
     nodes = compute_nodes(graph)
-    inside = {} if fused_regions is None else never_stored(nodes, fused_regions)
+    fused: dict[fx.Node, int] = {}
+    if fused_regions is not None:
+        fused = dict.fromkeys(never_stored(nodes, fused_regions), 0)
+        fused |= dict.fromkeys(read_again(nodes, fused_regions), 2)
     sizes = Sizes(symbols)
-    works = (_work(node, inside, sizes) for node in nodes)
+    works = (_work(node, fused, sizes) for node in nodes)
     if fused_regions is None:
         return tuple(works)
     return tuple(
@@ -116,16 +119,17 @@ def total_work(works: Sequence[OpWork], start: int, stop: int) -> tuple[Quantity
     return sum(w.flops for w in part), sum(w.bytes for w in part), sum(not w.known for w in part)
 
 
-def _work(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> OpWork:
+def _work(node: fx.Node, fused: Mapping[fx.Node, int], sizes: Sizes) -> OpWork:
+    """fused: how often such a result goes to or from memory, all its readers together."""
     try:
         if _is_free(node):
             return FREE
         flops, known = _flops(node, sizes)
         return OpWork(
             flops,
-            _bytes(node, inside, sizes),
+            _bytes(node, fused, sizes),
             _dtype(node),
-            int(node not in inside),
+            int(fused.get(node, 1) > 0),
             known,
             attention=_attention(node, sizes),
             kernel=_kernel(node),
@@ -181,13 +185,13 @@ def _flops(node: fx.Node, sizes: Sizes) -> tuple[Quantity, bool]:
     return sizes.quantity(formula(*args, **kwargs, out_val=result)), True
 
 
-def _bytes(node: fx.Node, inside: Mapping[fx.Node, None], sizes: Sizes) -> Quantity:
+def _bytes(node: fx.Node, fused: Mapping[fx.Node, int], sizes: Sizes) -> Quantity:
     """Bytes read and written: each input once, each output once."""
-    written = 0 if node in inside else sum(sizes.bytes(t) for t in _tensors(node))
+    written = fused.get(node, 1) * sum(sizes.bytes(t) for t in _tensors(node))
     read = [
         sum(sizes.bytes(t) for t in _tensors(source))
         for source in node.all_input_nodes
-        if _origin(source) not in inside
+        if _origin(source) not in fused
     ]
     if packet_of(node) in _LOOKUPS and read:
         read[0] = least(read[0], sum(sizes.bytes(t) for t in _tensors(node)))

@@ -49,10 +49,28 @@ def fusion_of(nodes: Sequence[fx.Node], starts: Collection[int]) -> Fusion:
 
 
 def never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
-    """Results of pointwise ops that only fusible ops of the same region read.
+    """Results of pointwise ops that only fusible ops of the same region read, but for `read_again`.
 
     nodes: `compute_nodes` of a graph. starts: the places in `nodes` at which regions start.
     """
+    again = read_again(nodes, starts)
+    return {node: None for node in _fused_away(nodes, starts) if node not in again}
+
+
+def read_again(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
+    """Of what only fusible ops of the same region read, what is stored all the same: one kernel
+    makes it and a number of all of it (the largest, for a scale), the next one reads it.
+
+    No kernel knows such a number before it has read all. torchao's own estimate of casts to float8
+    (testing/training/roofline_utils.py, tensorwise, fused with what comes before) writes it once
+    and reads it once, too. nodes, starts: see `never_stored`.
+    """
+    needed = _needed_with_numbers(nodes, starts)
+    return {node: None for node in _fused_away(nodes, starts) if node in needed}
+
+
+def _fused_away(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
+    """Results of pointwise ops that only fusible ops of the same region read."""
     region_of = {
         node: number for number, region in enumerate(_regions(nodes, starts)) for node in region
     }
@@ -65,6 +83,34 @@ def never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.N
         for node in nodes
         if is_pointwise(node) and all(fusible(reader, region_of[node]) for reader in _readers(node))
     }
+
+
+def _needed_with_numbers(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
+    """What an op is made of, by fused ops, together with a number that was made of it, too: of a
+    chain of such the last."""
+    found: dict[fx.Node, None] = {}
+    for region in _regions(nodes, starts):
+        bits = {node: 1 << place for place, node in enumerate(region)}
+        made_of: dict[fx.Node, int] = {}  # itself and what it is made of by fused ops, as `bits`
+        needs: dict[fx.Node, int] = {}  # of these, what the numbers that it needs are made of
+        for node in region:
+            made_of[node], needs[node] = bits[node] if _is_fused(node) else 0, 0
+            for source in map(owner, node.all_input_nodes if _is_fused(node) else ()):
+                needs[node] |= needs.get(source, 0)
+                made_of[node] |= 0 if _is_number(source) else made_of.get(source, 0)
+            others = made_of[node] & ~needs[node]
+            for place in _places(made_of[node] & needs[node]):
+                if any(bits.get(reader, 0) & others for reader in _readers(region[place])):
+                    found[region[place]] = None
+            if _is_number(node):
+                needs[node] |= made_of[node]
+    return found
+
+
+def _places(bits: int) -> Iterator[int]:
+    while bits:
+        yield (bits & -bits).bit_length() - 1
+        bits &= bits - 1
 
 
 def delayed(
@@ -162,6 +208,11 @@ def _is_as_large(one: fx.Node, other: fx.Node) -> bool:
     if not all(isinstance(value, Tensor) for value in values):
         return False
     return statically_known_true(values[0].numel() == values[1].numel())  # type: ignore[union-attr]
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and statically_known_true(value.numel() == 1)
 
 
 def _is_fused(node: fx.Node) -> bool:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import networkx as nx
-
 from graphshard.cost.comm import CollectiveKind
 from graphshard.cost.comm import RankGroup as Ranks
 from graphshard.cost.machine import Machine, collective_us, launch_us
@@ -36,9 +34,9 @@ def _collectives(
 ) -> Iterator[tuple[CollectiveKind, Ranks, int]]:
     """Those of a whole group, each with its ranks and bytes; a frozen one counts as if trained."""
     gather, reduce = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
-    yield gather, Ranks(own.ranks, own.ranks_per_node, own.gather_lane), info.gathered_bytes
+    yield gather, shard_ranks(own, own.gather_lane), info.gathered_bytes
     trained = [param for param in info.params if param.trainable]
-    ranks = Ranks(own.ranks, own.ranks_per_node, own.reduce_lane)
+    ranks = shard_ranks(own, own.reduce_lane)
     yield reduce, ranks, grad_input_bytes(trained or info.params, own)
     for smaller in (post_forward_ranks(own), node_ranks(own)):
         if smaller is not None:
@@ -50,19 +48,26 @@ def _collectives(
 
 
 def links_of(settings: Sequence[GroupSettings]) -> dict[str, str]:
-    """Lanes that reach the same ranks, as those of one group do, share a link; so do the lanes of a
-    smaller mesh and of replicas, unless one of both stays on a node and the other does not."""
-    lanes = nx.Graph((s.gather_lane, s.reduce_lane) for s in settings)
+    """Lanes that use one link of a rank share it, whatever mesh or group they are of: those that go
+    between nodes its part of the adapters, those that stay on a node its links there.
+
+    Libraries' communicators do not know of each other. Assumed: the one does not slow the other
+    down, although rings between nodes pass the links inside too.
+    """
+    between: dict[str, None] = {}
+    inside: dict[str, None] = {}
     for own in settings:
-        between = own.ranks > own.ranks_per_node
-        for others in (post_forward_ranks(own), replica_ranks(own)):
-            if others is None or min(own.ranks, others.ranks) == 1:  # one rank sends nothing
-                continue
-            if (others.nodes > 1) == between:
-                lanes.add_edge(own.gather_lane, others.name)
-    lanes.remove_edges_from(nx.selfloop_edges(lanes))
-    shared = (found for found in nx.connected_components(lanes) if len(found) > 1)
-    return {lane: min(together) for together in shared for lane in together}
+        lanes = shard_ranks(own, own.gather_lane), shard_ranks(own, own.reduce_lane)
+        others = post_forward_ranks(own), node_ranks(own), replica_ranks(own)
+        for ranks in (*lanes, *others):
+            if ranks is not None and ranks.ranks > 1:  # one rank sends nothing
+                (between if ranks.nodes > 1 else inside)[ranks.name] = None
+    return {lane: min(found) for found in (between, inside) if len(found) > 1 for lane in found}
+
+
+def shard_ranks(own: GroupSettings, lane: str) -> Ranks:
+    """Those that the group is sharded over, on its lane of gathers or of reductions."""
+    return Ranks(own.ranks, own.ranks_per_node, lane, own.node_stride)
 
 
 def post_forward_ranks(own: GroupSettings) -> Ranks | None:
@@ -70,7 +75,7 @@ def post_forward_ranks(own: GroupSettings) -> Ranks | None:
     if not own.post_forward_ranks:
         return None
     on_a_node = min(own.post_forward_ranks, own.ranks_per_node)
-    return Ranks(own.post_forward_ranks, on_a_node, own.post_forward_lane)
+    return Ranks(own.post_forward_ranks, on_a_node, own.post_forward_lane, own.node_stride)
 
 
 def node_ranks(own: GroupSettings) -> Ranks | None:
@@ -84,7 +89,7 @@ def replica_ranks(own: GroupSettings) -> Ranks | None:
     """Those that all-reduce what was reduced: where a node is one replica, one on each node."""
     if not own.all_reduce_lane:
         return None
-    return Ranks(own.replicas, own.replicas_per_node, own.all_reduce_lane)
+    return Ranks(own.replicas, own.replicas_per_node, own.all_reduce_lane, own.replica_node_stride)
 
 
 def grad_input_bytes(params: Sequence[ParamInfo], own: GroupSettings) -> int:

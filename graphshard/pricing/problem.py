@@ -37,6 +37,7 @@ from graphshard.pricing.lanes import (
     node_ranks,
     post_forward_ranks,
     replica_ranks,
+    shard_ranks,
 )
 from graphshard.pricing.offload import shard_host, slower_by, with_host
 from graphshard.pricing.op_costs import GraphCosts
@@ -275,7 +276,7 @@ def _part(
         gathered_bytes=size_bytes,
         made_bytes=sum(info.params[place].held_bytes for place in params) - size_bytes,
         gather=slower_by(
-            share(Ranks(own.ranks, own.ranks_per_node, own.gather_lane)),
+            share(shard_ranks(own, own.gather_lane)),
             shard_host(own, machine),
             own.shard_bytes * size_bytes // max(1, info.gathered_bytes),
         ),
@@ -371,7 +372,7 @@ def _reductions(
 ) -> tuple[Transfer, Transfer | None]:
     """The reduce-scatter of gradients of `size_bytes`, and the all-reduce over replicas. What was
     reduced is handed over after the last of them."""
-    ranks, replicas = Ranks(own.ranks, own.ranks_per_node, own.reduce_lane), replica_ranks(own)
+    ranks, replicas = shard_ranks(own, own.reduce_lane), replica_ranks(own)
     shard_bytes = size_bytes / own.ranks
     reduce = Transfer(
         us=float(collective_us(machine, CollectiveKind.REDUCE_SCATTER, ranks, size_bytes)),

@@ -42,6 +42,7 @@ def machines_text(devices: Sequence[Sequence[Fact]], networks: Sequence[Sequence
         "",
         "A machine is a device, or a device and a network or its rate: h100, h100-ib200, "
         "h100-200Gbit.",
+        "Switches may follow, by the nodes below them: h100-ib400:pod=32:oversubscribed=2.",
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
