@@ -192,7 +192,7 @@ def test_between_two_layers_the_peak_has_the_name_of_the_one_before():
     backward = next(i for i in range(len(steps)) if str(sheet.rows.direction_of(i)) == "backward")
     between = [i for i in range(backward, len(steps)) if owners[i] is None and owners[i - 1]]
     at = between[1]
-    assert peak_place(sheet, at) == f"backward, right after {sheet.names[owners[at - 1]]}"
+    assert peak_place(sheet, at) == f"backward right after {sheet.names[owners[at - 1]]}"
 
 
 # -- what more memory would buy ------------------------------------------------------------------

@@ -110,7 +110,7 @@ def test_the_root_group_is_explained(view):
     plan = PLANS["llama"]
     assert "(root)" not in texts(view("llama"), "#h-groups")[0]
     first, *others = plan.groups
-    rooted = replace(plan, groups=(replace(first, fqn=""), *others), measured=None)
+    rooted = replace(plan, groups=(replace(first, fqn="(root)"), *others), measured=None)
     page = view("rooted", plan=rooted)
     assert "(root): the parameters of no inner fully_shard call" in texts(page, "#h-groups")[0]
 

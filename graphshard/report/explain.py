@@ -22,8 +22,6 @@ from graphshard.view.gain import Gained, gain_lines
 from graphshard.view.recomputed import recomputed_text
 from graphshard.view.text import collectives_text
 
-NEAR = 0.01  # of the lower bound: so near it, more memory is not planned for
-
 
 def plans(model: nn.Module) -> list[Plan]:
     """The plans that are compiled for `model` (wrapped by torch.compile or not), oldest first.
@@ -218,7 +216,7 @@ def _gained(compiled: CompiledPlan) -> Gained | None:
     if not _running(compiled).options.is_planned:
         return own
     if not compiled.room:  # the same problem: what is computed again stays
-        compiled.room.extend(with_room(plan.estimate, problem, NEAR).room)
+        compiled.room.extend(with_room(plan.estimate, problem).room)
     if plan.estimate.all_spent is not None:  # what is left unused says it already
         return own
     least = compiled.room[0]

@@ -32,7 +32,7 @@ from graphshard.view.outlook import prospects
 from graphshard.view.residency import residency_rows
 from graphshard.view.sheet import Sheet, sheet_of
 from graphshard.view.templates import asset, template
-from graphshard.view.text import ranks_text
+from graphshard.view.text import ROOT, ranks_text
 from graphshard.view.units import time_text
 from graphshard.view.waits import longest_waits, waited_text
 from graphshard.view.waterfall import waterfall
@@ -87,7 +87,7 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
         prospects=prospects(plan),
         misses=missed,
         table=table_of(sheet),
-        has_root=any(not group.fqn for group in plan.groups),
+        has_root=ROOT in sheet.names.values(),
         payload=_payload(sheet, views, memory),
     )
 

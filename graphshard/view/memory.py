@@ -173,8 +173,8 @@ def peak_place(sheet: Sheet, at: int) -> str:
     begun = [i for i in range(at) if sheet.rows.direction_of(i) is direction]
     before = next((one for i in reversed(begun) if (one := owners[i]) is not None), None)
     if before is None:  # the loss, say
-        return f"{direction}, outside of all groups"
-    return f"{direction}, right after {sheet.names[before]}"
+        return f"{direction} outside of all groups"
+    return f"{direction} right after {sheet.names[before]}"
 
 
 def _exchange(sheet: Sheet) -> Iterator[tuple[str, str]]:
