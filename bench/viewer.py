@@ -1,6 +1,8 @@
 """The viewer's pages of four plans, in one picture each: three widths, light and dark.
 
-    python bench/viewer.py     # writes bench/results/viewer/*.png, at half size; needs Chromium
+    python bench/viewer.py [NAME ...]     # of demo, 8b, 70b, moe; all by default
+
+Writes bench/results/viewer/NAME.png, at half size; needs Chromium.
 
 Three plans are made by today's code. The fourth was measured in a run and is a file beside the
 pictures, which `torchrun --nproc-per-node 2 bench/viewer_launch.py` writes.
@@ -69,13 +71,13 @@ def main() -> int:
         # The sandbox needs rights that root in a container has not.
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         shell = Shell(folder)
-        pages = {"demo": page_of(MEASURED)}
-        for name, command in COMMANDS.items():
-            print(command, file=sys.stderr, flush=True)
-            shell.run(f"{command} -o {name}.plan.json")
-            pages[name] = page_of(folder / f"{name}.plan.json")
-        for name, page in pages.items():
-            (FOLDER / f"{name}.png").write_bytes(sheet(browser, page, folder))
+        for name in sys.argv[1:] or ["demo", *COMMANDS]:
+            print(name, file=sys.stderr, flush=True)
+            path = MEASURED
+            if name in COMMANDS:
+                path = folder / f"{name}.plan.json"
+                shell.run(f"{COMMANDS[name]} -o {path}")
+            (FOLDER / f"{name}.png").write_bytes(sheet(browser, page_of(path), folder))
         browser.close()
     return 0
 

@@ -17,7 +17,7 @@ from graphshard.view.captured import captured_text, outside_of
 from graphshard.view.courses import course_rows
 from graphshard.view.lanes import lane_rows
 from graphshard.view.memory import peak_place
-from graphshard.view.misses import misses
+from graphshard.view.misses import Miss, misses
 from graphshard.view.outlook import prospects
 from graphshard.view.ranges import groups_text, short_text
 from graphshard.view.reasons import reason_text
@@ -152,6 +152,11 @@ def test_a_page_says_whether_its_plan_was_measured():
     found = answer_sentences(LLAMA, LLAMA.measured)[-1]
     change = LLAMA.measured.step_time_us / LLAMA.estimate.step_time_us - 1
     assert f", {share_text(change, 1.0)} more than the " in found
+    shorter = Miss("parts that overlap", "0 us", "-9 ms", "-9.00 ms", "better")
+    longer = Miss("compute in forward", "1 ms", "3 ms", "+2.00 ms", "worse")
+    whole = Miss("forward and backward", "1 ms", "2 ms", "+1.00 ms", "worse")
+    found = answer_sentences(LLAMA, LLAMA.measured, [shorter, longer, whole])[-1]
+    assert found.endswith("; the largest part: compute in forward, +2.00 ms.")
     same = replace(LLAMA.measured, step_time_us=LLAMA.estimate.step_time_us)
     assert answer_sentences(LLAMA, same)[-1].endswith(", as predicted.")
 

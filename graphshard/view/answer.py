@@ -100,7 +100,10 @@ def _measured(estimate: Estimate, measured: Measured | None, missed: Sequence[Mi
     seen_us = measured.step_time_us
     longer = longer_text(estimate.step_time_us, seen_us)
     text = f"Measured, forward and backward took {time_text(seen_us)}, {longer}"
-    return f"{text}; the largest part: {missed[0].name}, {missed[0].change}" if missed else text
+    # Of a step that took longer, the part that did: another one may have been shorter by more.
+    way = missed[-1].way if missed else ""
+    largest = next((one for one in missed[:-1] if one.way == way), None)
+    return f"{text}; the largest part: {largest.name}, {largest.change}" if largest else text
 
 
 def longer_text(own_us: float, seen_us: float) -> str:
