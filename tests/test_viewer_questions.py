@@ -62,6 +62,16 @@ def test_the_sum_of_waits_is_told_beside_the_longest_single_one(view):
     assert f"of it {first}" in answer
 
 
+def test_a_plan_without_waits_says_so(view):
+    plan = PLANS["llama"]
+    quiet = tuple(
+        replace(forecast, steps=tuple(replace(step, exposed_us=0.0) for step in forecast.steps))
+        for forecast in plan.forecasts
+    )
+    plan = replace(plan, forecasts=quiet, measured=None)
+    assert texts(view("no waits", plan=plan), "#waited")[0].startswith("In this plan compute waits")
+
+
 # -- what would 10 GiB more buy ------------------------------------------------------------------
 
 
