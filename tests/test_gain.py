@@ -25,8 +25,25 @@ def test_it_leads_with_step_exposed_peak_limit_and_gain() -> None:
         "peak         3.0 GiB; FSDP2 2.0 GiB (+1.0 GiB)",
         "limit        4.0 GiB; a budget that was set",
     ]
-    assert said(OWN)["gain"].startswith("1.29 x as fast as FSDP2; at most ")
+    assert said(OWN)["gain"].startswith("22.5 % less time than FSDP2; at most ")
     assert list(said(OWN)) == ["step", "exposed", "peak", "limit", "gain", "enough"]
+
+
+def test_a_gap_is_told_in_one_way() -> None:
+    """The same share beside the step and in the gain; of what is left, a share of the step."""
+
+    def gain(ours_us: float, bound_us: float = 0.0) -> tuple[str, str]:
+        ours = replace(OURS, step_time_us=ours_us)
+        found = said(
+            replace(OWN, estimate=replace(OWN.estimate, ours=ours, lower_bound_us=bound_us))
+        )
+        return found["step"], found["gain"]
+
+    step, text = gain(528.8e3, 423.04e3)
+    assert "(-20.0 %)" in step
+    assert text == "20.0 % less time than FSDP2; at most 20.0 % left to gain"
+    assert gain(727.1e3)[1].startswith("10.0 % more time than FSDP2; ")
+    assert gain(661e3, 661e3)[1] == "as much time as FSDP2; at most 0.0 % left to gain"
 
 
 def test_no_budget_is_told_of_where_nobody_set_one() -> None:

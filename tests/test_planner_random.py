@@ -2,20 +2,22 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from planning import random_problem, with_absent
+from planning import layers, random_problem, with_absent
 
 from graphshard.errors import InfeasibleBudget
-from graphshard.planner.choices import Choices, reduce_buckets
+from graphshard.planner.choices import Choices, Cuts, reduce_buckets
+from graphshard.planner.compare import placed_as
 from graphshard.planner.fsdp2 import fsdp2_choices
 from graphshard.planner.memo import Memo
-from graphshard.planner.plan_step import fsdp2, plan_step
+from graphshard.planner.plan_step import _finished, _thrifty, fsdp2, plan_step
 from graphshard.planner.regions import region_events
 from graphshard.planner.score import SearchContext, candidate
-from graphshard.planner.thrift import LEAST
+from graphshard.planner.thrift import LEAST, thrifty
 from graphshard.pricing.problem import THRIFT
 from graphshard.schedule.plan import Direction, Spent, StepKind
 from graphshard.schedule.reasons import Gain
@@ -101,6 +103,23 @@ def test_memory_that_buys_next_to_nothing_is_given_back():
         for seed in THRIFTY
     ]
     assert None not in given_back
+
+
+def test_groups_that_travel_together_travel_apart_for_memory():
+    """The knee of a plan whose collectives carry many groups has no way to the memory of one whose
+    do not; FSDP2's own groups are a start of their own."""
+    problem = layers(8, compute_us=1e3, gather_us=300.0, reduce_us=300.0, size=10**4, root=True)
+    problem = replace(problem, thrift=THRIFT)
+    memo = Memo(problem)
+    own = placed_as(memo, fsdp2_choices(problem))
+    context = SearchContext(memo, 4 * own.peak_bytes)
+    joined = replace(own.choices, backward=Cuts(joined=(1, 2, 3, 4)))
+    best = candidate(context, joined)
+    less = _thrifty(context, own, best)
+    assert less.us <= (1 + THRIFT) * best.us
+    alone = thrifty(context, best, joined, best.us * (1 + THRIFT), partial(_finished, own))
+    assert alone is None or less.peak_bytes <= (1 - LEAST) * alone.peak_bytes
+    assert less.peak_bytes <= (1 - LEAST) * best.peak_bytes
 
 
 def thrifty_plan(problem, share):

@@ -135,7 +135,7 @@ def test_summary_says_what_runs():
         "peak         200 B; FSDP2 180 B (+20 B)",
     ]
     assert lines[5] == "limit        200 B; a budget that was set"
-    assert lines[6] == "gain         1.33 x as fast as FSDP2; at most 25.0 % left to gain"
+    assert lines[6] == "gain         25.0 % less time than FSDP2; at most 20.0 % left to gain"
     assert [line.split() for line in lines[8:13]] == [
         ["forward", "backward", "step"],
         ["all-gathers", "2", "1", "3"],

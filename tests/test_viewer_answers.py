@@ -9,7 +9,6 @@ from pictures import GIB, llama, planned
 from viewing import PLANS, drawn, needs_browser
 
 from graphshard.schedule.measured import Measured
-from graphshard.view.answer import standing_of
 from graphshard.view.html import render
 from graphshard.view.misses import misses
 from graphshard.view.sheet import sheet_of
@@ -77,13 +76,15 @@ def texts(page, selector):
 
 
 def test_the_first_sentence_answers(opened):
-    standing = standing_of(PLANS["llama"])
+    change = 1 - PLANS["llama"].estimate.whole_step_us / PLANS["llama"].estimate.whole_fsdp2_us
     answer = texts(opened("llama"), "#answer")[0]
-    assert answer.startswith(f"{standing.ratio - 1:.1%} faster than FSDP2".replace("%", " %"))
-    assert "Limited by the all-gathers in forward: compute waits for them" in answer
-    assert "No schedule of this graph is faster; 35.4 GiB would be enough, of 40.0 GiB." in answer
+    assert answer.startswith(f"The step takes {100 * change:.1f} % less time than FSDP2, for ")
+    assert "Limited by communication: in all, compute waits " in answer
+    assert "No schedule of this graph is faster; 35.4 GiB would be enough: " in answer
+    assert "the other 4.6 GiB would bring nothing." in answer
     assert "Measured, forward and backward took" in answer
-    largest = misses(sheet_of(PLANS["llama"], PLANS["llama"].measured))[0]
+    *parts, whole = misses(sheet_of(PLANS["llama"], PLANS["llama"].measured))
+    largest = next(part for part in parts if part.way == whole.way)
     assert f"; the largest part: {largest.name}, {largest.change}." in answer
     assert opened("llama").locator("#answer").bounding_box()["y"] < 80
 
@@ -133,7 +134,7 @@ def test_the_reason_of_a_merged_gather_is_on_its_card(opened):
     page = opened("merged")
     page.locator('#lanes .gather[aria-label*="layers.0 + layers.1"]').first.hover()
     card = texts(page, "#card")[0]
-    assert "why one 2 groups share one launch" in card
+    assert "why together one collective carries 2 groups" in card
 
 
 def test_a_limit_that_nobody_set_is_called_what_it_is(opened):

@@ -34,12 +34,12 @@ def browser():
 @pytest.fixture
 def view(browser, tmp_path):
     """`view("llama")` opens the page of a plan, without a network; afterwards it has to have been
-    silent and to have loaded nothing but itself."""
+    silent and to have loaded nothing but itself. plan: this one, instead of that of the name."""
     contexts, said, loaded = [], [], []
 
-    def opened(name, width=1280, height=900, scheme="light", tail=""):
+    def opened(name, width=1280, height=900, scheme="light", tail="", plan=None):
         path = tmp_path / f"{name.replace(' ', '_')}.html"
-        path.write_text(render(PLANS[name]), encoding="utf-8")
+        path.write_text(render(plan or PLANS[name]), encoding="utf-8")
         size = {"width": width, "height": height}
         context = browser.new_context(viewport=size, color_scheme=scheme, offline=True)
         contexts.append(context)

@@ -28,6 +28,7 @@ from graphshard.runtime.graph_order import GraphOrder
 from graphshard.runtime.issued import follow
 from graphshard.runtime.live import LiveGroup, Root, register, roots_of
 from graphshard.runtime.roll import members_of, open_ballots
+from graphshard.schedule.estimate import Rung
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Plan
 
@@ -108,7 +109,8 @@ class CompiledPlan:
     problem: the `graphshard.planner.problem.Problem`, if costs were known. before, measured: the
     plan that ran before this one, and what it was measured at. running: the
     `graphshard.compiler.executable.Executable` that runs it. generation: how often Dynamo had been
-    reset before. asked: bytes above the limit -> the whole step with them, of what was asked.
+    reset before. room: what larger budgets would give, if somebody asked
+    (`Estimate.room`): one entry for all who hold this plan.
     """
 
     plan: Plan
@@ -117,7 +119,7 @@ class CompiledPlan:
     measured: Measured | None = None
     running: object = None
     generation: int = 0
-    asked: dict[int, float] = field(default_factory=dict, compare=False)
+    room: list[Rung] = field(default_factory=list, compare=False)
 
 
 class CaptureHandle:

@@ -26,7 +26,7 @@ from graphshard.planner.reasons import reasons_of
 from graphshard.planner.score import Candidate, SearchContext, candidate
 from graphshard.planner.search import search, search_from_each
 from graphshard.planner.simulate import Simulation
-from graphshard.planner.thrift import thrifty
+from graphshard.planner.thrift import LEAST, thrifty
 from graphshard.schedule.forecast import Forecast
 from graphshard.schedule.plan import Baseline, Estimate, Figures, Moment, Schedule, Spent
 from graphshard.schedule.reasons import Decision, Reason
@@ -163,7 +163,15 @@ def _thrifty(context: SearchContext, own: Candidate, best: Candidate) -> Candida
     most_us = best.us * (1 + context.problem.thrift)
     if own.peak_bytes <= context.budget_bytes:
         most_us = min(most_us, own.us)
-    return thrifty(context, best, most_us, partial(_finished, own))
+    finish = partial(_finished, own)
+    less = thrifty(context, best, best.choices, most_us, finish)
+    # Collectives that carry more groups take memory that the knee above cannot give back.
+    plain = thrifty(context, best, own.choices, most_us, finish)
+    if plain is None or (less is not None and plain.peak_bytes > (1 - LEAST) * less.peak_bytes):
+        return less
+    within = SearchContext(context.memo, plain.peak_bytes)
+    again = _chosen(within, own, plain.choices)
+    return plain if again is None or again.us > plain.us else again
 
 
 def _finished(own: Candidate, context: SearchContext, best: Candidate) -> Candidate:

@@ -57,17 +57,18 @@ class _Knee:
 
 
 def thrifty(
-    context: SearchContext, best: Candidate, most_us: float, finish: Finish
+    context: SearchContext, best: Candidate, start: Choices, most_us: float, finish: Finish
 ) -> Candidate | None:
     """The plan with the least memory that was found to take at most `most_us`; None if none takes
-    LEAST of the peak less than `best`."""
-    moves = stays(context.memo, best.choices)
-    base = unmoved(best.choices, moves)
+    LEAST of the peak less than `best`. start: choices of which less is taken, those of `best` or
+    others."""
+    moves = stays(context.memo, start)
+    base = unmoved(start, moves)
     least_bytes, enough_bytes = placed_as(context.memo, base).peak_bytes, best.peak_bytes
     goal_bytes = (1 - LEAST) * best.peak_bytes
     if least_bytes > goal_bytes:
         return None
-    tune(context, best.choices)
+    tune(context, start)
     knee, found = _Knee(context, base, moves, finish), None
     limit_bytes = least_bytes
     for _ in range(TRIES + 1):

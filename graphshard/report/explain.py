@@ -14,7 +14,7 @@ from graphshard.files.information import printable
 from graphshard.fsdp2 import fsdp_groups, states_under
 from graphshard.fsdp2.describe import name_of
 from graphshard.planner.problem import Problem
-from graphshard.planner.separate_group import plan_best
+from graphshard.planner.room import with_room
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import LeftOut, Plan, Summary
 from graphshard.view.comparison import comparison_text
@@ -22,17 +22,20 @@ from graphshard.view.gain import Gained, gain_lines
 from graphshard.view.recomputed import recomputed_text
 from graphshard.view.text import collectives_text
 
-MORE_BYTES = 2**30  # of which `explain` says what they would gain
-NEAR = 0.01  # of the lower bound, for that
-
 
 def plans(model: nn.Module) -> list[Plan]:
-    """The plans that are compiled for `model` (wrapped by torch.compile or not), oldest first."""
+    """The plans that are compiled for `model` (wrapped by torch.compile or not), oldest first.
+
+    With what more memory would buy (`Estimate.room`) once `explain` has asked that: it takes up to
+    two more plans.
+    """
     root_states = root_states_under(model)
-    return [_with_left_out(compiled.plan, root_states) for compiled in _compiled(root_states)]
+    return [_told(compiled, root_states) for compiled in _compiled(root_states)]
 
 
-def _with_left_out(plan: Plan, root_states: Sequence[RootState]) -> Plan:
+def _told(compiled: CompiledPlan, root_states: Sequence[RootState]) -> Plan:
+    """With the groups that its graph leaves out, and what more memory would buy if known."""
+    plan = compiled.plan
     inside = {group.fqn for group in plan.groups}
     left_out = (
         LeftOut(name, {**root_state.outside, **root_state.reasons}.get(name, ""))
@@ -40,7 +43,8 @@ def _with_left_out(plan: Plan, root_states: Sequence[RootState]) -> Plan:
         for name in (name_of(live.fsdp) for live in root_state.groups)
         if name not in inside
     )
-    return replace(plan, left_out=tuple(left_out))
+    estimate = replace(plan.estimate, room=tuple(compiled.room) or plan.estimate.room)
+    return replace(plan, left_out=tuple(left_out), estimate=estimate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,15 +213,16 @@ def _gained(compiled: CompiledPlan) -> Gained | None:
     if not isinstance(problem, Problem):
         return None
     own = Gained(plan.name, plan.estimate, measured_of(compiled))
-    # A plan that leaves memory unused would not use more of it either.
-    if not _running(compiled).options.is_planned or plan.estimate.all_spent is not None:
+    if not _running(compiled).options.is_planned:
         return own
-    if MORE_BYTES not in compiled.asked:
-        # The same problem with more room: what is computed again stays.
-        budget_bytes = plan.estimate.budget_bytes + MORE_BYTES
-        more = plan_best(replace(problem, budget_bytes=budget_bytes, near=NEAR))
-        compiled.asked[MORE_BYTES] = more.estimate.whole_step_us
-    return replace(own, more_bytes=MORE_BYTES, more_us=compiled.asked[MORE_BYTES])
+    if not compiled.room:  # the same problem: what is computed again stays
+        compiled.room.extend(with_room(plan.estimate, problem).room)
+    if plan.estimate.all_spent is not None:  # what is left unused says it already
+        return own
+    least = compiled.room[0]
+    more_bytes = least.budget_bytes - plan.estimate.budget_bytes
+    more_us = least.step_time_us + plan.estimate.optimizer_us
+    return replace(own, more_bytes=more_bytes, more_us=more_us)
 
 
 def measured_of(compiled: CompiledPlan) -> Measured | None:

@@ -102,8 +102,8 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """The same step planned with a budget of `budget_bytes`: forward and backward of it, and its
-    peak."""
+    """The same step with a budget of `budget_bytes`: forward and backward of it, and its peak.
+    Those of the plan itself where more memory brings less than it is worth."""
 
     budget_bytes: Count
     step_time_us: Amount

@@ -22,6 +22,8 @@ from graphshard.view.units import change_text, share_text, time_text
 LABEL_WIDTH = 13
 # Of the limit: less that is left is worth no word.
 UNUSED = 0.02
+# Of a step: a smaller difference is none.
+ALIKE = 0.0005
 LIMITS = {Limit.BUDGET: "a budget that was set", Limit.FSDP2: "FSDP2's own peak"}
 
 
@@ -69,31 +71,57 @@ def brief_lines(estimate: Estimate, measured: Measured | None = None) -> Iterato
         yield from textwrap.wrap(text, WIDTH, subsequent_indent=" " * LABEL_WIDTH)
 
 
+def step_change(estimate: Estimate) -> float:
+    """From FSDP2's whole step to the plan's, as a share of FSDP2's; 0 if they are alike."""
+    theirs_us = estimate.whole_fsdp2_us
+    change = (estimate.whole_step_us - theirs_us) / theirs_us if theirs_us else 0.0
+    return 0.0 if abs(change) <= ALIKE else change
+
+
 def gain_text(estimate: Estimate) -> str:
-    """Against FSDP2's own schedule: "1.29 x as fast as FSDP2"."""
-    ours_us = estimate.whole_step_us
-    ratio = estimate.whole_fsdp2_us / ours_us if ours_us else 1.0
-    return f"{ratio:.2f} x as fast as FSDP2"
+    """Against FSDP2's own schedule: "22.6 % less time than FSDP2"."""
+    change = step_change(estimate)
+    if change == 0:
+        return "as much time as FSDP2"
+    return f"{share_text(abs(change), 1.0)} {'less' if change < 0 else 'more'} time than FSDP2"
+
+
+def left_us(estimate: Estimate) -> float:
+    """No schedule of this graph takes less of the step by more than this, whatever its memory."""
+    return max(estimate.whole_step_us - estimate.whole_bound_us, 0.0)
 
 
 def left_text(estimate: Estimate) -> str:
-    """How much less no schedule of this graph can take, however much memory it had."""
-    return f"at most {share_text(estimate.gap, 1.0)} left to gain"
+    """The same as a share of the step, as changes are told: "at most 2.4 % left to gain"."""
+    return f"at most {share_text(left_us(estimate), estimate.whole_step_us)} left to gain"
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What a plan leaves of its limit. saved: of the whole step, if it were spent, too."""
+
+    bytes: int
+    saved: float
+
+
+def rest_of(estimate: Estimate) -> Rest | None:
+    """None where that is too little for a word, and nobody knows what it would bring."""
+    own, more = estimate.ours, estimate.all_spent
+    rest_bytes = estimate.budget_bytes - own.peak_bytes
+    if more is not None and estimate.whole_step_us:
+        saved = (own.step_time_us - more.step_time_us) / estimate.whole_step_us
+        return Rest(rest_bytes, max(0.0, saved))
+    return Rest(rest_bytes, 0.0) if rest_bytes > UNUSED * estimate.budget_bytes else None
 
 
 def enough_text(estimate: Estimate) -> str:
     """What the rest of the limit would bring: "the other 10.8 GiB would bring 0.3 %"; empty where
     the plan takes all of it."""
-    own, more = estimate.ours, estimate.all_spent
-    rest_bytes = estimate.budget_bytes - own.peak_bytes
-    if more is not None:
-        share = (own.step_time_us - more.step_time_us) / estimate.whole_step_us
-        text = f"would bring {share_text(max(0.0, share), 1.0)}"
-    elif rest_bytes > UNUSED * estimate.budget_bytes:
-        text = "would bring nothing"
-    else:
+    rest = rest_of(estimate)
+    if rest is None:
         return ""
-    return f"the other {bytes_text(rest_bytes)} {text}"
+    saved = share_text(rest.saved, 1.0) if rest.saved > ALIKE else "nothing"
+    return f"the other {bytes_text(rest.bytes)} would bring {saved}"
 
 
 def title_line(plan: Plan) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from graphshard.schedule.plan import Plan
 from graphshard.view.ranges import groups_text
 
+# A plan that is written when it begins to run: which others follow is not known then.
+UNKNOWN = "This file does not say whether the model has groups outside of this graph."
 UNREACHED = "in another graph, or not reached by a compiled call so far"
 
 
@@ -22,13 +24,16 @@ class Outside:
 
 
 def captured_text(plan: Plan) -> str:
-    """Empty where that is not known."""
-    if plan.left_out is None or not plan.groups:
+    """Empty for a plan without groups."""
+    if not plan.groups:
         return ""
+    if plan.left_out is None:
+        return UNKNOWN
     inside, outside = len(plan.groups), len(plan.left_out)
     if not outside:
-        return f"One graph runs {'the only group' if inside == 1 else f'all {inside:,} groups'}."
-    return f"This graph runs {inside:,} of {inside + outside:,} groups."
+        every = "the only group" if inside == 1 else f"all {inside:,} groups"
+        return f"Captured completely: one graph runs {every}."
+    return f"Captured in part: this graph runs {inside:,} of {inside + outside:,} groups."
 
 
 def outside_of(plan: Plan) -> list[Outside]:

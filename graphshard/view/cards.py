@@ -113,10 +113,10 @@ def together(sheet: Sheet, found: CollectiveBar) -> Iterator[tuple[str, str]]:
         and reason.group in groups
         and (reason.direction, reason.kind) == (found.direction, found.step.kind)
     )
-    text = f"{len(groups)} groups share one launch"
+    text = f"one collective carries {len(groups)} groups"
     if saved_us > 0:
-        text += f", which saves {time_text(saved_us)} of the lane"
-    yield "why one", text + _anyway(sheet, found)
+        text += f", which saves {time_text(saved_us)} of launches"
+    yield "why together", text + _anyway(sheet, found)
 
 
 def _anyway(sheet: Sheet, found: CollectiveBar) -> str:
@@ -133,8 +133,8 @@ def _anyway(sheet: Sheet, found: CollectiveBar) -> str:
         return ""
     names = groups_text([sheet.names[group] for group in until.step.groups])
     return (
-        f"; the lane has no pause until compute waits again, for {names} at "
-        f"{time_text(until.end)}: to compute earlier here would be to wait longer there"
+        f"; to split it would not help: the lane has no pause until {time_text(until.end)}, when "
+        f"compute waits for {names}: less wait here would be more wait there"
     )
 
 

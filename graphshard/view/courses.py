@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from graphshard.schedule.plan import Baseline, Direction, Estimate, GroupInfo, Plan, Step
 from graphshard.view.marks import AxisMark, MarkRow
+from graphshard.view.misses import Part, varying_waits_us
 from graphshard.view.ranges import groups_text, short_text
 from graphshard.view.scenario import FSDP2, MEASURED, measured_course
 from graphshard.view.sheet import Sheet
@@ -66,6 +67,13 @@ def shows_all(plan: Plan) -> bool:
     return abs(estimate.step_time_us - shown_us) <= 1e-6 * shown_us
 
 
+def drawn_us(plan: Plan) -> float:
+    """What shares of waits are of: the whole step, or the one micro-step that the axis shows."""
+    if shows_all(plan):
+        return plan.estimate.whole_step_us
+    return sum(forecast.us for forecast in plan.forecasts)
+
+
 def _optimizer(sheet: Sheet, name: str, course: Baseline) -> list[AxisMark]:
     if not shows_all(sheet.plan):
         return []
@@ -78,9 +86,11 @@ def _unknown(sheet: Sheet, course: Baseline) -> list[AxisMark]:
     start, end = _whole(course)[0], sheet.measured.step_time_us
     if end <= start:
         return []
-    card = (("start", time_text(start)), ("duration", time_text(end - start)), ("what", UNKNOWN))
+    card = [("start", time_text(start)), ("duration", time_text(end - start)), ("what", UNKNOWN)]
+    if (varying_us := varying_waits_us(sheet.measured)) > 0:
+        card.append(("of it", f"{time_text(varying_us)} of {Part.VARYING}"))
     title = f"{MEASURED}: not attributed"
-    return [AxisMark("unknown", start, end, title, card, label="unattributed")]
+    return [AxisMark("unknown", start, end, title, tuple(card), label="unattributed")]
 
 
 def _whole(course: Baseline) -> tuple[float, float]:
@@ -95,8 +105,9 @@ def _measured_note(sheet: Sheet) -> str:
     estimate = sheet.plan.estimate
     if sheet.measured.step_time_us == 0:
         return note
-    error = change_text(estimate.step_time_us, sheet.measured.step_time_us)
-    return f"{note}, without the optimizer; predicted {time_text(estimate.step_time_us)}, {error}"
+    change = change_text(sheet.measured.step_time_us, estimate.step_time_us)
+    own = time_text(estimate.step_time_us)
+    return f"{note}, without the optimizer: {change} against the {own} predicted"
 
 
 def _note(step_us: float, exposed_us: float) -> str:

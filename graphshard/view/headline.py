@@ -12,10 +12,11 @@ from typing import Any
 from graphshard.schedule.estimate import Limit
 from graphshard.schedule.measured import Measured
 from graphshard.schedule.plan import Estimate
+from graphshard.view.brief import left_text
 from graphshard.view.optimizer import took_text
 from graphshard.view.sheet import Sheet
 from graphshard.view.text import bytes_text
-from graphshard.view.units import change_text, share_text, time_text
+from graphshard.view.units import change_text, time_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,9 @@ def _predicted(estimate: Estimate, measured: Measured | None) -> Iterator[Figure
     )  # fmt: skip
     yield Figure(
         "peak memory", bytes_text(ours.peak_bytes),
-        (_theirs(ours.peak_bytes, fsdp2.peak_bytes, bytes_text), limit_of(estimate)),
+        (_peak(ours.peak_bytes, fsdp2.peak_bytes), limit_of(estimate)),
     )  # fmt: skip
-    left = share_text(max(step_us - estimate.whole_bound_us, 0.0), step_us)
-    bound = Beside("at most", f"{left} left to gain")
+    bound = Beside("", left_text(estimate))
     yield Figure("no schedule is below", time_text(estimate.whole_bound_us), (bound,))
     if (late := estimate.stragglers) is not None:
         whole_us = step_us + late.ours_us
@@ -74,11 +74,22 @@ def limit_of(estimate: Estimate) -> Beside:
     return Beside(name, bytes_text(estimate.budget_bytes))
 
 
+def _peak(ours: int, theirs: int) -> Beside:
+    """Memory differs by bytes, everywhere: a share of it says nothing of what is left."""
+    change = f"{'-' if ours < theirs else '+'}{bytes_text(abs(ours - theirs))}"
+    return _beside("FSDP2", ours, theirs, bytes_text, change)
+
+
 def _theirs(ours: float, theirs: float, text: Callable[[Any], str]) -> Beside:
-    change = change_text(ours, theirs)
+    return _beside("FSDP2", ours, theirs, text, change_text(ours, theirs))
+
+
+def _beside(
+    name: str, ours: float, theirs: float, text: Callable[[Any], str], change: str
+) -> Beside:
     if not change or ours == theirs:
-        return Beside("FSDP2", text(theirs))
-    return Beside("FSDP2", text(theirs), change, "better" if ours < theirs else "worse")
+        return Beside(name, text(theirs))
+    return Beside(name, text(theirs), change, "better" if ours < theirs else "worse")
 
 
 def _of_step(estimate: Estimate, measured: Measured | None) -> Iterator[Beside]:
@@ -87,11 +98,14 @@ def _of_step(estimate: Estimate, measured: Measured | None) -> Iterator[Beside]:
         yield Beside("of it optimizer", took_text(estimate))
     if measured is None:
         return
-    seen = time_text(measured.step_time_us)
+    own_us, seen_us = estimate.step_time_us, measured.step_time_us
+    change, way = change_text(seen_us, own_us), "worse" if seen_us > own_us else "better"
+    seen = time_text(seen_us)
     if estimate.optimizer is None:
-        yield Beside("measured", seen)
+        yield Beside("measured", seen, change, way)
     else:
-        yield Beside("measured without it", f"{seen}, predicted {time_text(estimate.step_time_us)}")
+        both = f"{seen}, predicted {time_text(own_us)}"
+        yield Beside("measured without it", both, change, way)
 
 
 def _counts(sheet: Sheet) -> Iterator[Figure]:

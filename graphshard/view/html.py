@@ -32,9 +32,9 @@ from graphshard.view.outlook import prospects
 from graphshard.view.residency import residency_rows
 from graphshard.view.sheet import Sheet, sheet_of
 from graphshard.view.templates import asset, template
-from graphshard.view.text import ranks_text
+from graphshard.view.text import ROOT, ranks_text
 from graphshard.view.units import time_text
-from graphshard.view.waits import longest_waits
+from graphshard.view.waits import longest_waits, waited_text
 from graphshard.view.waterfall import waterfall
 
 SCRIPTS = (
@@ -83,9 +83,11 @@ def render(plan: Plan, measured: Measured | None = None) -> str:
         limit=limit_of(plan.estimate).name.rstrip(",") if plan.estimate else "",
         bars=waterfall(plan),
         waits=longest_waits(sheet, own),
+        waited=waited_text(plan),
         prospects=prospects(plan),
         misses=missed,
         table=table_of(sheet),
+        has_root=ROOT in sheet.names.values(),
         payload=_payload(sheet, views, memory),
     )
 

@@ -165,12 +165,16 @@ def _peak_mark(sheet: Sheet, at: int) -> AxisMark:
 
 
 def peak_place(sheet: Sheet, at: int) -> str:
-    """Inside which group, in which direction: "backward of layers.31"."""
-    group = computing_groups(sheet.rows.steps[: at + 1])[at]
+    """Inside which group, or right after which one: "backward of layers.31"."""
+    owners = computing_groups(sheet.rows.steps[: at + 1])
     direction = sheet.rows.direction_of(at)
-    if group is None:  # the loss, say
-        return f"{direction}, outside of all groups"
-    return f"{direction} of {sheet.names[group]}"
+    if (group := owners[at]) is not None:
+        return f"{direction} of {sheet.names[group]}"
+    begun = [i for i in range(at) if sheet.rows.direction_of(i) is direction]
+    before = next((one for i in reversed(begun) if (one := owners[i]) is not None), None)
+    if before is None:  # the loss, say
+        return f"{direction} outside of all groups"
+    return f"{direction} right after {sheet.names[before]}"
 
 
 def _exchange(sheet: Sheet) -> Iterator[tuple[str, str]]:

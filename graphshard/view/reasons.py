@@ -42,7 +42,7 @@ BOUNDS = {
     Bound.GRADIENTS: "its gradients are complete only here",
     Bound.REDUCED: "its reduce-scatter is waited for only here",
     Bound.ACTIVATIONS: "what it copies is complete only here",
-    Bound.FIRST: "it is issued first of all, and nothing computes before it",
+    Bound.FIRST: "it is issued at the very start, with no compute before it to hide it",
     Bound.LANE_FREE: "it starts as soon as its lane is free",
     Bound.NOT_SHORTER: "an earlier issue did not make the simulated step shorter",
 }
@@ -89,10 +89,14 @@ def _saved(gain: Gain) -> str:
 
 
 def _hold(reason: Hold) -> str:
-    text = (
-        f"to keep it saves {time_text(reason.saved_us)} of gathers in backward and holds "
-        f"{bytes_text(reason.held_bytes)} over {time_text(reason.held_us)} of compute"
-    )
+    """What was done, or what the other way would have done."""
+    saved, held = time_text(reason.saved_us), bytes_text(reason.held_bytes)
+    over = f"{held} for {time_text(reason.held_us)} of compute"
+    if reason.is_kept:
+        holds = f"holds {over}" if reason.held_us else "backward begins with it"
+        text = f"saves {saved} of gathers, {holds}"
+    else:
+        text = f"kept, it would save {saved} of gathers, and hold {over}"
     if reason.across:
         text += "; kept between micro-steps too"
     if reason.on_node:

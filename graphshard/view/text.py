@@ -16,6 +16,7 @@ from graphshard.schedule.plan import (
 )
 
 WIDTH = 80
+ROOT = "(root)"  # the group of the model's own fully_shard call
 
 LANE_WORDS = {
     Lane.COMPUTE: "compute",
@@ -83,7 +84,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def group_name(group: GroupInfo) -> str:
-    return group.fqn or "(root)"
+    return group.fqn or ROOT
 
 
 def group_names(plan: Plan) -> dict[int, str]:

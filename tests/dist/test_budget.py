@@ -1,5 +1,6 @@
 """`options={"memory_budget": ...}`: the plan keeps to it, and no bit changes."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 import graphshard
 from graphshard.capture.root_state import root_states_under
 from graphshard.cost import presets
+from graphshard.planner import room
 from graphshard.planner.infeasible import LEAST_PLAUSIBLE_BYTES
-from graphshard.schedule.plan import Reshard, StepKind
+from graphshard.schedule.plan import Plan, Reshard, StepKind
+from graphshard.view.outlook import prospects
 
 pytestmark = pytest.mark.dist
 
@@ -51,6 +54,43 @@ def test_a_budget_is_kept_and_changes_no_bit(pool: Pool, name: str) -> None:
         assert summary["step_time_us"] <= summary["fsdp2"]["step_time_us"]
     assert free["all_gathers"] <= tight["all_gathers"]
     assert tight["budget_bytes"] == tight["fsdp2"]["peak_bytes"]
+
+
+def asked(ctx: Ctx) -> tuple[list[int], list[int], str]:
+    """What more memory would buy: in gibibytes, how many rungs were planned, and the plan."""
+    case = CASES["llama"]
+    model = build(case, ctx)
+    model.compile(backend="graphshard", options={"fallback": "error", "compute": "aten"})
+    train(model, case, ctx, 2)
+    assert graphshard.plans(model)[0].estimate.room == ()
+    counts: list[int] = []
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any) -> Any:
+            counts[-1] += 1
+            return original(*args)
+
+        return made
+
+    with patched(room, "_rung", counted):
+        for _ in range(2):
+            counts.append(0)
+            graphshard.explain(model)
+    plan = graphshard.plans(model)[0]
+    rungs, own = plan.estimate.room, plan.estimate
+    assert all(rung.step_time_us <= own.step_time_us for rung in rungs)
+    return [(rung.budget_bytes - own.budget_bytes) >> 30 for rung in rungs], counts, plan.to_json()
+
+
+def test_explain_asks_once_what_more_memory_would_buy(pool: Pool) -> None:
+    """And from then on the plan says it, with a row on its page."""
+    (more, counts, text), other = pool.run(2, asked, timeout_s=250)
+    assert more == [1, 10]
+    assert counts[0] >= 1
+    assert counts[1] == 0
+    assert other[2] == text
+    whats = [one.what for one in prospects(Plan.from_json(text))]
+    assert "10.0 GiB more memory" in whats
 
 
 def infeasible(ctx: Ctx, budget: object) -> str:

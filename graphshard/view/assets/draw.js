@@ -110,7 +110,10 @@ function drawToggle(made, part, y, height) {
   const text = { class: "fqn", x: 2, y: y + Math.min(height / 2 + (open ? 4 : -3), 30) };
   add(button, "text", text, `${open ? "\u25be" : "\u25b8"} ${tail(first, gutter - 22)}`);
   if (rest.length && !open) {
-    add(button, "text", { ...text, x: 16, y: text.y + 14 }, tail(`to ${rest.join(" to ")}`, gutter - 18));
+    const last = rest.join(" to ");
+    const ends = [`to ${last}`, `to ${last.split(".").at(-1)}`];
+    const fitting = ends.find((each) => each.length * 7.4 < gutter - 18) ?? tail(ends[1], gutter - 18);
+    add(button, "text", { ...text, x: 16, y: text.y + 14 }, fitting);
   }
 }
 

@@ -22,14 +22,32 @@ function placeMark(mark) {
   mark.element.setAttribute("width", Math.max(right - left - gap, 1.5).toFixed(2));
 }
 
+// Whole on the side where it fits; where it fits on neither, on two lines.
 function placePeak(mark) {
   const { element, left, y } = mark;
-  const end = left > room() - 130;
   element.replaceChildren();
   add(element, "line", { class: "stem", x1: left, x2: left, y1: y + 6, y2: MEMORY_HEIGHT });
   add(element, "circle", { cx: left, cy: y + 6, r: 5 });
-  add(element, "text", { class: end ? "end" : "start", x: left + (end ? -10 : 10), y: y + 4 }, mark.label);
+  if (!writePeak(mark, [mark.label])) writePeak(mark, mark.label.split(", "));
   Object.assign(mark, { left: left - 6, right: left + 6 });
+}
+
+// Whether the lines fit beside the mark. Of several, they are moved to where they do.
+function writePeak({ element, left, y }, lines) {
+  const texts = lines.map((line, i) => (
+    add(element, "text", { y: y + 4 - 13 * (lines.length - 1 - i) }, line)));
+  const wide = 12 + Math.max(...texts.map((text) => text.getComputedTextLength()));
+  const end = left + wide > room() && left > room() / 2;
+  const fits = wide <= (end ? left : room() - left);
+  if (!fits && lines.length === 1) {
+    texts[0].remove();
+    return false;
+  }
+  for (const text of texts) {
+    text.setAttribute("class", end ? "end" : "start");
+    text.setAttribute("x", end ? Math.max(left, wide) - 10 : Math.min(left, room() - wide) + 10);
+  }
+  return true;
 }
 
 // Where a whole name does not fit, what tells it from its neighbours may: "13" of "layers.13".
