@@ -40,18 +40,21 @@ def interrupt(gradient: Tensor) -> None:
 
 
 class Cut(nn.Module):
-    """Blocks in the order of `visits`; Dynamo stops after each of them, at `between`."""
+    """Blocks in the order of `visits`, each `times` times; Dynamo stops after each of them, at
+    `between`."""
 
     def __init__(self, blocks: int = 4, width: int = 8) -> None:
         super().__init__()
         layers = (nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(blocks))
         self.blocks = nn.ModuleList(layers)
         self.visits = list(range(blocks))
+        self.times = 1
         self.actions: dict[int, str] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         for place, index in enumerate(self.visits):
-            x = x + self.blocks[index](x)
+            for _ in range(self.times):
+                x = x + self.blocks[index](x)
             self.between(place, x)
         return x
 
@@ -75,10 +78,15 @@ class Cut(nn.Module):
             following.unshard()
 
 
-def cut(ctx: Ctx, *, compiles: bool, **kwargs: Any) -> Any:
+def cut(ctx: Ctx, *, compiles: bool, nests: bool = False, **kwargs: Any) -> Any:
+    """nests: each block has a group of its own in it."""
     torch.manual_seed(0)
-    model = Cut().to(ctx.device)
-    for block in model.blocks:
+    model = Cut()
+    for block in model.blocks if nests else ():
+        block.append(nn.Linear(8, 8))
+    for block in model.to(ctx.device).blocks:
+        if nests:
+            fully_shard(block[0], mesh=ctx.mesh, **kwargs)
         fully_shard(block, mesh=ctx.mesh, **kwargs)
     fully_shard(model, mesh=ctx.mesh, **kwargs)
     if compiles:
@@ -167,7 +175,8 @@ ENDS = ("backward", "backward", "twice", "input", "evaluate", "accumulate", "fai
 class Step:
     """visits: blocks in the order of their calls. actions: after which call what happens. end: what
     follows the forward. listed: the second block is to be prefetched by the first. kept: blocks
-    stay gathered after forward. eager: a block is called outside of the model first."""
+    stay gathered after forward. eager: a block is called outside of the model first. times: one
+    graph calls its block. frozen: blocks of which the first layer has no gradient, 4 of all."""
 
     visits: tuple[int, ...]
     actions: tuple[tuple[int, str], ...] = ()
@@ -175,6 +184,14 @@ class Step:
     listed: bool = False
     kept: bool = False
     eager: bool = False
+    times: int = 1
+    frozen: int | None = None
+
+
+def once_each(step: Step) -> Step:
+    """Twice in each of two graphs is (a + b) + (c + d); eager has ((a + b) + c) + d."""
+    visits = step.visits if step.times == 1 else tuple(dict.fromkeys(step.visits))
+    return replace(step, visits=visits)
 
 
 drawn_steps = st.builds(
@@ -187,7 +204,9 @@ drawn_steps = st.builds(
     listed=st.sampled_from((False, False, False, True)),
     kept=st.sampled_from((False, False, False, True)),
     eager=st.sampled_from((False, False, False, True)),
-)
+    times=st.sampled_from((1, 1, 1, 2, 3)),
+    frozen=st.sampled_from((None, None, None, 0, 1, 2, 4)),
+).map(once_each)
 # What repeats is expected; what comes then is not.
 drawn_runs = st.lists(
     st.tuples(drawn_steps, st.sampled_from((4, 3, 1))), min_size=2, max_size=4
@@ -196,7 +215,10 @@ drawn_runs = st.lists(
 
 def take(model: Any, step: Step, x: Tensor) -> list[Tensor | None]:
     """What a user sees of one step: results, gradients."""
-    model.visits = list(step.visits)
+    model.visits, model.times = list(step.visits), step.times
+    for number, block in enumerate(model.blocks):
+        first = next(iter(block.parameters()))
+        first.requires_grad_(step.frozen not in (number, len(model.blocks)))
     # What stays gathered is what autograd saved: eager refuses to have it written to. And what it
     # has gathered ahead because of a list, it does not gather again.
     writes = {"write", "hidden write"} if step.kept or step.listed else set()
@@ -234,10 +256,10 @@ def fail(model: Any, step: Step, x: Tensor) -> None:
     model.zero_grad()
 
 
-def same_as_eager(ctx: Ctx, steps: tuple[Step, ...]) -> tuple[int, int]:
+def same_as_eager(ctx: Ctx, steps: tuple[Step, ...], nests: bool = False) -> tuple[int, int]:
     if ctx.world_size == 4:
         ctx = replace(ctx, mesh=mesh_of(ctx, (2, 2), "replicate", "shard"))
-    models = [cut(ctx, compiles=compiles) for compiles in (False, True)]
+    models = [cut(ctx, compiles=compiles, nests=nests) for compiles in (False, True)]
     optims = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
     # FSDP2 wants to see the root first.
     for number, step in enumerate((Step((0, 1, 2, 3)), *steps, Step((0, 1)))):
