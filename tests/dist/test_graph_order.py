@@ -3,7 +3,7 @@ graph before it still computes."""
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from patching import patched
 from pool import Ctx, Pool, capped
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import graphshard
 from graphshard.capture.root_state import root_states_under
@@ -210,15 +210,33 @@ drawn_steps = st.builds(
 # What repeats is expected; what comes then is not.
 drawn_runs = st.lists(
     st.tuples(drawn_steps, st.sampled_from((4, 3, 1))), min_size=2, max_size=4
-).map(lambda pairs: tuple(step for step, times in pairs for _ in range(times)))
+).map(lambda pairs: comparable(step for step, times in pairs for _ in range(times)))
+
+
+def comparable(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """What earlier micro-steps left does not outlive a backward that fails; eager takes no such
+    step, so none comes between micro-steps."""
+    found: list[Step] = []
+    for step in steps:
+        after = bool(found) and found[-1].end == "accumulate"
+        found.append(replace(step, end="backward") if after and step.end == "fails" else step)
+    return tuple(found)
+
+
+def freeze(block: Any, is_frozen: bool) -> None:
+    """Of its shard, as a gathered parameter keeps it only until it is resharded."""
+    if next(block.parameters()).requires_grad is is_frozen:
+        for module in block.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        next(block.parameters()).requires_grad_(not is_frozen)
 
 
 def take(model: Any, step: Step, x: Tensor) -> list[Tensor | None]:
     """What a user sees of one step: results, gradients."""
     model.visits, model.times = list(step.visits), step.times
     for number, block in enumerate(model.blocks):
-        first = next(iter(block.parameters()))
-        first.requires_grad_(step.frozen not in (number, len(model.blocks)))
+        freeze(block, step.frozen in (number, len(model.blocks)))
     # What stays gathered is what autograd saved: eager refuses to have it written to. And what it
     # has gathered ahead because of a list, it does not gather again.
     writes = {"write", "hidden write"} if step.kept or step.listed else set()
@@ -328,9 +346,9 @@ def test_drawn(pool: Pool, ranks: int) -> None:
     replicas."""
 
     @drawing(COUNT, SEED)
-    @given(drawn_runs)
-    def draw(steps: tuple[Step, ...]) -> None:
-        pool.run(capped(ranks), same_as_eager, steps)
+    @given(drawn_runs, st.booleans())
+    def draw(steps: tuple[Step, ...], nests: bool) -> None:
+        pool.run(capped(ranks), same_as_eager, steps, nests)
 
     draw()
 
