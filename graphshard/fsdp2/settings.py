@@ -11,7 +11,13 @@ import torch.distributed as dist
 from graphshard.fsdp2.cpu_offload import offloads_to_cpu
 from graphshard.fsdp2.extensions import plain_tensors
 from graphshard.fsdp2.group import FsdpGroup
-from graphshard.fsdp2.node_group import local_world_size, most_on_node, ranks_on_node
+from graphshard.fsdp2.node_group import (
+    local_world_size,
+    most_on_node,
+    ranks_on_node,
+    replica_rows,
+    shard_rows,
+)
 from graphshard.fsdp2.param import FsdpParam, hooks_of
 from graphshard.fsdp2.separate_group import may_reduce_apart
 from graphshard.fsdp2.state import State, is_root
@@ -142,7 +148,7 @@ def settings_of(
             reshard=None if group.reshard_is_automatic else group.reshard_after_forward,
             is_root=is_root(group.state),
             ranks=group.world_size,
-            ranks_per_node=most_on_node(group.gather_process_group, local),
+            ranks_per_node=most_on_node(shard_rows(group), local),
             gather_lane=lane(group.gather_process_group),
             reduce_lane=lane(group.reduce_process_group),
             shard_bytes=sum(map(_stored_bytes, group.params)),
@@ -168,7 +174,7 @@ def settings_of(
             forward_prefetch=_listed(group, Direction.FORWARD, places),
             backward_prefetch=_listed(group, Direction.BACKWARD, places),
             replicas=group.replicas,
-            replicas_per_node=most_on_node(group.replicate_process_group, local),
+            replicas_per_node=most_on_node(replica_rows(group), local),
             all_reduce_lane=lane_if_any(group.replicate_process_group),
         )
         for group in groups

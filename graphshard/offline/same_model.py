@@ -65,12 +65,7 @@ class SameModel:
 
 def _parts_of(made: Made) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for name, module in made.model.named_modules():
-        policy = (
-            fsdp2.mixed_precision(fsdp2.state_of(module))
-            if isinstance(module, fsdp2.ShardedModule)
-            else None
-        )
-        yield f"module {name or '(root)'}", (_class_of(module), module.training, policy)
+        yield f"module {name or '(root)'}", (_class_of(module), module.training, _policy_of(module))
     for name, param in made.model.named_parameters():
         placed = getattr(param, "placements", None)
         yield (
@@ -81,6 +76,12 @@ def _parts_of(made: Made) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield f"buffer {name}", (tuple(buffer.shape), str(buffer.dtype))
     for number, shape in enumerate(shapes(made)):
         yield f"input {number}", shape
+
+
+def _policy_of(module: nn.Module) -> Any:
+    if isinstance(module, fsdp2.ShardedModule):
+        return fsdp2.mixed_precision(fsdp2.state_of(module))
+    return None
 
 
 def _class_of(module: nn.Module) -> str:
