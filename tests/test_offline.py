@@ -408,6 +408,26 @@ def test_a_block_with_a_result_that_has_no_gradient_is_planned():
     assert len(plan.groups) == 3
 
 
+def test_a_buffer_of_one_number_is_planned():
+    """It has as many dimensions as what stands for a group in a graph, and no value here."""
+
+    class Floored(Net):
+        def __init__(self):
+            super().__init__(nn.ModuleList([Block()]))
+            self.register_buffer("floor", torch.zeros(()))
+
+        def forward(self, tokens):
+            return torch.maximum(super().forward(tokens), self.floor)
+
+    def build():
+        model = Floored()
+        shard(model)
+        return model, (tokens(),)
+
+    (plan,) = planned(build)
+    assert len(plan.groups) == 2
+
+
 # -- one capture for many points -----------------------------------------------------------------
 
 

@@ -23,7 +23,6 @@ from graphshard.cost.machine_text import from_text, to_text
 from graphshard.cost.presets import facts_of, preset
 from graphshard.errors import CostError
 from graphshard.fsdp2.node_group import node_stride
-from graphshard.offline.world import pretended
 
 few = st.integers(1, 24)
 
@@ -111,10 +110,11 @@ def test_what_is_no_level(levels):
 
 
 def test_the_nodes_of_a_mesh_lie_as_far_apart_as_its_ranks():
-    with pretended(64):
-        mesh = init_device_mesh("cpu", (4, 8, 2), mesh_dim_names=("replicas", "shards", "tp"))
-        strides = {dim: node_stride(mesh.get_group(dim), 8) for dim in mesh.mesh_dim_names}
-    assert strides == {"replicas": 2, "shards": 1, "tp": 1}
+    ranks = torch.arange(64).view(4, 8, 2)  # replicas, shards, tensor parallel
+    rows = [ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist() for dim in range(3)]
+    assert [node_stride(own, 8) for own in rows] == [2, 1, 1]
+    # The row whose nodes are farthest apart counts, on all ranks.
+    assert node_stride([[0, 8], [16, 48]], 8) == 4
 
 
 WIDTH = 4096

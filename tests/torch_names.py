@@ -259,6 +259,8 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo": {
         "mesh": None,
+        "replicate_mesh_dim": None,
+        "shard_mesh_dim": None,
         "shard_mesh_size": None,
         "shard_process_group": None,
     },

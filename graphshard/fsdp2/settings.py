@@ -16,6 +16,8 @@ from graphshard.fsdp2.node_group import (
     most_on_node,
     node_stride,
     ranks_on_node,
+    replica_rows,
+    shard_rows,
 )
 from graphshard.fsdp2.param import FsdpParam, hooks_of
 from graphshard.fsdp2.separate_group import may_reduce_apart
@@ -150,7 +152,7 @@ def settings_of(
             reshard=None if group.reshard_is_automatic else group.reshard_after_forward,
             is_root=is_root(group.state),
             ranks=group.world_size,
-            ranks_per_node=most_on_node(group.gather_process_group, local),
+            ranks_per_node=most_on_node(shard_rows(group), local),
             gather_lane=lane(group.gather_process_group),
             reduce_lane=lane(group.reduce_process_group),
             shard_bytes=sum(map(_stored_bytes, group.params)),
@@ -176,10 +178,10 @@ def settings_of(
             forward_prefetch=_listed(group, Direction.FORWARD, places),
             backward_prefetch=_listed(group, Direction.BACKWARD, places),
             replicas=group.replicas,
-            replicas_per_node=most_on_node(group.replicate_process_group, local),
+            replicas_per_node=most_on_node(replica_rows(group), local),
             all_reduce_lane=lane_if_any(group.replicate_process_group),
-            node_stride=node_stride(group.gather_process_group, local),
-            replica_node_stride=node_stride(group.replicate_process_group, local),
+            node_stride=node_stride(shard_rows(group), local),
+            replica_node_stride=node_stride(replica_rows(group), local),
         )
         for group in groups
     )

@@ -35,8 +35,9 @@ Counts: TypeAlias = tuple[tuple[Repeat, int], ...]
 class ShortModels:
     """One model with fewer blocks: each number of them is captured once, and cut once for each way.
 
-    build: makes the whole model. Assumed: always the same, so what is captured depends on how many
-    blocks of each list are left, and on the ranks, but not on the blocks that they stand for.
+    build: makes the whole model. Assumed: always the same, which `graphshard.offline.same_model`
+    compares, so what is captured depends on how many blocks of each list are left, and on the
+    ranks, but not on the blocks that they stand for.
     """
 
     build: Callable[[], Made]

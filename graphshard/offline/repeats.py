@@ -119,6 +119,22 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
+def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
+    """Numbers and text that the module's class keeps, directly or in lists."""
+    own = ((k, _plain(v)) for k, v in vars(module).items() if _is_own(k))
+    return tuple(sorted((k, value) for k, value in own if value is not None))
+
+
+def _plain(value: Any) -> str | None:
+    """None for what another object stands for in another model."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        inner = [_plain(one) for one in value]
+        return None if None in inner else repr(inner)
+    return None
+
+
 def _is_own(name: str) -> bool:
     """An attribute of the module's class; not torch's, nor where `fully_shard` keeps its state."""
     return name not in _OWN and not name.startswith("__composable_api_state_key")

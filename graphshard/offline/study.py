@@ -37,6 +37,7 @@ from graphshard.offline.cuts import Cuts
 from graphshard.offline.point import Answer, Point
 from graphshard.offline.recut import ShortModels, recut
 from graphshard.offline.repeats import Repeat, repeats_in, shorten, shortened
+from graphshard.offline.same_model import SameModel
 from graphshard.offline.target import Sizes
 from graphshard.offline.unroll import owners_of, unrolled
 from graphshard.offline.world import (
@@ -99,9 +100,11 @@ class Study:
     _present: list[str] = field(default_factory=list)
     _clock: Clock = field(default_factory=Clock)
     _cuts: Cuts = field(init=False)
+    _model: SameModel = field(init=False)
 
     def __post_init__(self) -> None:
         self._cuts = Cuts(self._clock)
+        self._model = SameModel(self.build)
 
     def answers(self) -> Iterator[Answer]:
         """One answer per point, in their order.
@@ -112,7 +115,13 @@ class Study:
         for point in self.points:
             with no_collections(), self._clock.timed("plan"):
                 answer = self._answer(point)
-            yield answer
+            # What was counted, or cut again, may have been captured of several models.
+            yield self._from_one_build(point) if self._model.varies and not self.whole else answer
+
+    def _from_one_build(self, point: Point) -> Answer:
+        self.say("capturing the whole model, since numbers in it are others each time")
+        study = Study(self.name, self.build, (point,), self.say, whole=True, room=self.room)
+        return next(study.answers())
 
     def costs(self, point: Point, *, freed: bool = False) -> GraphCosts:
         """What the whole model costs as the user checkpoints it, or with that replaced (see
@@ -240,7 +249,7 @@ class Study:
         for count in dict.fromkeys(point.world_size for point in self.points):
             with pretended(count):
                 self.say(f"building {self.name} on {count:,} ranks")
-                fake = faked(partial(self.build, sizes))
+                fake = faked(partial(self._model, sizes))
                 if not names:
                     names = self._capture_all(every, sizes, fake)
                     self._present = [describe(0, group).fqn for group in groups_of(fake)]
@@ -253,7 +262,7 @@ class Study:
         """The names of the groups, in the order of their numbers."""
         with self._clock.timed("capture"):
             for own in every:
-                made = fake if own == sizes else built(partial(self.build, own))
+                made = fake if own == sizes else built(partial(self._model, own))
                 self._cuts.shapes[own] = shapes(made)
                 self._arguments[own] = made.args, made.kwargs
             inside = any(point.in_parts for point in self.points)
@@ -263,7 +272,7 @@ class Study:
                 if names := self._captured_short(every, sizes, fake):
                     return names
                 self._repeats, self._infos = [], []
-                fake = faked(partial(self.build, sizes))
+                fake = faked(partial(self._model, sizes))
             self.say("capturing the whole model")
             self._capture(every, sizes, fake)
         return [
@@ -297,7 +306,7 @@ class Study:
 
     def _fake(self, sizes: Sizes) -> Fake:
         """A fresh model, with as many blocks as are captured."""
-        fake = faked(partial(self.build, sizes))
+        fake = faked(partial(self._model, sizes))
         for repeat in self._repeats:
             shorten(fake.model, repeat)
         return fake
@@ -352,7 +361,7 @@ class Study:
         )
 
     def _short_of(self, sizes: Sizes) -> ShortModels:
-        return self._short.setdefault(sizes, ShortModels(partial(self.build, sizes), self.name))
+        return self._short.setdefault(sizes, ShortModels(partial(self._model, sizes), self.name))
 
     def _key(self, point: Point, *, freed: bool) -> _CostsKey:
         policy, name = point.policy, point.machine.name

@@ -124,12 +124,22 @@ def _issue_positions(
 def _earliest_reductions(
     stage: Stage, steps: Sequence[Step], places: Sequence[int]
 ) -> dict[int, int]:
-    """By index of the step: when its gradients are ready, and the reductions before are issued."""
+    """By index of the step: when its gradients are ready, and what comes before is issued. A gather
+    between two reductions of one slot moves the second one to the next slot."""
     found, before = {}, 0
     for index, step in enumerate(steps):
-        if step.kind is StepKind.REDUCE_ISSUE:
-            before = found[index] = max(before, stage.reductions[places[index]].at)
+        if step.kind is StepKind.GATHER_ISSUE:
+            before = _at_least(stage, before)
+        elif step.kind is StepKind.REDUCE_ISSUE:
+            ready = max(before, stage.reductions[places[index]].at)
+            before = found[index] = _slot_of_reduction(stage, ready)
     return found
+
+
+def _slot_of_reduction(stage: Stage, position: int) -> int:
+    """The first position from `position` on where a reduction may be issued."""
+    slot, phase = divmod(position, stage.stride)
+    return (slot + (phase > REDUCE_ISSUE)) * stage.stride + REDUCE_ISSUE
 
 
 def _latest(

@@ -204,6 +204,8 @@ class LiveGroup:
 
 _NUMBERS = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, LiveGroup] = weakref.WeakValueDictionary()
+# By the id of each anchor, which another tensor may have once the group is gone.
+_ANCHORED: weakref.WeakValueDictionary[int, LiveGroup] = weakref.WeakValueDictionary()
 
 
 def register(fsdp: FsdpGroup) -> LiveGroup:
@@ -229,7 +231,7 @@ def register(fsdp: FsdpGroup) -> LiveGroup:
         places=tuple(range(len(fsdp.params))),
         dtypes=tuple(p.wire_dtype for p in fsdp.params),
     )
-    _LIVE[number] = live
+    _LIVE[number] = _ANCHORED[id(anchor)] = _ANCHORED[id(frozen)] = live
     when_resharded(fsdp, live.let_go)
     gather_for_training(fsdp)
     return live
@@ -244,10 +246,9 @@ def lookup(anchor: Tensor) -> LiveGroup:
 
 
 def find(value: object) -> LiveGroup | None:
-    """The group of which `value` is an anchor object, or None."""
-    if not isinstance(value, Tensor) or value.dim() != 0 or value.device.type != "cpu":
-        return None
-    live = _LIVE.get(int(value)) if value.dtype == torch.float32 else None
+    """The group of which `value` is an anchor object, or None. No tensor's number is read: a user's
+    may have none, being fake or infinite."""
+    live = _ANCHORED.get(id(value))
     return (
         live if live is not None and (value is live.anchor or value is live.frozen_anchor) else None
     )

@@ -254,6 +254,14 @@ def fuzz_cases(draw: st.DrawFn, most_ranks: int = 4, *, replicated: bool = False
     )
 
 
+def from_the_host(case: FuzzCase) -> FuzzCase:
+    """The same on one rank, all of whose shards are on the host."""
+    groups = tuple(
+        replace(g, offload=True, reshard=g.reshard and bool(g.reshard)) for g in case.groups
+    )
+    return replace(case, ranks=1, mesh="flat", groups=groups)
+
+
 @st.composite
 def on_several_meshes(draw: st.DrawFn, cases: st.SearchStrategy[FuzzCase]) -> FuzzCase:
     """The same, with the parameters of each group on two or three meshes.

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 from drawing import drawing
 from fuzz_cases import FuzzCase, has
-from fuzz_draw import fuzz_cases, on_several_meshes
+from fuzz_draw import from_the_host, fuzz_cases, on_several_meshes
 from fuzz_run import DIFFERS, REFUSED, Outcome, run_case, run_oracle
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -58,6 +58,13 @@ def test_equals_eager_over_replicas(pool: Pool) -> None:
 def test_equals_eager_on_several_meshes(pool: Pool) -> None:
     cases = on_several_meshes(fuzz_cases(most_ranks=capped(4)))
     compare_drawn(pool, Counter(), CASES // 2, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(int(CASES * LIMIT_S))
+def test_equals_eager_from_the_host_of_one_rank(pool: Pool) -> None:
+    """No collective: the copies themselves are what is waited for."""
+    compare_drawn(pool, Counter(), CASES // 4, fuzz_cases(most_ranks=1).map(from_the_host))
 
 
 def compare_drawn(

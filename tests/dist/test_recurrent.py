@@ -33,7 +33,8 @@ KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 class RecurrentCase:
     """uses: which results are in the loss. given: the first states are another block's last ones.
     apart: each recurrent module is a group of its own. single: no batch. overridden: a subclass
-    calls torch's forward. frozen: weights of the first block. lengths: of each step."""
+    calls torch's forward. frozen: weights of the first block. lengths: of each step. turns: which
+    parameters are frozen from this step on, or not any more."""
 
     kind: str = "lstm"
     settings: tuple[tuple[str, Any], ...] = ()
@@ -48,6 +49,7 @@ class RecurrentCase:
     evaluates: bool = False
     micro_steps: int = 1
     lengths: tuple[int, ...] = (4, 4)
+    turns: tuple[str, ...] = ()
 
 
 # Each direction gives a gradient of its own to an input that is used elsewhere, too.
@@ -85,8 +87,21 @@ def cases(draw: st.DrawFn) -> RecurrentCase:
         **{flag: draw(st.sampled_from([False, False, True])) for flag in flags},
         evaluates=draw(st.booleans()),
         micro_steps=draw(st.sampled_from([1, 2])),
-        lengths=draw(st.sampled_from([(4, 4), (4, 7, 4, 9), (1, 3)])),
+        lengths=draw(st.sampled_from([(4, 4), (4, 7, 4, 9), (1, 3), (4, 4, 4)])),
+        turns=draw(st.sampled_from([0, 0, 1]).flatmap(_turns)),
     )
+
+
+def _turns(some: int) -> st.SearchStrategy[tuple[str, ...]]:
+    names = st.sampled_from(["", "blocks.0.cell", "blocks.1.cell.weight_hh_l0", "blocks.0"])
+    return st.lists(names, min_size=2 * some, max_size=4 * some).map(tuple)
+
+
+def turn(model: nn.Module, prefix: str) -> None:
+    """What was frozen is not, and the other way round, of the parameters with this prefix."""
+    for name, param in model.named_parameters():
+        if prefix and name.startswith(prefix):
+            param.requires_grad_(not param.requires_grad)
 
 
 def overriding(kind: Any) -> Any:
@@ -161,6 +176,7 @@ def train(model: nn.Module, case: RecurrentCase, ctx: Ctx) -> list[Tensor]:
     seen: list[Tensor] = []
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
     for step, length in enumerate(case.lengths):
+        turn(model, dict(enumerate(case.turns)).get(step, ""))
         if case.evaluates:
             model.eval()
             with torch.no_grad():

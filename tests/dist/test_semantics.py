@@ -435,3 +435,34 @@ def state_dict_case(ctx: Ctx) -> None:
 
 def test_state_dict_keys_and_kinds_stay(pool: Pool) -> None:
     pool.run(2, state_dict_case)
+
+
+class Limited(nn.Module):
+    """Reads buffers of one number each, of which an integer can hold none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("most", torch.tensor(float("inf")))
+        self.register_buffer("scale", torch.tensor(float("nan")))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.where(self.scale.isnan(), 2.0, self.scale)
+        return torch.minimum(self.linear(x) * scale, self.most).square()
+
+
+def numbers_without_an_integer(ctx: Ctx) -> None:
+    seen = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(Limited().to(ctx.device), mesh=ctx.mesh)
+        if compiles:
+            model.compile(backend="graphshard", **STRICT)
+        loss = total(model(inputs(ctx)))
+        loss.backward()
+        seen.append({"loss": loss.detach(), **grads(model)})
+    assert_same(*seen)
+
+
+def test_a_buffer_may_be_a_number_that_is_no_integer(pool: Pool) -> None:
+    pool.run(2, numbers_without_an_integer)
