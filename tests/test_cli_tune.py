@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from graphshard.schedule.setting import (
     Decision,
     Grouping,
     MeshShape,
+    NoTensor,
     Obstacle,
     Resharding,
     Scheduling,
     Setting,
+    TensorObstacle,
 )
 from graphshard.view.front import front_svg
 from graphshard.view.tune import (
@@ -24,11 +27,13 @@ from graphshard.view.tune import (
     DECISIONS,
     GROUPS,
     KEPT,
+    NO_TENSOR,
     RESHARDS,
     SCHEDULES,
     GainRow,
     Tuned,
     TuneRow,
+    mesh_text,
     panels_of,
     tune_text,
 )
@@ -46,6 +51,11 @@ def good(batch=2, seq=32):
 
 def unsharded(batch, seq=32):
     return net(), (tokens(batch, seq),)
+
+def uneven(batch=2, seq=32):
+    model = net(dim=63)
+    model.tp_plan = {{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
+    return model, (tokens(batch, seq),)
 
 def without_batch(seq=32):
     return net(), (tokens(2, seq),)
@@ -95,7 +105,7 @@ def test_json_has_the_same(cli):
     assert status == 0
     assert found["now"] is None
     best = found["front"][0]
-    assert best["setting"]["mesh"].keys() == {"replicas", "shards"}
+    assert best["setting"]["mesh"].keys() == {"replicas", "shards", "tensor"}
     sizes = dict(best["setting"]["sizes"])
     tokens = sizes["batch"] * sizes["seq"] * best["setting"]["micro_steps"] * 8
     assert best["tokens_per_s"] == pytest.approx(tokens / best["step_us"] * 1e6)
@@ -161,6 +171,7 @@ def test_every_value_has_words():
     for kind, words in (
         *((Grouping, GROUPS), (Resharding, RESHARDS), (Checkpointing, CHECKPOINTS)),
         *((Scheduling, SCHEDULES), (Decision, DECISIONS), (Obstacle, KEPT)),
+        (TensorObstacle, NO_TENSOR),
     ):
         assert set(words) == set(kind)
 
@@ -179,6 +190,45 @@ def test_the_text_says_what_is_gained():
 def test_why_calls_are_kept():
     text = tune_text("llama", "h100", [TUNED], 12.3, kept=Obstacle.ROOTS)
     assert "Its fully_shard calls stay as they are: several sharded modules are outermost." in text
+
+
+def test_tensor_parallel_has_its_words():
+    shapes = (MeshShape(1, 8, 8), MeshShape(2, 4, 8))
+    best, other = (replace(BEST, mesh=shape) for shape in shapes)
+    assert [mesh_text(one) for one in (best, other)] == ["FSDP 8 x TP 8", "HSDP 2 x 4 x TP 8"]
+    gains = (GainRow(Decision.TENSOR, TuneRow(BEST, 1200.0, 2e6, 5e5, 2**30)),)
+    front = (TuneRow(best, 1500.0, 3e6, 1e5, 2**31),)
+    text = tune_text("llama", "h100", [replace(TUNED, front=front, gains=gains)], 12.3)
+    assert re.search(r"tensor parallel: 8, not 1 +\+25\.0% tokens/s  \+1\.0 GiB", text)
+    assert "is not searched" not in text
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (
+            NoTensor(TensorObstacle.UNEVEN, "blocks.0.up.weight", (4, 8)),
+            "Tensor parallel over 4 and 8 ranks is not searched: blocks.0.up.weight does not",
+        ),
+        (
+            NoTensor(TensorObstacle.STYLE, "wise"),
+            "Tensor parallel is not searched: torch has no style 'wise'.",
+        ),
+    ],
+    ids=lambda one: one.why if isinstance(one, NoTensor) else "",
+)
+def test_why_tensor_parallel_is_not_searched(found, text):
+    assert text in tune_text("llama", "h100", [TUNED], 12.3, no_tensor=[found])
+
+
+def test_the_command_says_what_is_left_out_and_takes_degrees(cli):
+    status, out, _ = cli("uneven")
+    (line,) = [line for line in out.splitlines() if line.startswith("Tensor parallel")]
+    assert (status, "over 2 and 4 ranks" in line) == (0, True)
+    status, out, _ = cli("uneven", "--tp", "1", "--json")
+    assert json.loads(out)["no_tensor"] == []
+    (found,) = json.loads(cli("uneven", "--tp", "2", "--json")[1])["no_tensor"]
+    assert found == {"why": "uneven", "what": "blocks.0.up.weight", "degrees": [2]}
 
 
 def test_the_picture_has_the_time_of_tokens_of_one_gpu():

@@ -37,7 +37,7 @@ from graphshard.schedule.setting import (
     Setting,
 )
 from graphshard.tune.code import code_of
-from graphshard.tune.layout import shard
+from graphshard.tune.layout import meshes_of, shapes_for, shard
 from graphshard.tune.modules import groupings_of, owner_of
 from graphshard.tune.pricing import Pricer, policy_for
 from graphshard.tune.search import (
@@ -49,7 +49,7 @@ from graphshard.tune.search import (
     present_of,
     space_of,
 )
-from graphshard.tune.subject import Machines, Subject, shapes_for
+from graphshard.tune.subject import Machines, Subject
 
 WORLD, PER_NODE = 16, 4
 MACHINES = Machines(machine_of("h100-ethernet100"), PER_NODE, False)
@@ -187,9 +187,11 @@ WAYS = {
 def sharded_so(subject, wanted, sizes):
     """As the setting wants it, without the finest groups."""
     made = subject.build(sizes)
-    sharding = undo(made.model)
+    sharding, meshes = undo(made.model), meshes_of(wanted.mesh)
+    if meshes.tensor is not None:
+        subject.tensor.parallelize(made.model, meshes.tensor)
     calls = subject.groupings.calls[wanted.grouping]
-    shard(made.model, sharding, calls, wanted.mesh, wanted.reshard, PER_NODE)
+    shard(made.model, sharding, calls, meshes.data, wanted.reshard, PER_NODE)
     return made
 
 
@@ -482,6 +484,16 @@ def test_the_code_makes_the_groups_and_the_mesh(way):
         assert found == described(subject, wanted)
         assert names["OPTIONS"]["memory_budget"] == 2**33
         assert (names["SIZES"], names["MICRO_STEPS"]) == (dict(wanted.sizes), 1)
+
+
+def test_each_block_checkpointed_is_priced_with_all_blocks():
+    subject = subject_of(make=partial(net, DEPTH), batches=(1,))
+    space_of(subject, WORLD, Asked(2**33, (sizes_of(1),)))  # which looks at worlds with few blocks
+    full, plain = (
+        subject.costs(setting(checkpointing=kind))
+        for kind in (Checkpointing.FULL, Checkpointing.AS_IS)
+    )
+    assert [info.fqn for info in full.groups] == [info.fqn for info in plain.groups]
 
 
 def test_the_code_checkpoints_blocks():

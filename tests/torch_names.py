@@ -231,6 +231,7 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch.distributed.distributed_c10d": {
         "_get_default_store": "",
+        "_resolve_process_group": None,
     },
     "torch.distributed.fsdp.FSDPModule": {
         "_get_fsdp_state": "self",
@@ -402,6 +403,9 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_local_tensor": None,
         "_spec": None,
     },
+    "torch.distributed.tensor.debug": {
+        "_clear_sharding_prop_cache": "",
+    },
     "torch.distributed.utils": {},
     "torch.fx.Node": {
         "_rename": "self candidate",
@@ -424,6 +428,7 @@ NAMES: dict[str, dict[str, str | None]] = {
     "torch.nn.RNNBase": {
         "_flat_weights_names": None,
     },
+    "torch.ops._c10d_functional": {},
     "torch.ops.aten": {
         "_fused_rms_norm": None,
         "_fused_rms_norm_backward": None,

@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 
 # Powers of two up to here are tried as sequences per rank, where nothing else is asked for.
 MOST_BATCH = 16
+SEARCHES = (
+    "FUNCTION returns (model, inputs) as for `graphshard plan`, the model sharded "
+    "or not, and takes batch and seq. Searched are FSDP and HSDP meshes, which modules are "
+    "groups, what is resharded and computed again, and the micro-batch; and tensor parallel if "
+    "the model, or a module of it, has a plan: an attribute tp_plan, a dict from names of "
+    "modules to torch's styles or transformers' words (colwise, rowwise), or a function that "
+    "is called with the mesh and parallelizes the model."
+)
 SCALES = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -40,9 +48,7 @@ def add_tune(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     tune = verbs.add_parser(
         "tune",
         help="find the best mesh, groups, checkpointing and batch on machines you do not have",
-        description="FUNCTION returns (model, inputs) as for `graphshard plan`, the model sharded "
-        "or not, and takes batch and seq. Searched are FSDP and HSDP meshes, which modules are "
-        "groups, what is resharded and computed again, and the micro-batch.",
+        description=SEARCHES,
     )
     tune.add_argument(
         "target",
@@ -68,13 +74,7 @@ def add_tune(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         type=size,
         help="peak per rank, as 72GiB (default: the machine's memory, less a tenth)",
     )
-    tune.add_argument(
-        "--batch",
-        metavar="N",
-        type=_counts,
-        help=f"sequences per rank to try (default: powers of two up to {MOST_BATCH})",
-    )
-    tune.add_argument("--seq", metavar="N", type=count, help="tokens per sequence")
+    _add_tried(tune)
     tune.add_argument("--per-node", metavar="N", type=count, help="ranks per node (default: 8)")
     tune.add_argument(
         "--compute",
@@ -92,6 +92,24 @@ def add_tune(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     )
     tune.add_argument("--json", action="store_true", help="print the result as JSON")
     tune.set_defaults(run=_tune)
+
+
+def _add_tried(tune: argparse.ArgumentParser) -> None:
+    """Sizes and degrees."""
+    tune.add_argument(
+        "--batch",
+        metavar="N",
+        type=_counts,
+        help=f"sequences per rank to try (default: powers of two up to {MOST_BATCH})",
+    )
+    tune.add_argument("--seq", metavar="N", type=count, help="tokens per sequence")
+    tune.add_argument(
+        "--tp",
+        metavar="N",
+        type=_counts,
+        help="ranks of a tensor-parallel group to try (default: powers of two up to a node; 1: no "
+        "tensor parallel)",
+    )
 
 
 def _counts(text: str) -> list[int]:
@@ -141,12 +159,14 @@ def _tune(args: argparse.Namespace) -> int:
         save_text(picture, front_svg(drawn, columns=2))
     took_s = perf_counter() - began
     if args.json:
-        print_json(
-            {"took_s": took_s, "kept": subject.kept, "gpus": [asdict(tuned) for tuned in every]}
+        gpus, left_out = (
+            [asdict(one) for one in those] for those in (every, subject.tensor.left_out)
         )
+        print_json({"took_s": took_s, "kept": subject.kept, "no_tensor": left_out, "gpus": gpus})
     else:
         at = None if picture is None else str(picture)
-        print_text(tune_text(target.name, where, every, took_s, at, subject.kept))
+        about = subject.kept, subject.tensor.left_out
+        print_text(tune_text(target.name, where, every, took_s, at, *about))
     return EXIT_OK if all(tuned.front for tuned in every) else EXIT_INFEASIBLE
 
 
@@ -168,6 +188,7 @@ def _sizes(args: argparse.Namespace, target: Target) -> Sizes:
 def _subject(args: argparse.Namespace, target: Target, present: Sizes) -> Subject:
     from graphshard.cost.optimizer import Optimizer
     from graphshard.offline.api import is_fused, machine_of
+    from graphshard.tune.degrees import Degrees
     from graphshard.tune.subject import Machines, Subject
 
     powers = [2**n for n in range(MOST_BATCH.bit_length())]
@@ -179,7 +200,8 @@ def _subject(args: argparse.Namespace, target: Target, present: Sizes) -> Subjec
     every = tuple(dict.fromkeys([*sizes, present]))
     optimizer = Optimizer(OptimizerKind(args.optimizer), args.clip)
     worlds = tuple(args.gpus)
-    return Subject(target.name, target.build, machines, worlds, every, say, optimizer)
+    tensor = Degrees(None if args.tp is None else tuple(args.tp))
+    return Subject(target.name, target.build, machines, worlds, every, say, optimizer, tensor)
 
 
 def _budget(args: argparse.Namespace, subject: Subject) -> int:
@@ -195,7 +217,7 @@ def _found(subject: Subject, pricer: Pricer, asked: Asked, gpus: int, present: S
     from graphshard.tune.search import Accumulated, found_for, present_of, space_of
 
     space = space_of(subject, gpus, asked)
-    if not space.batches:
+    if not any(space.batches.values()):
         raise OptionsError(
             "GS105",
             f"--batch-tokens {asked.batch_tokens:,}: no number of micro-steps of "
@@ -204,7 +226,8 @@ def _found(subject: Subject, pricer: Pricer, asked: Asked, gpus: int, present: S
         )
     say(f"{gpus:,} GPUs: {space.size:,} settings")
     # FSDP2 reduces in each micro-step unless it is told not to.
-    now = next((batch for batch in space.batches if batch.sizes == present), Accumulated(present))
+    own = (batch for batch in space.batches[1] if batch.sizes == present)
+    now = next(own, Accumulated(present))
     return found_for(subject, pricer, space, present_of(subject, gpus, now))
 
 

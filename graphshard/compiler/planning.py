@@ -15,6 +15,7 @@ from graphshard.cost.machine import Machine
 from graphshard.errors import InfeasibleBudget
 from graphshard.fsdp2.settings import GroupSettings
 from graphshard.graph import structured_log
+from graphshard.graph.collectives import note_ranks
 from graphshard.graph.program import Program, note_attributes
 from graphshard.graph.verify import verify
 from graphshard.passes import CAPTURED, PLACEMENT
@@ -65,6 +66,7 @@ def run_captured(program: Program) -> Program:
     """The passes on the captured form (joint graph, or forward graph under no_grad)."""
     for module in program.graphs:
         note_attributes(module.graph)
+        note_ranks(module.graph)
     return run_passes(program, CAPTURED)
 
 

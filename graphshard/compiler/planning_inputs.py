@@ -8,6 +8,7 @@ from math import log
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from graphshard.compiler.device_memory import capacity_of, device_budget, host_budget
 from graphshard.compiler.planning import PlanningInputs
@@ -19,6 +20,7 @@ from graphshard.cost.optimizer import Optimizer
 from graphshard.cost.presets import preset, preset_for
 from graphshard.cost.profile import calibrated, read_profile
 from graphshard.files.reading import names_file
+from graphshard.fsdp2.node_group import local_world_size
 from graphshard.fsdp2.settings import GroupSettings, settings_of
 from graphshard.options import Device, Options
 from graphshard.pricing.lanes import replica_ranks, shard_ranks
@@ -39,6 +41,8 @@ def planning_inputs(
     """The order for a graph of `groups`. Costs are the lowest rank's, so that all plan alike."""
     fsdp = [live.fsdp for live in groups]
     machine = machine_for(options.machine, fsdp[0].device)
+    # Without torchrun all ranks are taken to be on one node.
+    machine = replace(machine, ranks_per_node=local_world_size() or dist.get_world_size())
     if options.memory_budget is Device.MEMORY:
         found = capacity_of(fsdp[0].device)
         machine = replace(machine, processor=replace(machine.processor, capacity_bytes=found))

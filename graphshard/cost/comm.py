@@ -12,6 +12,7 @@ elsewhere sets its level: the formula then only says how time changes with the g
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -28,7 +29,7 @@ from graphshard.cost.curve import Curve, Trust, curve_us, line, scaled
 
 
 class CollectiveKind(StrEnum):
-    """The collectives that FSDP2 issues."""
+    """The collectives that FSDP2 and models issue."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -54,6 +55,19 @@ class RankGroup:
     @property
     def nodes(self) -> Quantity:
         return ceil_div(self.ranks, self.ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective among global ranks, which are numbered node by node."""
+
+    kind: CollectiveKind
+    ranks: tuple[int, ...]
+    size_bytes: Quantity
+
+    def group(self, ranks_per_node: int) -> RankGroup:
+        nodes = Counter(rank // ranks_per_node for rank in self.ranks)
+        return RankGroup(len(self.ranks), max(nodes.values()))
 
 
 @dataclass(frozen=True, slots=True)

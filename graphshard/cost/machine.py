@@ -21,7 +21,7 @@ from graphshard.cost.comm import (
     network_us,
 )
 from graphshard.cost.curve import Curve, Trust, curve_us, scaled, through
-from graphshard.cost.roofline import Arithmetic, Processor, arithmetic_of
+from graphshard.cost.roofline import Arithmetic, OpWork, Processor, arithmetic_of, op_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,15 @@ def collective_us(
     if found is None:
         return network_us(machine.network, kind, group, size_bytes)
     return measured_us(machine.network, found, group, size_bytes)
+
+
+def work_us(machine: Machine, work: OpWork) -> Quantity:
+    """Microseconds of one op. A collective of the model's own is waited for where it is issued, as
+    it stands in a graph, so it takes compute's time."""
+    own = work.collective
+    if own is None:
+        return op_us(machine.processor, work)
+    return collective_us(machine, own.kind, own.group(machine.ranks_per_node), own.size_bytes)
 
 
 def collective_trust(machine: Machine, kind: CollectiveKind, group: RankGroup) -> Trust:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from graphshard.cost.algebra import Quantity, is_number, most
+from graphshard.cost.comm import Collective
 from graphshard.cost.curve import Curve, Trust, curve_us
 
 FLOAT8 = "float8"  # how torch's names of them start
@@ -46,7 +47,7 @@ class OpWork:
     launches: 0 also for an op that is fused into another kernel: its traffic counts, no launch.
     dtype: of the arithmetic, by torch's name without "torch.", or "tf32". attention: it reaches
     other rates than a matrix product. known: whether `flops` is exact; of an unknown op only the
-    bytes are known.
+    bytes are known. collective: what it is, if it is one of the model's own, and nothing else.
     """
 
     flops: Quantity
@@ -56,6 +57,7 @@ class OpWork:
     known: bool = True
     attention: Attention | None = None
     kernel: Kernel = Kernel.COPY
+    collective: Collective | None = None
 
 
 FREE = OpWork(0, 0, launches=0)

@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -179,6 +186,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
         half = config.dim // config.num_heads // 2
         self.register_buffer("rope", torch.zeros(2, length, half), persistent=False)
+        self.tp_plan = None if config.num_experts else tensor_plan()
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -187,6 +195,33 @@ class Llama(nn.Module):
             x = layer(x, rope)
         logits = self.head(self.norm(x))
         return self.loss(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def tensor_plan() -> dict[str, ParallelStyle]:
+    """Tensor parallel: columns, then rows, of attention and feed-forward; between them each rank
+    has a part of the sequence. The loss sees all logits."""
+    sequence = Shard(1)
+    gathered = PrepareModuleInput(input_layouts=sequence, desired_input_layouts=Replicate())
+    with_rope = PrepareModuleInput(
+        input_layouts=(sequence, None), desired_input_layouts=(Replicate(), None)
+    )
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=sequence)
+    of_block = {
+        "attention_norm": SequenceParallel(),
+        "attention": with_rope,
+        **{f"attention.{name}": columns for name in ("query", "key", "value")},
+        "attention.out": rows,
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": gathered,
+        **{f"feed_forward.{name}": columns for name in ("gate", "up")},
+        "feed_forward.down": rows,
+    }
+    return {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
+        **{f"layers.*.{name}": style for name, style in of_block.items()},
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
+    }
 
 
 def placement(parameter: nn.Parameter) -> Shard:

@@ -10,7 +10,11 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from graphshard.graph.collectives import WAIT
 from graphshard.graph.program import is_view
+
+# Their results are their first argument, of which their schemas say nothing.
+_YIELD_FIRST = (torch.ops.aten._unsafe_view.default, WAIT)
 
 
 def owner(node: fx.Node) -> fx.Node:
@@ -29,7 +33,7 @@ def _shares(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return is_view(node.args[0])
-    return is_view(node) or _writes(node) or node.target is torch.ops.aten._unsafe_view.default
+    return is_view(node) or _writes(node) or node.target in _YIELD_FIRST
 
 
 def maker(node: fx.Node) -> fx.Node:

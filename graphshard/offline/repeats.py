@@ -11,11 +11,13 @@ import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from graphshard import fsdp2
 from graphshard.pricing.region_cuts import AT_START, AT_TURN
@@ -148,16 +150,29 @@ def _tensor(tensor: Tensor | None) -> tuple[Any, ...]:
 
 
 def _value(value: Any) -> tuple[Any, ...]:
-    """Plain values by what they are, everything else by which object it is."""
-    if isinstance(value, _PLAIN):
+    """Plain values and torch's functions by what they are, everything else by which object it
+    is."""
+    if isinstance(value, (*_PLAIN, Placement)):
         return type(value).__name__, repr(value)
+    if isinstance(value, FunctionType) and _is_torchs(value):
+        return _function(value)
+    if isinstance(value, ParallelStyle):
+        return type(value).__name__, _value(vars(value))
     if isinstance(value, tuple | list):
         return type(value).__name__, tuple(map(_value, value))
     if isinstance(value, dict):
-        return "dict", tuple((repr(k), _value(v)) for k, v in value.items())
+        return "dict", tuple((_value(k), _value(v)) for k, v in value.items())
     if isinstance(value, functools.partial):
         return "partial", _value(value.func), _value(value.args), _value(value.keywords)
     return type(value).__name__, str(id(value))
+
+
+def _function(function: FunctionType) -> tuple[Any, ...]:
+    """By its code, its module and what it has from around it: torch's tensor parallel makes each
+    module hooks of its own."""
+    cells = tuple(_value(cell.cell_contents) for cell in function.__closure__ or ())
+    defaults = _value(function.__defaults__), _value(function.__kwdefaults__)
+    return "function", id(function.__code__), id(function.__globals__), cells, defaults
 
 
 def _hook(hook: Any, module: nn.Module) -> tuple[Any, ...]:
@@ -166,6 +181,10 @@ def _hook(hook: Any, module: nn.Module) -> tuple[Any, ...]:
     inner = hook.func if isinstance(hook, functools.partial) else hook
     function = inner.__func__ if isinstance(inner, MethodType) else inner
     is_own = isinstance(hook, MethodType) and hook.__self__ is module
-    if is_own or str(getattr(function, "__module__", "")).startswith("torch."):
+    if is_own and not _is_torchs(function):
         return "function", id(function)
-    return _value(hook)
+    return _value(function) if _is_torchs(function) else _value(hook)
+
+
+def _is_torchs(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("torch.")

@@ -27,6 +27,7 @@ from graphshard.compiler.partition import (
     Partition,
 )
 from graphshard.compiler.planning import PlanningInputs, Posed, best_plans, problem_of
+from graphshard.cost.machine import Machine
 from graphshard.cost.stragglers import with_stragglers
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2.describe import describe
@@ -63,8 +64,8 @@ from graphshard.view.offline import Effort
 Build = Callable[[Sizes], Made]
 
 
-# sizes, machine, recompute, fused, in parts, freed: what the costs of a graph hang on.
-_CostsKey: TypeAlias = tuple[Sizes, str, bool, bool, bool, bool]
+# sizes, machine, ranks per node, recompute, fused, in parts, freed: what costs of a graph hang on.
+_CostsKey: TypeAlias = tuple[Sizes, str, int, bool, bool, bool, bool]
 
 
 class _NotCounted(Exception):
@@ -164,7 +165,7 @@ class Study:
     def _planning(self, point: Point) -> PlanningInputs:
         world = self._worlds[point.world_size, point.ranks_per_node]
         settings = tuple(replace(s, exact_sums=not point.fused) for s in world.settings)
-        return PlanningInputs(settings, point.machine, point.policy, point.fused)
+        return PlanningInputs(settings, _machine(point), point.policy, point.fused)
 
     def _answer(self, point: Point) -> Answer:
         planning = self._planning(point)
@@ -364,8 +365,11 @@ class Study:
         return self._short.setdefault(sizes, ShortModels(partial(self._model, sizes), self.name))
 
     def _key(self, point: Point, *, freed: bool) -> _CostsKey:
-        policy, name = point.policy, point.machine.name
-        return point.sizes, name, policy.recompute, point.fused, point.in_parts, freed
+        machine, again = _machine(point), point.policy.recompute
+        return (
+            *(point.sizes, machine.name, machine.ranks_per_node),
+            *(again, point.fused, point.in_parts, freed),
+        )
 
     def _whole_costs(self, point: Point, *, freed: bool) -> GraphCosts | None:
         """Of all blocks; None if the captured ones do not stand for them."""
@@ -385,8 +389,13 @@ class Study:
     def _captured_costs(self, point: Point, *, freed: bool) -> GraphCosts:
         return graph_costs(
             self._cuts.cut(point.sizes, (NO_UNITS, point.fused, freed)).placed,
-            point.machine,
+            _machine(point),
             recompute=point.policy.recompute,
             fused=point.fused,
             parts=point.in_parts,
         )
+
+
+def _machine(point: Point) -> Machine:
+    """With as many ranks on a node as the point has."""
+    return replace(point.machine, ranks_per_node=point.ranks_per_node)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -84,6 +85,8 @@ def pretended(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # It would yield DTensors on an equal mesh, whose process groups are gone.
+        _clear_sharding_prop_cache()
 
 
 def faked(build: Build) -> Fake:

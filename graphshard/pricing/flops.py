@@ -20,7 +20,9 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from graphshard.cost.algebra import Quantity, least
+from graphshard.cost.comm import Collective, CollectiveKind
 from graphshard.cost.roofline import FREE, Attention, Kernel, OpWork
+from graphshard.graph.collectives import FUNCTIONAL, WAIT, ranks_of
 from graphshard.graph.program import CASTS, compute_nodes, is_reduce, is_unshard, is_view
 from graphshard.graph.random_ops import argument_of, packet_of, wrapped_op
 from graphshard.pricing.fusion import is_fusible, never_stored, read_again
@@ -44,6 +46,13 @@ _SAME_FLOPS = (
         aten._scaled_dot_product_flash_attention_backward,
     ),
 )
+# Others (all-to-all) count their bytes.
+_COLLECTIVES = {
+    FUNCTIONAL.all_reduce: CollectiveKind.ALL_REDUCE,
+    FUNCTIONAL.all_gather_into_tensor: CollectiveKind.ALL_GATHER,
+    FUNCTIONAL.reduce_scatter_tensor: CollectiveKind.REDUCE_SCATTER,
+    FUNCTIONAL.broadcast: CollectiveKind.BROADCAST,
+}
 _OWN_NAMESPACES = ("aten", "prims")
 # Each one kernel, forward or backward.
 _NORMS = (
@@ -124,6 +133,8 @@ def _work(node: fx.Node, fused: Mapping[fx.Node, int], sizes: Sizes) -> OpWork:
     try:
         if _is_free(node):
             return FREE
+        if (collective := _collective(node, sizes)) is not None:
+            return replace(FREE, collective=collective)
         flops, known = _flops(node, sizes)
         return OpWork(
             flops,
@@ -136,6 +147,16 @@ def _work(node: fx.Node, fused: Mapping[fx.Node, int], sizes: Sizes) -> OpWork:
         )
     except Exception:  # a custom op's value or a formula may be anything; costs must not stop a run
         return replace(FREE, launches=1, known=False)
+
+
+def _collective(node: fx.Node, sizes: Sizes) -> Collective | None:
+    """One of the model's own, of a kind that has a price and among ranks that are known."""
+    kind, ranks = _COLLECTIVES.get(packet_of(node)), ranks_of(node)
+    if kind is None or not ranks:
+        return None
+    # The size of the whole: what a reduce-scatter reads, and what the others yield.
+    source = node.all_input_nodes[0] if kind is CollectiveKind.REDUCE_SCATTER else node
+    return Collective(kind, ranks, sum(sizes.bytes(t) for t in _tensors(source)))
 
 
 def _attention(node: fx.Node, sizes: Sizes) -> Attention | None:
@@ -156,6 +177,8 @@ def _kernel(node: fx.Node) -> Kernel:
 
 def _is_free(node: fx.Node) -> bool:
     if is_view(node) or is_unshard(node) or is_reduce(node) or node.target is operator.getitem:
+        return True
+    if node.target is WAIT:
         return True
     # Arithmetic on sizes.
     touches = [node, *node.all_input_nodes]

@@ -14,8 +14,8 @@ from types import MappingProxyType
 
 from torch import fx
 
-from graphshard.cost.machine import Machine
-from graphshard.cost.roofline import OpWork, op_us
+from graphshard.cost.machine import Machine, work_us
+from graphshard.cost.roofline import OpWork
 from graphshard.graph.owners import maker
 from graphshard.graph.program import Program, aliases, compute_nodes, positions, steps
 from graphshard.pricing.flops import graph_work
@@ -71,7 +71,7 @@ def graph_costs(
 ) -> GraphCosts:
     """recompute: say also what backward could compute again. fused: price the ops between two
     communication points as a compiler would fuse them, not one by one. parts: groups may travel in
-    parts."""
+    parts. machine: its ranks per node are those of the job."""
     forward = _op_costs(program, Direction.FORWARD, machine, fused, inside=parts)
     by_direction = {Direction.FORWARD: forward}
     if program.backward is not None:
@@ -110,7 +110,7 @@ def _op_costs(
 
 
 def _us(machine: Machine, works: Iterable[OpWork]) -> tuple[float, ...]:
-    return tuple(float(op_us(machine.processor, work)) for work in works)
+    return tuple(float(work_us(machine, work)) for work in works)
 
 
 def _memories(

@@ -8,11 +8,18 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True, order=True)
 class MeshShape:
-    """Data parallel over `replicas` x `shards` ranks: the model is sharded over `shards` of them
-    (neighbours), and each of the replicas has all of it. One replica: FSDP; several: HSDP."""
+    """Data parallel over `replicas` x `shards`: the model is sharded over `shards` of them, and
+    each of the replicas has all of it. One replica: FSDP; several: HSDP. Each is one rank, or
+    `tensor` ranks, neighbours on a node, among which tensor parallel divides the model first."""
 
     replicas: int
     shards: int
+    tensor: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """How many have batches of their own."""
+        return self.replicas * self.shards
 
 
 class Grouping(StrEnum):
@@ -57,9 +64,9 @@ class Scheduling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """mesh: None for that of the model's own calls. sizes: of one rank's inputs in a micro-step, by
-    name; a step has micro_steps of them. sync_each: each of these reduces its gradients, not the
-    last one alone. budget_bytes: for the planner."""
+    """mesh: None for that of the model's own calls. sizes: of one rank's inputs in a micro-step (of
+    a tensor-parallel group's, who share them), by name; a step has micro_steps of them. sync_each:
+    each of these reduces its gradients, not the last one alone. budget_bytes: for the planner."""
 
     world_size: int
     mesh: MeshShape | None
@@ -71,6 +78,11 @@ class Setting:
     sync_each: bool = True
     scheduling: Scheduling = Scheduling.PLANNED
     budget_bytes: int | None = None
+
+    @property
+    def tensor(self) -> int:
+        """Ranks of one tensor-parallel group, beside what the model's own calls have."""
+        return 1 if self.mesh is None else self.mesh.tensor
 
 
 class Obstacle(StrEnum):
@@ -84,9 +96,31 @@ class Obstacle(StrEnum):
     CAPTURE = "capture"  # with other groups it is not one graph
 
 
+class TensorObstacle(StrEnum):
+    """Why a model is searched without the tensor parallel that it has a plan for."""
+
+    STYLE = "style"  # a word that names no style of torch
+    NAME = "name"  # it names no module of the model
+    TIED = "tied"  # it would part a parameter that several modules share
+    UNEVEN = "uneven"  # ranks would have unequal parts of a parameter
+    UNLIKE = "unlike"  # blocks that are alike would no longer be
+    CAPTURE = "capture"  # with it the model cannot be built or captured
+
+
+@dataclass(frozen=True, slots=True)
+class NoTensor:
+    """what: the style, the name of a module or of a parameter. degrees: those that are not
+    searched; empty: all."""
+
+    why: TensorObstacle
+    what: str = ""
+    degrees: tuple[int, ...] = ()
+
+
 class Decision(StrEnum):
     """The parts of a setting that can be told apart in what they gain."""
 
+    TENSOR = "tensor"
     MESH = "mesh"
     GROUPING = "grouping"
     RESHARD = "reshard"

@@ -15,12 +15,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from graphshard.migrate.code import policy_text
 from graphshard.schedule.setting import Checkpointing, MeshShape, Resharding, Setting
-from graphshard.tune.layout import DIMS, Policies, argument, policies_of
+from graphshard.tune.layout import TENSOR, Policies, argument, data_dims, dims_of, policies_of
 from graphshard.tune.modules import Modules
 from graphshard.tune.pricing import options_of
 from graphshard.tune.subject import Subject
+from graphshard.tune.tensor_parallel import ATTRIBUTE, WORDS, TensorPlan, word_texts
 
 INDENT = "    "
+APPLY = "parallelize_module"
 
 
 def code_of(subject: Subject, model: nn.Module, setting: Setting) -> str:
@@ -67,8 +69,15 @@ def _imports(subject: Subject, setting: Setting) -> Iterator[str]:
     offloads = any(isinstance(call.offload, CPUOffloadPolicy) for call in sharding.calls)
     names = [*(["CPUOffloadPolicy"] if offloads else []), "MixedPrecisionPolicy", "fully_shard"]
     yield f"from torch.distributed.fsdp import {', '.join(names)}"
-    if sharding.dims:
-        yield "from torch.distributed.tensor import Shard"
+    words = ["Shard"] if sharding.dims else []
+    plan = subject.tensor.plan if setting.tensor > 1 else None
+    texts = [] if plan is None else word_texts(plan)
+    words = [*(["Replicate"] if any("Replicate" in text for text in texts) else []), *words]
+    if words:
+        yield f"from torch.distributed.tensor import {', '.join(words)}"
+    if plan is not None and plan.styles is not None:
+        styles = sorted({text.split("(")[0] for text in texts})
+        yield f"from torch.distributed.tensor.parallel import {', '.join([*styles, APPLY])}"
 
 
 def _function(subject: Subject, model: nn.Module, setting: Setting) -> Iterator[str]:
@@ -77,7 +86,7 @@ def _function(subject: Subject, model: nn.Module, setting: Setting) -> Iterator[
     given = 'device_type: str = "cuda"' if setting.mesh is not None else "mesh"
     yield f"def shard(model: torch.nn.Module, {given}) -> torch.nn.Module:"
     yield f'{INDENT}"""Shards `model`, which is not sharded yet."""'
-    body = [] if setting.mesh is None else [_mesh_line(setting.mesh)]
+    body = [] if setting.mesh is None else list(_mesh_lines(setting.mesh, subject.tensor.plan))
     body += _tensors("ignored", {name: None for name in sharding.whole})
     body += _tensors("dims", dict(sharding.dims))
     if setting.checkpointing is Checkpointing.FULL:
@@ -98,12 +107,38 @@ def _function(subject: Subject, model: nn.Module, setting: Setting) -> Iterator[
     yield from (INDENT + line for line in [*body, "return model"])
 
 
-def _mesh_line(shape: MeshShape) -> str:
-    if shape.replicas == 1:
-        return f"mesh = init_device_mesh(device_type, ({shape.shards},))"
-    dims = ", ".join(f'"{name}"' for name in DIMS)
-    sizes = f"({shape.replicas}, {shape.shards})"
-    return f"mesh = init_device_mesh(device_type, {sizes}, mesh_dim_names=({dims}))"
+def _mesh_lines(shape: MeshShape, plan: TensorPlan | None) -> Iterator[str]:
+    if shape.replicas == shape.tensor == 1:
+        yield f"mesh = init_device_mesh(device_type, ({shape.shards},))"
+        return
+    dims = dims_of(shape)
+    names = ", ".join(map(_quoted, dims))
+    sizes = ", ".join(map(str, dims.values()))
+    variable = "mesh" if shape.tensor == 1 else "whole"
+    yield f"{variable} = init_device_mesh(device_type, ({sizes}), mesh_dim_names=({names}))"
+    if shape.tensor > 1:
+        assert plan is not None
+        data = data_dims(shape)
+        inner = _quoted(data) if isinstance(data, str) else ", ".join(map(_quoted, data))
+        yield f"mesh = whole[{inner}]"
+        yield from _plan_lines(plan, f'whole["{TENSOR}"]')
+
+
+def _plan_lines(plan: TensorPlan, mesh: str) -> Iterator[str]:
+    """Before the model is sharded, since it replaces parameters."""
+    module = _module(plan.module)
+    own = f"{module}.{ATTRIBUTE}"
+    if plan.styles is None:
+        yield f"{own}({mesh})"
+    elif not word_texts(plan):
+        yield f"{APPLY}({module}, {mesh}, {own})"
+    else:
+        yield "styles = {"
+        for name, style in plan.styles.items():
+            text = WORDS[style].text if isinstance(style, str) else f'{own}["{name}"]'
+            yield f'{INDENT}"{name}": {text},'
+        yield "}"
+        yield f"{APPLY}({module}, {mesh}, styles)"
 
 
 def _settings_name(place: int) -> str:

@@ -7,21 +7,26 @@ the policies of what it shards, so that a call never joins what had different on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_PREFIX,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from graphshard.fsdp2.undo import Sharding, ShardingCall
+from graphshard.pricing.op_costs import GraphCosts
 from graphshard.schedule.setting import MeshShape, Resharding
 from graphshard.tune.modules import Calls, Modules, owner_of
 
 DIMS = ("replicate", "shard")
+# Beside tensor parallel, and that.
+DATA, TENSOR = "dp", "tp"
 # What a model without any gets: the usual ones of training in float32.
 USUAL = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -84,17 +89,16 @@ def shard(
     model: nn.Module,
     sharding: Sharding,
     calls: Calls,
-    shape: MeshShape | None,
+    common: DeviceMesh | None,
     reshard: Resharding = Resharding.OPEN,
     ranks_per_node: int = 0,
 ) -> None:
-    """shape: None takes the meshes of the model's own calls. The last call is the root's.
+    """common: mesh of all calls; None takes those of the model's own. The last call is the root's.
 
     Raises what `fully_shard` raises.
     """
     policies = policies_of(model, sharding, calls)
     meshes = {name: call.mesh for call in sharding.calls for name in call.params}
-    common = None if shape is None else mesh_of(shape)
     params = dict(named_params(model))
     names = {modules: [] for modules in calls}  # type: dict[Modules, list[str]]
     for name in params:
@@ -138,8 +142,73 @@ def argument(reshard: Resharding, ranks_per_node: int) -> bool | int | None:
     return {Resharding.ALWAYS: True, Resharding.NEVER: False}.get(reshard)
 
 
-def mesh_of(shape: MeshShape) -> DeviceMesh:
+def dims_of(shape: MeshShape) -> dict[str, int]:
+    """The dims of its mesh, by name, in order; one dim needs none."""
+    if shape.tensor == 1:
+        return dict(zip(DIMS, (shape.replicas, shape.shards), strict=True))
+    data = {DATA: shape.shards}
+    if shape.replicas > 1:
+        data = dict(zip(DIMS, (shape.replicas, shape.shards), strict=True))
+    return {**data, TENSOR: shape.tensor}
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """tensor: None without tensor parallel."""
+
+    data: DeviceMesh
+    tensor: DeviceMesh | None = None
+
+
+def meshes_of(shape: MeshShape) -> Meshes:
     """Over all ranks."""
-    if shape.replicas == 1:
-        return init_device_mesh("cpu", (dist.get_world_size(),))
-    return init_device_mesh("cpu", (shape.replicas, shape.shards), mesh_dim_names=DIMS)
+    if shape.replicas == shape.tensor == 1:
+        return Meshes(init_device_mesh("cpu", (shape.shards,)))
+    dims = dims_of(shape)
+    whole = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    if shape.tensor == 1:
+        return Meshes(whole)
+    return Meshes(whole[data_dims(shape)], whole[TENSOR])
+
+
+def data_dims(shape: MeshShape) -> str | tuple[str, ...]:
+    """By which the mesh of all ranks yields that of FSDP2, beside tensor parallel."""
+    return DATA if shape.replicas == 1 else DIMS
+
+
+def group_name(modules: Modules) -> str:
+    """As FSDP2 and plans name the group of a call."""
+    return ", ".join(modules) or "(root)"
+
+
+def checkpointed(model: nn.Module, name: str) -> None:
+    """The module computes its activations again in backward."""
+    parent, _, own = name.rpartition(".")
+    model.get_submodule(parent).register_module(own, checkpoint_wrapper(model.get_submodule(name)))
+
+
+def shape_of(meshes: Sequence[DeviceMesh], world_size: int) -> MeshShape | None:
+    """Of one mesh of all ranks, in their order; None for anything else."""
+    shapes = {tuple(mesh.shape) for mesh in meshes}
+    if len(shapes) != 1 or meshes[0].size() != world_size or meshes[0].ndim > 2:
+        return None
+    if any(mesh.mesh.flatten().tolist() != list(range(world_size)) for mesh in meshes):
+        return None
+    *replicas, shards = shapes.pop()
+    return MeshShape(replicas[0] if replicas else 1, shards)
+
+
+def shapes_for(world_size: int, ranks_per_node: int, tensor: int = 1) -> Iterator[MeshShape]:
+    """FSDP over all ranks, and HSDP over whole nodes; beside tensor parallel of several shards."""
+    yield MeshShape(1, world_size // tensor, tensor)
+    nodes, rest = divmod(world_size, ranks_per_node)
+    for count in range(1, nodes):
+        shards = ranks_per_node * count // tensor
+        if not rest and nodes % count == 0 and (shards > 1 or tensor == 1):
+            yield MeshShape(nodes // count, shards, tensor)
+
+
+def unwrapped(costs: GraphCosts) -> GraphCosts:
+    """With the names that groups have without checkpoint wrappers."""
+    groups = tuple(replace(group, fqn=plain_name(group.fqn)) for group in costs.groups)
+    return replace(costs, groups=groups)

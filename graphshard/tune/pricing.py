@@ -106,7 +106,8 @@ class Pricer:
         """Of all ranks."""
         sizes = dict(setting.sizes)
         own = sizes["batch"] * sizes["seq"] * setting.micro_steps
-        return own * self.subject.data_ranks(setting.world_size) / step_us * 1e6
+        ranks = self.subject.data_ranks(setting.world_size, setting.mesh)
+        return own * ranks / step_us * 1e6
 
     def bound(self, setting: Setting) -> Bound:
         if setting not in self._bounds:

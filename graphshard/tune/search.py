@@ -6,7 +6,7 @@ first, until no bound is TOLERANCE better than the best plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, product
@@ -23,8 +23,10 @@ from graphshard.schedule.setting import (
     Scheduling,
     Setting,
 )
+from graphshard.tune.degrees import tensor_sizes
+from graphshard.tune.layout import shapes_for
 from graphshard.tune.pricing import Priced, Pricer
-from graphshard.tune.subject import Subject, shapes_for
+from graphshard.tune.subject import Subject
 
 # Less than this is no reason to plan one more setting.
 TOLERANCE = 0.01
@@ -65,23 +67,29 @@ def with_batch(setting: Setting, batch: Accumulated) -> Setting:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What is searched for one number of GPUs."""
+    """What is searched for one number of GPUs. batches: by ranks of a tensor-parallel group."""
 
     world_size: int
     shapes: tuple[MeshShape | None, ...]
     groupings: tuple[Grouping, ...]
     reshards: tuple[Resharding, ...]
     checkpointings: tuple[Checkpointing, ...]
-    batches: tuple[Accumulated, ...]
+    batches: Mapping[int, tuple[Accumulated, ...]]
     budget_bytes: int
 
     def settings(self, reshards: Sequence[Resharding] | None = None) -> Iterator[Setting]:
         chosen = self.reshards if reshards is None else reshards
-        for shape, grouping, reshard, kind, batch in product(
-            self.shapes, self.groupings, chosen, self.checkpointings, self.batches
+        for shape, grouping, reshard, kind in product(
+            self.shapes, self.groupings, chosen, self.checkpointings
         ):
-            own = Setting(self.world_size, shape, grouping, reshard, kind, batch.sizes)
-            yield replace(with_batch(own, batch), budget_bytes=self.budget_bytes)
+            if not _may_reshard(shape, reshard):
+                continue
+            for batch in self.batches_on(shape):
+                own = Setting(self.world_size, shape, grouping, reshard, kind, batch.sizes)
+                yield replace(with_batch(own, batch), budget_bytes=self.budget_bytes)
+
+    def batches_on(self, shape: MeshShape | None) -> tuple[Accumulated, ...]:
+        return self.batches[1 if shape is None else shape.tensor]
 
     @property
     def size(self) -> int:
@@ -116,9 +124,11 @@ class Found:
 
 def space_of(subject: Subject, world_size: int, asked: Asked) -> Space:
     groupings = subject.groupings
+    degrees = subject.degrees(world_size)
     shapes: tuple[MeshShape | None, ...] = (None,)
     if groupings is not None and subject.moves:
-        every = shapes_for(world_size, subject.machines.ranks_per_node)
+        per_node = subject.machines.ranks_per_node
+        every = (s for t in degrees for s in shapes_for(world_size, per_node, t))
         shapes = tuple(shape for shape in every if subject.may_be_on(world_size, shape))
     kinds = [Checkpointing.AS_IS] if subject.checkpoints else []
     kinds += [Checkpointing.AUTO]
@@ -134,19 +144,28 @@ def space_of(subject: Subject, world_size: int, asked: Asked) -> Space:
         tuple(groupings.calls) if groupings is not None else (Grouping.AS_IS,),
         tuple(reshards),
         tuple(kinds),
-        tuple(batches_for(subject, world_size, asked)),
+        {t: tuple(batches_for(subject, world_size, asked, t)) for t in degrees},
         asked.budget_bytes,
     )
 
 
-def batches_for(subject: Subject, world_size: int, asked: Asked) -> Iterator[Accumulated]:
-    """What a step may be made of."""
+def _may_reshard(shape: MeshShape | None, reshard: Resharding) -> bool:
+    """Beside tensor parallel FSDP2 has no mesh of a node (an int `reshard_after_forward`)."""
+    return shape is None or shape.tensor == 1 or reshard is not Resharding.NODE
+
+
+def batches_for(
+    subject: Subject, world_size: int, asked: Asked, tensor: int = 1
+) -> Iterator[Accumulated]:
+    """What a step may be made of, with so many ranks in a tensor-parallel group."""
     for sizes in asked.batches:
+        if tensor > 1 and sizes not in tensor_sizes(subject.sizes):
+            continue
         if asked.batch_tokens is None:
             yield Accumulated(sizes)
             continue
         own = dict(sizes)
-        tokens = own["batch"] * own["seq"] * subject.data_ranks(world_size)
+        tokens = own["batch"] * own["seq"] * subject.data_ranks(world_size) // tensor
         if asked.batch_tokens % tokens == 0:
             micro_steps = asked.batch_tokens // tokens
             yield Accumulated(sizes, micro_steps)
@@ -169,7 +188,7 @@ def found_for(subject: Subject, pricer: Pricer, space: Space, present: Setting |
         now,
         best,
         tuple(front_of(pricer, best, [*own, *(p for p in around if p.plan is not None)])),
-        tuple(_gains(subject, pricer, best, present)),
+        tuple(_gains(pricer, space, best, present)),
         space.size,
         pricer.num_planned - before,
         left,
@@ -213,7 +232,7 @@ def _best(pricer: Pricer, space: Space) -> tuple[Priced | None, float]:
         # Another rule of resharding is no better than the bound of this one, and mostly one of the
         # planner's choices.
         if setting.reshard is first and _is_open(pricer, priced, promised):
-            for other in others:
+            for other in (o for o in others if _may_reshard(setting.mesh, o)):
                 promise(replace(setting, reshard=other))
     return best, 0.0
 
@@ -237,7 +256,7 @@ def _is_open(pricer: Pricer, priced: Priced, promised: float) -> bool:
 def _around(pricer: Pricer, space: Space, best: Priced) -> Iterator[Setting]:
     """Other batches and checkpointing with the best's mesh and groups, and less memory."""
     for kind in space.checkpointings:
-        for batch in space.batches:
+        for batch in space.batches_on(best.setting.mesh):
             setting = with_batch(replace(best.setting, checkpointing=kind), batch)
             is_cheap = kind is not Checkpointing.AUTO
             if is_cheap and pricer.bound(setting).least_bytes <= space.budget_bytes:
@@ -276,36 +295,57 @@ def present_of(subject: Subject, world_size: int, batch: Accumulated) -> Setting
     return with_batch(own, batch)
 
 
-def _gains(
-    subject: Subject, pricer: Pricer, best: Priced, present: Setting | None
-) -> Iterator[Gain]:
+def _gains(pricer: Pricer, space: Space, best: Priced, present: Setting | None) -> Iterator[Gain]:
     """Each decision taken back by itself."""
-    for decision, other in _reverted(subject, best.setting, present):
+    for decision, other in _reverted(pricer.subject, space, best.setting, present):
         if other != best.setting:
             yield Gain(decision, pricer.price(other))
 
 
 def _reverted(
-    subject: Subject, best: Setting, present: Setting | None
+    subject: Subject, space: Space, best: Setting, present: Setting | None
 ) -> Iterator[tuple[Decision, Setting]]:
     """By decision, the best setting with what the model would do by itself in its place."""
     if best.mesh is not None:
-        own_mesh = MeshShape(1, best.world_size) if present is None else present.mesh
+        yield from _without_tensor(space, best, best.mesh)
+        own_mesh = MeshShape(1, best.mesh.data_ranks, best.tensor)
+        if present is not None and best.tensor == 1:
+            own_mesh = present.mesh or own_mesh
         yield Decision.MESH, replace(best, mesh=own_mesh)
     if subject.groupings is not None:
         kinds = (Grouping.AS_IS, Grouping.BLOCKS, Grouping.WHOLE)
         own = next(kind for kind in kinds if kind in subject.groupings.calls)
         yield Decision.GROUPING, replace(best, grouping=own)
-        yield Decision.RESHARD, replace(best, reshard=own_reshard(subject))
+        rule = own_reshard(subject)
+        rule = rule if _may_reshard(best.mesh, rule) else Resharding.ALWAYS
+        yield Decision.RESHARD, replace(best, reshard=rule)
     else:
         yield Decision.RESHARD, replace(best, reshard=Resharding.AS_IS)
     kind = Checkpointing.AS_IS if subject.checkpoints else Checkpointing.NONE
     yield Decision.CHECKPOINTING, replace(best, checkpointing=kind)
-    if present is not None:
+    if present is not None and best.tensor == 1:
         now = Accumulated(present.sizes, present.micro_steps, present.sync_each)
         yield Decision.BATCH, with_batch(best, now)
+    elif present is not None:
+        yield from ((Decision.BATCH, with_batch(best, b)) for b in _alike(space, best, present))
     if best.checkpointing is not Checkpointing.AUTO:
         yield Decision.SCHEDULING, replace(best, scheduling=Scheduling.FSDP2)
+
+
+def _without_tensor(
+    space: Space, best: Setting, shape: MeshShape
+) -> Iterator[tuple[Decision, Setting]]:
+    """As many replicas without tensor parallel, and as many tokens in a step."""
+    if shape.tensor > 1:
+        plain = replace(best, mesh=MeshShape(shape.replicas, shape.shards * shape.tensor))
+        for batch in _alike(space, plain, best):
+            yield Decision.TENSOR, with_batch(plain, batch)
+
+
+def _alike(space: Space, own: Setting, other: Setting) -> list[Accumulated]:
+    """The batch of `own`'s mesh that is most like `other`'s; none of its size: none."""
+    sizes = [b for b in space.batches_on(own.mesh) if b.sizes == other.sizes]
+    return sorted(sizes, key=lambda b: b.sync_each != other.sync_each)[:1]
 
 
 def own_reshard(subject: Subject) -> Resharding:

@@ -7,16 +7,13 @@ them, with its meshes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    checkpoint_wrapper,
-)
-from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.cost.machine import Machine
 from graphshard.cost.optimizer import DEFAULT, Optimizer
@@ -41,9 +38,20 @@ from graphshard.schedule.setting import (
     Scheduling,
     Setting,
 )
-from graphshard.tune.layout import plain_name, shard, shards_alike
+from graphshard.tune.degrees import Degrees
+from graphshard.tune.layout import (
+    checkpointed,
+    dims_of,
+    group_name,
+    meshes_of,
+    shape_of,
+    shard,
+    shards_alike,
+    unwrapped,
+)
 from graphshard.tune.merge import Described, Union, renamed
 from graphshard.tune.modules import (
+    Calls,
     Groupings,
     Modules,
     groupings_of,
@@ -51,6 +59,7 @@ from graphshard.tune.modules import (
     owner_of,
     root_of,
 )
+from graphshard.tune.short_study import ShortStudy
 
 Build = Callable[[Sizes], Made]
 World = Mapping[str, Described]
@@ -65,11 +74,21 @@ class Machines:
     fused: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """A model without shards, what sharded it, and the calls to make instead."""
+
+    made: Made
+    sharding: Sharding
+    calls: Calls
+
+
 @dataclass(slots=True)
 class Subject:
     """See above. sizes: of all batches to be tried. groupings: None for a model that keeps its
     calls (`kept` says why). is_sharded: FUNCTION had sharded it. moves: onto other meshes (not
-    beside tensor parallel, say). optimizer: what steps the parameters."""
+    beside tensor parallel of its own, say). optimizer: what steps the parameters. tensor: parallel,
+    as the model has a plan for it. repeats: lists of alike blocks, once a world was looked at."""
 
     name: str
     build: Build
@@ -78,6 +97,7 @@ class Subject:
     sizes: tuple[Sizes, ...]
     say: Callable[[str], None] = lambda text: None
     optimizer: Optimizer = DEFAULT
+    tensor: Degrees = field(default_factory=Degrees)
     regroups: bool = True
     is_sharded: bool = True
     moves: bool = True
@@ -86,8 +106,9 @@ class Subject:
     sharding: Sharding = field(default_factory=Sharding)
     _studies: dict[Checkpointing, Study | None] = field(default_factory=dict)
     _finest: dict[tuple[int, MeshShape | None], World] = field(default_factory=dict)
+    _undone_in: dict[int, Undone] = field(default_factory=dict)
     _whole: tuple[str, ...] | None = None
-    _repeats: tuple[Repeat, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
     _own: dict[int, World] = field(default_factory=dict)
     _shapes: dict[int, MeshShape | None] = field(default_factory=dict)
 
@@ -137,7 +158,7 @@ class Subject:
         self.sharding = undo(model)
         meshes = [call.mesh for call in self.sharding.calls if call.mesh is not None]
         if self.is_sharded:
-            own = _shape(meshes, dist.get_world_size())
+            own = shape_of(meshes, dist.get_world_size())
             self.moves = own is not None and not self.sharding.has_dtensors
         root = root_of(self.sharding)
         if root is None:
@@ -152,6 +173,8 @@ class Subject:
         self.groupings = Groupings(
             fitting, groupings.finest, groupings.blocks, groupings.params, root
         )
+        if self.moves:
+            self.tensor.look_at(model)
 
     # -- captures ------------------------------------------------------------------------------
 
@@ -163,19 +186,28 @@ class Subject:
         """What the step costs with what the setting checkpoints. Raises CaptureError."""
         kind = setting.checkpointing
         is_full = kind is Checkpointing.FULL
-        study = self._study_of(Checkpointing.FULL if is_full else Checkpointing.AS_IS)
+        as_captured = Checkpointing.FULL if is_full else Checkpointing.AS_IS
+        study: Study | ShortStudy | None = self._study_of(as_captured)
+        if setting.tensor > 1:
+            study = self.tensor.study(as_captured, setting.tensor)
         assert study is not None
-        point = self._point(setting.sizes)
+        point = self.point(setting.sizes)
         if setting.scheduling is Scheduling.FSDP2:  # which knows no parts of groups
             point = replace(point, policy=replace(point.policy, regroup=False))
         found = study.costs(point, freed=kind is Checkpointing.AUTO and self.checkpoints)
-        return _unwrapped(found) if is_full else found
+        return unwrapped(found) if is_full else found
 
     @property
     def checkpoints(self) -> bool:
         """The model checkpoints something that the planner may decide in its place."""
         study = self._study_of(Checkpointing.AS_IS)
-        return study is not None and study.may_free(self._point(self.sizes[0]))
+        return study is not None and study.may_free(self.point(self.sizes[0]))
+
+    @property
+    def counts_blocks(self) -> bool:
+        """A few captured blocks stand for all of `repeats`."""
+        study = self._study_of(Checkpointing.AS_IS)
+        return study is not None and study.effort.num_repeated > 0
 
     @property
     def may_checkpoint(self) -> bool:
@@ -198,14 +230,19 @@ class Subject:
                 self._studies[kind] = None
         return self._studies[kind]
 
+    def degrees(self, world_size: int) -> tuple[int, ...]:
+        """Of tensor parallel, 1 included."""
+        may_have = self.groupings is not None and self.moves
+        return self.tensor.possible(self, world_size) if may_have else (1,)
+
     def _studied(self, build: Build) -> Study:
         worlds = self.worlds if self.groupings is None else self.worlds[:1]
-        points = tuple(self._point(own, world) for world in worlds for own in self.sizes)
+        points = tuple(self.point(own, world) for world in worlds for own in self.sizes)
         study = Study(self.name, build, points, say=self.say)
         study.prepare()
         return study
 
-    def _point(self, sizes: Sizes, world_size: int = 0) -> Point:
+    def point(self, sizes: Sizes, world_size: int = 0) -> Point:
         """world_size: 0 for the one that is captured."""
         policy = PlanningPolicy()
         if self.regroups:
@@ -216,7 +253,7 @@ class Subject:
 
     def _captured(self, sizes: Sizes, *, full: bool = False) -> Made:
         shape = None if self.is_sharded else MeshShape(1, dist.get_world_size())
-        return self._built(sizes, shape, full=full)
+        return self.sharded(sizes, shape, full=full)
 
     def bare(self) -> nn.Module:
         """The model without shards."""
@@ -226,22 +263,38 @@ class Subject:
                 undo(model)
         return model
 
-    def _built(self, sizes: Sizes, shape: MeshShape | None, *, full: bool = False) -> Made:
-        """With the finest groups. shape: None for the meshes of the model's own calls."""
-        made = self.build(sizes)
+    def sharded(
+        self, sizes: Sizes, shape: MeshShape | None, *, full: bool = False, count: int | None = None
+    ) -> Made:
+        """With the finest groups. shape: None for the meshes of the model's own calls. count: of
+        blocks that are alike, once it is known which are; 0: as many as are captured; None: all."""
         if self.groupings is None:
-            return made
+            return self.build(sizes)
+        return self._resharded(self._undone(sizes, count), shape, full=full)
+
+    def _undone(self, sizes: Sizes, count: int | None) -> Undone:
+        assert self.groupings is not None
+        made, calls = self.build(sizes), self.groupings.finest
         sharding = undo(made.model)
-        if full:
-            for name in (name for names in self.groupings.blocks for name in names):
-                checkpointed(made.model, name)
-        calls = self.groupings.finest
-        for repeat in self._repeats:
-            shorten(made.model, repeat, count=1)
-            gone = repeat.names[1:]
+        for repeat in self.repeats if count is not None else ():
+            left = count or repeat.captured
+            shorten(made.model, repeat, left)
+            gone = repeat.names[left:]
             calls = tuple(m for m in calls if not any(is_inside(m[0], block) for block in gone))
-        shard(made.model, sharding, calls, shape)
-        return made
+        return Undone(made, sharding, calls)
+
+    def _resharded(self, undone: Undone, shape: MeshShape | None, *, full: bool = False) -> Made:
+        model, meshes = undone.made.model, None if shape is None else meshes_of(shape)
+        if meshes is not None and meshes.tensor is not None:
+            self.tensor.parallelize(model, meshes.tensor)
+        if full:
+            assert self.groupings is not None
+            there = {name for name, _ in model.named_modules()}
+            for name in (name for blocks in self.groupings.blocks for name in blocks):
+                if name in there:
+                    checkpointed(model, name)
+        shard(model, undone.sharding, undone.calls, None if meshes is None else meshes.data)
+        return undone.made
 
     # -- worlds --------------------------------------------------------------------------------
 
@@ -250,27 +303,41 @@ class Subject:
         key = world_size, shape
         if key not in self._finest:
             with pretended(world_size):
-                fake = faked(partial(self._built, self.sizes[0], shape))
+                fake = faked(partial(self._short_on, world_size, shape))
                 world = self._world(fake)
                 if self._whole is None:
-                    self._whole, self._repeats = tuple(world), tuple(repeats_in(fake.model))
+                    self._whole, self.repeats = tuple(world), tuple(repeats_in(fake.model))
                 else:
                     world = {name: self._of_alike(world, name) for name in self._whole}
             self._finest[key] = world
         return self._finest[key]
+
+    def _short_on(self, world_size: int, shape: MeshShape | None) -> Made:
+        """With one of each list of alike blocks, once these are known.
+
+        A model is built once for a world, and copied for each mesh, of which it is assumed to know
+        nothing. A function that parallelizes it knows the one that was built, and no copy.
+        """
+        knows_model = self.tensor.plan is not None and self.tensor.plan.styles is None
+        if self.groupings is None or shape is None or not self.repeats or knows_model:
+            return self.sharded(self.sizes[0], shape, count=1)
+        if world_size not in self._undone_in:
+            self._undone_in[world_size] = self._undone(self.sizes[0], 1)
+        undone = self._undone_in[world_size]
+        return self._resharded(replace(undone, made=deepcopy(undone.made)), shape)
 
     def may_be_on(self, world_size: int, shape: MeshShape) -> bool:
         """FSDP2 takes the model on this mesh; it cuts dims other than the first evenly only."""
         try:
             self.finest(world_size, shape)
         except (NotImplementedError, ValueError, AssertionError) as error:
-            self.say(f"not over {shape.replicas} x {shape.shards} ranks: {error}")
+            self.say(f"not over {' x '.join(map(str, dims_of(shape).values()))} ranks: {error}")
             return False
         return True
 
     def _of_alike(self, world: World, name: str) -> Described:
         """The group, where of alike blocks only the first was sharded."""
-        for repeat in self._repeats:
+        for repeat in self.repeats:
             block = next((block for block in repeat.names if is_group_of(name, block)), None)
             if block is not None:
                 first = repeat.names[0]
@@ -289,7 +356,7 @@ class Subject:
         with pretended(world_size):
             made = built(partial(self.build, self.sizes[0]))
             meshes = [c.mesh for c in sharding_of(made.model).calls if c.mesh is not None]
-            self._shapes[world_size] = _shape(meshes, world_size)
+            self._shapes[world_size] = shape_of(meshes, world_size)
             return self._world(faked(lambda: made))
 
     def own_shape(self, world_size: int) -> MeshShape | None:
@@ -297,8 +364,11 @@ class Subject:
         self.own(world_size)
         return self._shapes[world_size]
 
-    def data_ranks(self, world_size: int) -> int:
-        """Ranks that have batches of their own."""
+    def data_ranks(self, world_size: int, shape: MeshShape | None = None) -> int:
+        """Ranks, or groups of tensor parallel, that have batches of their own. shape: None for the
+        meshes of the model's own calls."""
+        if shape is not None:
+            return shape.data_ranks
         if not self.is_sharded:
             return world_size
         every = (one.settings for one in self.own(world_size).values())
@@ -326,40 +396,3 @@ class Subject:
 def _described(world: Groups) -> World:
     both = zip(world.infos, world.settings, strict=True)
     return {info.fqn: Described(info, settings) for info, settings in both}
-
-
-def group_name(modules: Modules) -> str:
-    """As FSDP2 and plans name the group of a call."""
-    return ", ".join(modules) or "(root)"
-
-
-def checkpointed(model: nn.Module, name: str) -> None:
-    """The module computes its activations again in backward."""
-    parent, _, own = name.rpartition(".")
-    model.get_submodule(parent).register_module(own, checkpoint_wrapper(model.get_submodule(name)))
-
-
-def _unwrapped(costs: GraphCosts) -> GraphCosts:
-    """With the names that groups have without checkpoint wrappers."""
-    groups = tuple(replace(group, fqn=plain_name(group.fqn)) for group in costs.groups)
-    return replace(costs, groups=groups)
-
-
-def _shape(meshes: Sequence[DeviceMesh], world_size: int) -> MeshShape | None:
-    """Of one mesh of all ranks, in their order; None for anything else."""
-    shapes = {tuple(mesh.shape) for mesh in meshes}
-    if len(shapes) != 1 or meshes[0].size() != world_size or meshes[0].ndim > 2:
-        return None
-    if any(mesh.mesh.flatten().tolist() != list(range(world_size)) for mesh in meshes):
-        return None
-    *replicas, shards = shapes.pop()
-    return MeshShape(replicas[0] if replicas else 1, shards)
-
-
-def shapes_for(world_size: int, ranks_per_node: int) -> Iterator[MeshShape]:
-    """FSDP over all ranks, and HSDP over whole nodes."""
-    yield MeshShape(1, world_size)
-    nodes, rest = divmod(world_size, ranks_per_node)
-    for count in range(1, nodes):
-        if not rest and nodes % count == 0:
-            yield MeshShape(nodes // count, ranks_per_node * count)

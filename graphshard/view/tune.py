@@ -10,10 +10,12 @@ from graphshard.schedule.setting import (
     Decision,
     Grouping,
     MeshShape,
+    NoTensor,
     Obstacle,
     Resharding,
     Scheduling,
     Setting,
+    TensorObstacle,
 )
 from graphshard.view.front import Panel, Series, Spot
 from graphshard.view.text import bytes_text
@@ -47,6 +49,7 @@ CHECKPOINTS = {
 }
 SCHEDULES = {Scheduling.PLANNED: "planned", Scheduling.FSDP2: "FSDP2's"}
 DECISIONS = {
+    Decision.TENSOR: "tensor parallel",
     Decision.MESH: "mesh",
     Decision.GROUPING: "groups",
     Decision.RESHARD: "reshard",
@@ -61,6 +64,15 @@ KEPT = {
     Obstacle.METHODS: "`register_fsdp_forward_method` was used",
     Obstacle.ROOTS: "several sharded modules are outermost",
     Obstacle.CAPTURE: "with other groups it is not one graph",
+}
+# Of what `NoTensor.what` names.
+NO_TENSOR = {
+    TensorObstacle.STYLE: "torch has no style {what!r}",
+    TensorObstacle.NAME: "the plan's {what!r} names no module",
+    TensorObstacle.TIED: "{what} would no longer be shared",
+    TensorObstacle.UNEVEN: "{what} does not divide evenly",
+    TensorObstacle.UNLIKE: "blocks of {what} would no longer be alike",
+    TensorObstacle.CAPTURE: "with it the step cannot be captured",
 }
 # Of the picture: time is that of so many tokens on one GPU.
 TOKENS = 1_000
@@ -116,18 +128,28 @@ def tune_text(
     took_s: float,
     picture: str | None = None,
     kept: Obstacle | None = None,
+    no_tensor: Sequence[NoTensor] = (),
 ) -> str:
-    """The screen. where: the machine, in words. kept: why the model keeps its calls, if it does."""
+    """The screen. where: the machine, in words. kept: why the model keeps its calls, if it does.
+    no_tensor: what is left out of the tensor parallel that it has a plan for."""
     lines = [f"{name}  {where}, no weights, no GPU used", ""]
     lines += _table(every)
     for tuned in every:
         lines += ["", *_about(tuned)]
     if kept is not None:
         lines += ["", f"Its fully_shard calls stay as they are: {KEPT[kept]}."]
+    lines += ["", *map(_left_out, no_tensor)] if no_tensor else []
     lines += ["", f"{took_s:.0f} s in all"]
     written = [tuned.code_path for tuned in every if tuned.code_path is not None]
     lines += [f"wrote {path}" for path in (*written, *([picture] if picture else []))]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _left_out(found: NoTensor) -> str:
+    degrees = " and ".join(f"{degree:,}" for degree in found.degrees)
+    over = f" over {degrees} ranks" if degrees else ""
+    why = NO_TENSOR[found.why].format(what=found.what)
+    return f"Tensor parallel{over} is not searched: {why}."
 
 
 def _table(every: Sequence[Tuned]) -> Iterator[str]:
@@ -178,9 +200,10 @@ def mesh_text(setting: Setting) -> str:
     shape: MeshShape | None = setting.mesh
     if shape is None:
         return "as it is"
-    if shape.replicas == 1:
-        return f"FSDP {shape.shards}"
-    return f"HSDP {shape.replicas} x {shape.shards}"
+    data = f"FSDP {shape.shards}"
+    if shape.replicas > 1:
+        data = f"HSDP {shape.replicas} x {shape.shards}"
+    return data if shape.tensor == 1 else f"{data} x TP {shape.tensor}"
 
 
 def _about(tuned: Tuned) -> Iterator[str]:
@@ -217,6 +240,7 @@ def _words(decision: Decision, row: TuneRow) -> str:
         steps = f" x {_steps_text(setting)}" if setting.micro_steps > 1 else ""
         return f"{sizes['batch']} x {sizes['seq']:,}{steps}"
     words: dict[Decision, str] = {
+        Decision.TENSOR: f"{setting.tensor:,}",
         Decision.MESH: mesh_text(setting),
         Decision.GROUPING: GROUPS[setting.grouping],
         Decision.RESHARD: RESHARDS[setting.reshard],
