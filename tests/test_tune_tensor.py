@@ -183,6 +183,8 @@ def test_a_group_that_is_larger_than_a_node_pays_for_the_network():
     wide = Collective(CollectiveKind.ALL_REDUCE, (0, 4, 8, 12), 2**20)
     assert wide.group(8) == RankGroup(4, 2)
     assert wide.group(4) == RankGroup(4, 1)
+    apart = Collective(CollectiveKind.ALL_REDUCE, (0, 1, 16, 17), 2**20)
+    assert apart.group(8) == RankGroup(4, 2, node_stride=2)
 
 
 def test_sequence_parallel_gathers_and_scatters():

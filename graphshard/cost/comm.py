@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from graphshard.cost.algebra import (
     Quantity,
@@ -67,7 +68,8 @@ class Collective:
 
     def group(self, ranks_per_node: int) -> RankGroup:
         nodes = Counter(rank // ranks_per_node for rank in self.ranks)
-        return RankGroup(len(self.ranks), max(nodes.values()))
+        apart = max((after - before for before, after in pairwise(sorted(nodes))), default=1)
+        return RankGroup(len(self.ranks), max(nodes.values()), node_stride=apart)
 
 
 @dataclass(frozen=True, slots=True)
