@@ -22,10 +22,7 @@ from graphshard.compiler.decide import (
     explained,
     pose,
 )
-from graphshard.compiler.partition import (
-    Cut,
-    Partition,
-)
+from graphshard.compiler.partition import Cut, Partition
 from graphshard.compiler.planning import PlanningInputs, Posed, best_plans, problem_of
 from graphshard.cost.machine import Machine
 from graphshard.cost.stragglers import with_stragglers
