@@ -291,7 +291,7 @@ class Twice(Block):
         ),
         (partial(planned, {"blocks.*": "colwise"}), TensorObstacle.CAPTURE, ""),
     ],
-    ids=str,
+    ids=["style", "name", "uneven", "tied", "fixed heads", "unlike", "no such style of a block"],
 )
 def test_what_cannot_be_had_is_said_and_the_rest_is_searched(make, why, what):
     subject = subject_with(make)
