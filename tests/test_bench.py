@@ -315,7 +315,7 @@ def test_replicas_on_nodes_train_the_same(extension):
         assert (own.link_bytes, own.collectives) == (their.link_bytes, their.collectives)
         assert own.exposed_us < their.exposed_us  # FSDP2 waits at once on a CPU
     fast, slow = (rate.steps[0] for rate in ours)
-    assert slow.step_us > 5 * fast.step_us
+    assert slow.exposed_us > 5 * fast.lane_us  # however long a busy machine computes
 
 
 FORGETFUL = """
