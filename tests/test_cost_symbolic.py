@@ -46,6 +46,7 @@ def test_collectives_are_the_same_as_formulas_and_as_numbers(kind, ranks, per_no
     assert found.evaluate(W=ranks, bytes=size) == pytest.approx(numeric)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2000))
 def test_memory_is_the_same_as_a_formula_and_as_a_number(world):
     adamw = OPTIMIZERS["adamw"]
