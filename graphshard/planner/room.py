@@ -33,9 +33,7 @@ def _rung(estimate: Estimate, problem: Problem, budget_bytes: int) -> Rung:
     (`Problem.thrift`), as within one budget. So more room is never a loss, and none is spent for
     next to nothing."""
     own = Rung(budget_bytes, estimate.step_time_us, estimate.peak_bytes)
-    if own.step_time_us <= (1 + NEAR) * estimate.lower_bound_us:
-        return own
-    if own.step_time_us <= (1 + problem.thrift) * estimate.lower_bound_us:
+    if own.step_time_us <= (1 + max(NEAR, problem.thrift)) * estimate.lower_bound_us:
         return own
     found = plan_best(replace(problem, budget_bytes=budget_bytes, near=NEAR)).estimate
     fullest_us = found.step_time_us if found.all_spent is None else found.all_spent.step_time_us
