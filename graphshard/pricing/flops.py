@@ -25,7 +25,7 @@ from graphshard.cost.roofline import FREE, Attention, Kernel, OpWork
 from graphshard.graph.collectives import FUNCTIONAL, WAIT, ranks_of
 from graphshard.graph.program import CASTS, compute_nodes, is_reduce, is_unshard, is_view
 from graphshard.graph.random_ops import argument_of, packet_of, wrapped_op
-from graphshard.pricing.fusion import is_fusible, never_stored, read_again
+from graphshard.pricing.fusion import fused_traffic, is_fusible
 from graphshard.pricing.sizes import Sizes, dtype_name
 from graphshard.runtime.recurrent import RECURRENT, RECURRENT_BACKWARD
 
@@ -105,13 +105,10 @@ def graph_work(
     without it every size is a number.
     fused_regions: None if ops run one by one. Else the starts of the regions that a compiler fuses:
     the result of a pointwise op stays out of memory if only pointwise ops and reductions of the
-    same region read it, or is written and read once (`read_again`).
+    same region read it, or is written and read once (`fused_traffic`).
     """
     nodes = compute_nodes(graph)
-    fused: dict[fx.Node, int] = {}
-    if fused_regions is not None:
-        fused = dict.fromkeys(never_stored(nodes, fused_regions), 0)
-        fused |= dict.fromkeys(read_again(nodes, fused_regions), 2)
+    fused = {} if fused_regions is None else fused_traffic(nodes, fused_regions)
     sizes = Sizes(symbols)
     works = (_work(node, fused, sizes) for node in nodes)
     if fused_regions is None:

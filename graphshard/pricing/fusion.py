@@ -49,24 +49,25 @@ def fusion_of(nodes: Sequence[fx.Node], starts: Collection[int]) -> Fusion:
 
 
 def never_stored(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
-    """Results of pointwise ops that only fusible ops of the same region read, but for `read_again`.
+    """Results of pointwise ops that only fusible ops of the same region read, but for what these
+    read again (see `fused_traffic`).
 
     nodes: `compute_nodes` of a graph. starts: the places in `nodes` at which regions start.
     """
-    again = read_again(nodes, starts)
-    return {node: None for node in _fused_away(nodes, starts) if node not in again}
+    return {node: None for node, times in fused_traffic(nodes, starts).items() if times == 0}
 
 
-def read_again(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
-    """Of what only fusible ops of the same region read, what is stored all the same: one kernel
-    makes it and a number of all of it (the largest, for a scale), the next one reads it.
+def fused_traffic(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, int]:
+    """Of what only fusible ops of the same region read, how often it goes to or from memory: never,
+    or twice where one kernel makes it and a number of all of it (the largest, for a scale), and the
+    next one reads it.
 
     No kernel knows such a number before it has read all. torchao's own estimate of casts to float8
     (testing/training/roofline_utils.py, tensorwise, fused with what comes before) writes it once
     and reads it once, too. nodes, starts: see `never_stored`.
     """
     needed = _needed_with_numbers(nodes, starts)
-    return {node: None for node in _fused_away(nodes, starts) if node in needed}
+    return {node: 2 if node in needed else 0 for node in _fused_away(nodes, starts)}
 
 
 def _fused_away(nodes: Sequence[fx.Node], starts: Collection[int]) -> dict[fx.Node, None]:
