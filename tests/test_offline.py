@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import graphshard
 from graphshard.errors import CaptureError, InfeasibleBudget, OfflineError
 from graphshard.offline.api import machine_of
+from graphshard.offline.counted import costs_key
 from graphshard.offline.point import Point
 from graphshard.offline.repeats import CAPTURED, EARLY, LATE_UNCUT, repeats_in
 from graphshard.offline.study import Study
@@ -162,7 +163,7 @@ def costs(build, *, whole):
     assert bool(found._repeats) is not whole
     if whole:
         return [costs_of_all(found, point) for point in points]
-    return [found._costs[found._key(point, freed=False)] for point in points]
+    return [found._costs[costs_key(point, freed=False)] for point in points]
 
 
 def costs_of_all(found, point):

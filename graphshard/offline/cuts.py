@@ -13,6 +13,7 @@ from graphshard.graph.program import copy_of
 from graphshard.offline.capture import Captured
 from graphshard.offline.clock import Clock
 from graphshard.offline.concrete import concrete
+from graphshard.offline.point import Point
 from graphshard.offline.target import Sizes
 from graphshard.offline.world import Shapes
 from graphshard.pricing.recompute import NO_UNITS, ChosenUnits
@@ -46,6 +47,13 @@ class Cuts:
         if id(captured) not in self._free:
             self._free[id(captured)] = released(captured.joint_graph)
         return self._free[id(captured)]
+
+    def may_free(self, point: Point) -> bool:
+        """The user's checkpoints may be replaced, and there are some; once it was captured."""
+        if not point.policy.replaces_checkpoints:
+            return False
+        captured = self.capture_of(point.sizes, fused=point.fused)
+        return self.joint_graph(captured, freed=True) is not None
 
     def capture_of(self, sizes: Sizes, *, fused: bool) -> Captured:
         return self.captures[fused, None if (fused, None) in self.captures else sizes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphshard.cost.machine import Machine
 from graphshard.errors import InfeasibleBudget
@@ -29,6 +29,11 @@ class Point:
     def in_parts(self) -> bool:
         """As `PlanningInputs.in_parts`."""
         return self.policy.regroup and self.world_size > 1
+
+    @property
+    def job_machine(self) -> Machine:
+        """The machine, with as many ranks on a node as the job has."""
+        return replace(self.machine, ranks_per_node=self.ranks_per_node)
 
 
 @dataclass(frozen=True, slots=True)

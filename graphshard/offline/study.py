@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from graphshard.capture.interpreter import no_collections
 from graphshard.compiler.decide import (
@@ -24,20 +24,18 @@ from graphshard.compiler.decide import (
 )
 from graphshard.compiler.partition import Cut, Partition
 from graphshard.compiler.planning import PlanningInputs, Posed, best_plans, problem_of
-from graphshard.cost.machine import Machine
 from graphshard.cost.stragglers import with_stragglers
 from graphshard.errors import CaptureError, InfeasibleBudget
 from graphshard.fsdp2.describe import describe
 from graphshard.offline.capture import capture
-from graphshard.offline.chain import is_chain
 from graphshard.offline.clock import Clock
+from graphshard.offline.counted import CostsKey, costs_key, counted_costs
 from graphshard.offline.cuts import Cuts
 from graphshard.offline.point import Answer, Point
 from graphshard.offline.recut import ShortModels, recut
 from graphshard.offline.repeats import Repeat, repeats_in, shorten, shortened
 from graphshard.offline.same_model import SameModel
 from graphshard.offline.target import Sizes
-from graphshard.offline.unroll import owners_of, unrolled
 from graphshard.offline.world import (
     Fake,
     Made,
@@ -53,16 +51,12 @@ from graphshard.offline.world import (
 )
 from graphshard.planner.problem import Problem
 from graphshard.planner.room import with_room
-from graphshard.pricing.op_costs import GraphCosts, graph_costs
+from graphshard.pricing.op_costs import GraphCosts
 from graphshard.pricing.recompute import NO_UNITS, ChosenUnits
 from graphshard.schedule.plan import GroupInfo, LeftOut, Plan, Recomputed
 from graphshard.view.offline import Effort
 
 Build = Callable[[Sizes], Made]
-
-
-# sizes, machine, ranks per node, recompute, fused, in parts, freed: what costs of a graph hang on.
-_CostsKey: TypeAlias = tuple[Sizes, str, int, bool, bool, bool, bool]
 
 
 class _NotCounted(Exception):
@@ -92,7 +86,7 @@ class Study:
     _repeats: list[Repeat] = field(default_factory=list)
     _infos: list[GroupInfo] = field(default_factory=list)  # of all blocks
     _arguments: dict[Sizes, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    _costs: dict[_CostsKey, GraphCosts] = field(default_factory=dict)
+    _costs: dict[CostsKey, GraphCosts] = field(default_factory=dict)
     _short: dict[Sizes, ShortModels] = field(default_factory=dict)
     _worlds: dict[tuple[int, int], World] = field(default_factory=dict)
     _present: list[str] = field(default_factory=list)
@@ -162,7 +156,7 @@ class Study:
     def _planning(self, point: Point) -> PlanningInputs:
         world = self._worlds[point.world_size, point.ranks_per_node]
         settings = tuple(replace(s, exact_sums=not point.fused) for s in world.settings)
-        return PlanningInputs(settings, _machine(point), point.policy, point.fused)
+        return PlanningInputs(settings, point.job_machine, point.policy, point.fused)
 
     def _answer(self, point: Point) -> Answer:
         planning = self._planning(point)
@@ -202,7 +196,7 @@ class Study:
         self, point: Point, planning: PlanningInputs, baseline: Problem | None = None
     ) -> Posed:
         infos = self._worlds[point.world_size, point.ranks_per_node].infos
-        costs = replace(self._costs[self._key(point, freed=baseline is not None)], groups=infos)
+        costs = replace(self._costs[costs_key(point, freed=baseline is not None)], groups=infos)
         # Of a few captured blocks it is not known how many checkpoints all have.
         return Posed(costs, problem_of(costs, planning), baseline=baseline)
 
@@ -295,13 +289,6 @@ class Study:
             return []
         return [info.fqn for info in next(iter(self._costs.values())).groups]
 
-    def _are_chains(self, point: Point, *, freed: bool) -> bool:
-        placed = self._cuts.cut(point.sizes, (NO_UNITS, point.fused, freed)).placed
-        return all(
-            is_chain(placed, owners_of(placed.groups, repeat), repeat.captured)
-            for repeat in self._repeats
-        )
-
     def _fake(self, sizes: Sizes) -> Fake:
         """A fresh model, with as many blocks as are captured."""
         fake = faked(partial(self._model, sizes))
@@ -339,10 +326,7 @@ class Study:
 
     def may_free(self, point: Point) -> bool:
         """The user's checkpoints may be replaced, and there are some; once it was prepared."""
-        if not point.policy.replaces_checkpoints:
-            return False
-        captured = self._cuts.capture_of(point.sizes, fused=point.fused)
-        return self._cuts.joint_graph(captured, freed=True) is not None
+        return self._cuts.may_free(point)
 
     def _cut_for(self, point: Point, *, freed: bool = False) -> Cut:
         """The partition for a point, with its sizes and the groups of its world."""
@@ -361,38 +345,12 @@ class Study:
     def _short_of(self, sizes: Sizes) -> ShortModels:
         return self._short.setdefault(sizes, ShortModels(partial(self._model, sizes), self.name))
 
-    def _key(self, point: Point, *, freed: bool) -> _CostsKey:
-        machine, again = _machine(point), point.policy.recompute
-        return (
-            *(point.sizes, machine.name, machine.ranks_per_node),
-            *(again, point.fused, point.in_parts, freed),
-        )
-
     def _whole_costs(self, point: Point, *, freed: bool) -> GraphCosts | None:
         """Of all blocks; None if the captured ones do not stand for them."""
-        key = self._key(point, freed=freed)
+        key = costs_key(point, freed=freed)
         if key not in self._costs:
-            costs: GraphCosts | None = None
-            if self._are_chains(point, freed=freed):
-                costs = self._captured_costs(point, freed=freed)
-            for repeat in self._repeats:
-                costs = costs and unrolled(costs, repeat, self._infos)
-            # A group that is used behind the captured blocks alone would be forgotten.
-            if costs is None or len(costs.groups) < len(self._infos):
+            costs = counted_costs(self._cuts, self._repeats, self._infos, point, freed=freed)
+            if costs is None:
                 return None
             self._costs[key] = costs
         return self._costs[key]
-
-    def _captured_costs(self, point: Point, *, freed: bool) -> GraphCosts:
-        return graph_costs(
-            self._cuts.cut(point.sizes, (NO_UNITS, point.fused, freed)).placed,
-            _machine(point),
-            recompute=point.policy.recompute,
-            fused=point.fused,
-            parts=point.in_parts,
-        )
-
-
-def _machine(point: Point) -> Machine:
-    """With as many ranks on a node as the point has."""
-    return replace(point.machine, ranks_per_node=point.ranks_per_node)

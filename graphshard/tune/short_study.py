@@ -9,22 +9,20 @@ that takes several times as long as a capture with numbers, of which there is on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from graphshard.capture.interpreter import no_collections
 from graphshard.errors import CaptureError
 from graphshard.offline.capture import capture
-from graphshard.offline.chain import is_chain
 from graphshard.offline.clock import Clock
+from graphshard.offline.counted import CostsKey, costs_key, counted_costs
 from graphshard.offline.cuts import Cuts
 from graphshard.offline.point import Point
 from graphshard.offline.repeats import Repeat
 from graphshard.offline.target import Sizes
-from graphshard.offline.unroll import owners_of, unrolled
 from graphshard.offline.world import Made, faked, pretended, shapes
-from graphshard.pricing.op_costs import GraphCosts, graph_costs
-from graphshard.pricing.recompute import NO_UNITS
+from graphshard.pricing.op_costs import GraphCosts
 from graphshard.schedule.plan import GroupInfo
 
 
@@ -39,7 +37,7 @@ class ShortStudy:
     repeats: Sequence[Repeat]
     infos: Sequence[GroupInfo]
     _cuts: Cuts = field(default_factory=lambda: Cuts(Clock()))
-    _costs: dict[tuple[object, ...], GraphCosts] = field(default_factory=dict)
+    _costs: dict[CostsKey, GraphCosts] = field(default_factory=dict)
 
     def costs(self, point: Point, *, freed: bool = False) -> GraphCosts:
         """Of all blocks; freed: with the user's checkpoints replaced (see `may_free`).
@@ -47,33 +45,20 @@ class ShortStudy:
         Raises CaptureError (GS910) if the model cannot be captured, or if the captured blocks do
         not stand for all; and what `build` raises.
         """
-        machine = replace(point.machine, ranks_per_node=point.ranks_per_node)
-        again, in_parts = point.policy.recompute, point.in_parts
-        key = point.sizes, machine.name, machine.ranks_per_node, again, in_parts, point.fused, freed
+        key = costs_key(point, freed=freed)
         if key not in self._costs:
             self._capture(point)
             with no_collections():
-                placed = self._cuts.cut(point.sizes, (NO_UNITS, point.fused, freed)).placed
-                found: GraphCosts | None = None
-                if all(is_chain(placed, owners_of(placed.groups, r), r.captured)
-                       for r in self.repeats):  # fmt: skip
-                    found = graph_costs(
-                        placed, machine, recompute=again, fused=point.fused, parts=in_parts
-                    )
-                for repeat in self.repeats:
-                    found = found and unrolled(found, repeat, self.infos)
-            if found is None or len(found.groups) < len(self.infos):
+                found = counted_costs(self._cuts, self.repeats, self.infos, point, freed=freed)
+            if found is None:
                 raise CaptureError("GS910", f"blocks of {self.name} do not repeat exactly")
             self._costs[key] = found
         return self._costs[key]
 
     def may_free(self, point: Point) -> bool:
         """As `Study.may_free`."""
-        if not point.policy.replaces_checkpoints:
-            return False
         self._capture(point)
-        captured = self._cuts.capture_of(point.sizes, fused=point.fused)
-        return self._cuts.joint_graph(captured, freed=True) is not None
+        return self._cuts.may_free(point)
 
     def _capture(self, point: Point) -> None:
         key = point.fused, point.sizes
