@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 from test_offline import llama, net
+from torch.distributed.device_mesh import init_device_mesh
 
 from graphshard.compiler.planning import PlanningInputs
 from graphshard.cost.presets import preset
@@ -20,6 +21,14 @@ from graphshard.schedule.plan import Activation, Recomputed, Reshard
 DEPTH = 2 * CAPTURED + 2
 NET = partial(net, DEPTH, batch=64, seq=64)
 BARE = partial(llama, "none", DEPTH)
+
+
+def replicated():
+    """On a mesh that the user's function makes."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    return NET(mesh=mesh)
+
+
 NUMBERS = 3  # of activations of a block that are drawn
 FULL = partial(llama, "full", DEPTH)
 
@@ -55,8 +64,12 @@ def answered(build, limits, *, fused, whole=False):
 
 @pytest.mark.parametrize(
     ("build", "fused", "share", "hosts"),
-    [(NET, False, FITS, (False,)), (FULL, True, REPLACED, (False, True))],
-    ids=["net", "llama, checkpoints replaced"],
+    [
+        (NET, False, FITS, (False,)),
+        (FULL, True, REPLACED, (False, True)),
+        (replicated, False, FITS, (False,)),
+    ],
+    ids=["net", "llama, checkpoints replaced", "replicas"],
 )
 def test_a_few_blocks_of_each_kind_stand_for_all(build, fused, share, hosts):
     """Some blocks compute more again than others: in a row, those that do the same are counted.
@@ -117,8 +130,8 @@ def test_runs_of_any_length_cost_what_they_cost_in_the_whole(make, fused, seed):
     (repeat,) = study._repeats
     chosen = drawn(random.Random(seed), repeat.names)
     short = recut.ShortModels(lambda: made_of("net", make()), "net")
-    found = recut.recut(short, [repeat], world.infos, planning, chosen)
-    whole = recut.costs_of(short, (), {}, planning, chosen)
+    found = recut.recut(short, 8, [repeat], world.infos, planning, chosen)
+    whole = recut.costs_of(short, 8, (), {}, planning, chosen)
     assert found is not None
     assert found.by_direction == whole.by_direction
     assert [g.fqn for g in found.groups] == [g.fqn for g in whole.groups]

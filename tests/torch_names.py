@@ -170,6 +170,7 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch._inductor.config": {
         "cpp": None,
+        "cpp_cache_precompile_headers": None,
         "fallback_random": None,
     },
     "torch._inductor.decomposition": {

@@ -30,13 +30,16 @@ class _UnshardSubclass(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(anchor)
         ctx.index = mark[-1]
+        ctx.set_materialize_grads(False)  # as in `graphshard.graph.marks`
         whole: Tensor = UNSHARD(anchor, *mark)
         if extension != NONE:
             whole = rebuild(whole, extension)
         return whole if layout == PLAIN else as_dtensor(whole, layout)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
         (anchor,) = ctx.saved_tensors
         local, layout = split_dtensor(grad)
         return REDUCE_GRAD(local, anchor, ctx.index, layout), None, None, None

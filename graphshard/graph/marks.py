@@ -53,9 +53,13 @@ def _reduce_grad_kernel(*args: Any) -> Tensor:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
     ctx.index = inputs[4]
+    # What uses a parameter may give it no gradient. Eager FSDP2 has none then, and not zeros.
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None, None, None
     (anchor,) = ctx.saved_tensors
     return UNSHARD_GRADIENT(grad, anchor, ctx.index), None, None, None, None
 

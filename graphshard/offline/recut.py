@@ -45,20 +45,21 @@ class ShortModels:
     _captures: dict[tuple[int, Counts, bool], JointGraph] = field(default_factory=dict)
     _cuts: dict[tuple[int, Counts, bool, bool], Cut] = field(default_factory=dict)
 
-    def cut(self, num_ranks: int, counts: Counts, *, replaced: bool, fused: bool) -> Cut:
-        """counts: see Counts. replaced: without the user's checkpoints. fused: see JointGraph."""
-        key = num_ranks, counts, replaced, fused
+    def cut(self, world_size: int, counts: Counts, *, replaced: bool, fused: bool) -> Cut:
+        """world_size: of all ranks, since `build` may make its own mesh. counts: see Counts.
+        replaced: without the user's checkpoints. fused: see JointGraph."""
+        key = world_size, counts, replaced, fused
         if key not in self._cuts:
-            joint_graph = self._captured(num_ranks, counts, fused=fused)
+            joint_graph = self._captured(world_size, counts, fused=fused)
             own = released(joint_graph) if replaced else copied(joint_graph)
             assert own is not None
             self._cuts[key] = cut_in_two(own, recompute=True, fused=fused)
         return self._cuts[key]
 
-    def _captured(self, num_ranks: int, counts: Counts, *, fused: bool) -> JointGraph:
-        key = num_ranks, counts, fused
+    def _captured(self, world_size: int, counts: Counts, *, fused: bool) -> JointGraph:
+        key = world_size, counts, fused
         if key not in self._captures:
-            with pretended(num_ranks):
+            with pretended(world_size):
                 fake = faked(partial(self._built, counts))
                 self._captures[key] = capture(fake, self.name, fused=fused).joint_graph
         return self._captures[key]
@@ -72,6 +73,7 @@ class ShortModels:
 
 def recut(
     short: ShortModels,
+    world_size: int,
     repeats: Sequence[Repeat],
     infos: Sequence[GroupInfo],
     planning: PlanningInputs,
@@ -89,7 +91,7 @@ def recut(
         for repeat in repeats
     )
     try:
-        costs = costs_of(short, counts, _names(repeats, runs), planning, chosen)
+        costs = costs_of(short, world_size, counts, _names(repeats, runs), planning, chosen)
     except CaptureError:
         return None
     whole: GraphCosts | None = costs
@@ -131,14 +133,14 @@ def _names(repeats: Sequence[Repeat], runs: Sequence[Repeat]) -> Mapping[str, st
 
 def costs_of(
     short: ShortModels,
+    world_size: int,
     counts: Counts,
     names: Mapping[str, str],
     planning: PlanningInputs,
     chosen: Recomputed,
 ) -> GraphCosts:
     """Of the captured blocks alone, under their names in the whole model."""
-    num_ranks = planning.settings[0].ranks
-    two = short.cut(num_ranks, counts, replaced=chosen.replaced, fused=planning.fused)
+    two = short.cut(world_size, counts, replaced=chosen.replaced, fused=planning.fused)
     costs = graph_costs_of(two.parts, planning, recompute=True)
     groups = tuple(replace(info, fqn=_renamed(info.fqn, names)) for info in costs.groups)
     again = two.again(chosen_units(costs.units, groups, chosen))

@@ -209,7 +209,7 @@ class Study:
             self.say("capturing a few blocks of each kind, since some activations are not saved")
             short, infos = self._short_of(point.sizes), posed.costs.groups
             with self._clock.timed("capture"):
-                costs = recut(short, self._repeats, infos, planning, chosen)
+                costs = recut(short, point.world_size, self._repeats, infos, planning, chosen)
             if costs is None or [g.fqn for g in costs.groups] != [g.fqn for g in infos]:
                 raise _NotCounted
             return None, replace(costs, groups=infos)

@@ -302,6 +302,35 @@ class Branches(nn.Module):
 BRANCHES = Case("branches", Branches, plain, text_batch, cross_entropy)
 
 
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grad * scale, None
+
+
+class Scaled(nn.Module):
+    """Its scale requires grad, and the function that uses it gives it none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Mlp(), nn.Parameter(torch.linspace(0.5, 1, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Scaled.apply(self.inner(x), self.scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scaled() -> nn.Module:
+    model = Branches()
+    model.blocks = nn.ModuleList(Scaled() for _ in range(3))
+    return model
+
+
 def heads_together(model: nn.Module, ctx: Ctx) -> nn.Module:
     fully_shard([model.first, model.second], mesh=ctx.mesh)
     return plain(model, ctx)

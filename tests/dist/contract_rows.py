@@ -25,6 +25,7 @@ from contract_models import (
     loss_of_local,
     on_full_mesh,
     plain,
+    scaled,
     sequence_parallel,
     shard_cells,
     tensor_parallel,
@@ -396,6 +397,11 @@ ROWS = [
     Row(PARAMETERS, "LoRA adapters", case=replace(GATED, build=lora)),
     Row(PARAMETERS, "fp32 and bf16 parameters", do.several_dtypes),
     Row(PARAMETERS, "parameters unused in a step", before_step=do.skip_some, case=BRANCHES),
+    Row(
+        PARAMETERS,
+        "parameters that a `torch.autograd.Function` gives no gradient",
+        case=replace(BRANCHES, build=scaled),
+    ),
     Row(
         PARAMETERS,
         "a module called twice in one forward",

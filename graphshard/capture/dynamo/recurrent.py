@@ -52,8 +52,30 @@ class _Recurrent(torch.autograd.Function):
             )
         )
         second = [trained[0] and ctx.settings[-1]]  # bidirectional
-        each = (next(found) if own else None for own in [trained[0], *second, *trained[1:]])
+        each = [next(found) if own else None for own in [trained[0], *second, *trained[1:]]]
+        for place in _unreached(given, *_split(tensors, ctx.num_states), *ctx.settings):
+            each[place] = None
         return (*nothing[:4], *each)
+
+
+def _unreached(
+    grads: Sequence[Tensor | None],
+    first: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    mode: str,
+    has_biases: bool,
+    num_layers: int,
+    *_: Any,
+) -> list[int]:
+    """The places of weights, counted from the end, that eager mode gives no gradient, not even
+    zeros: the projections of an LSTM's last layer, where neither its results nor a next step in
+    time read them. cuDNN gives all weights theirs."""
+    cells = states[0].shape[0]
+    each = len(weights) // cells
+    projects = each == (5 if has_biases else 3)
+    is_read = first.device.type != "cpu" or len(first) > 1 or any(g is not None for g in grads[:2])
+    return [] if is_read or not projects else [-1 - n * each for n in range(cells // num_layers)]
 
 
 def _split(
