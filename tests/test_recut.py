@@ -21,20 +21,18 @@ from graphshard.schedule.plan import Activation, Recomputed, Reshard
 DEPTH = 2 * CAPTURED + 2
 NET = partial(net, DEPTH, batch=64, seq=64)
 BARE = partial(llama, "none", DEPTH)
-
-
-def replicated():
-    """On a mesh that the user's function makes."""
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-    return NET(mesh=mesh)
-
-
 NUMBERS = 3  # of activations of a block that are drawn
 FULL = partial(llama, "full", DEPTH)
 
 
 FITS = 0.8  # of the peak of FSDP2: blocks compute again
 REPLACED = 1.3  # of the same, where the checkpoints that make it small are replaced
+
+
+def replicated():
+    """On a mesh that the user's function makes."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    return NET(mesh=mesh)
 
 
 def answered(build, limits, *, fused, whole=False):
