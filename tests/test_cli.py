@@ -139,18 +139,25 @@ assert not loaded, loaded
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("verb", ["help", "view"])
-def test_it_answers_at_once(verb, file, tmp_path):
-    """In processor time, the least of five: other processes and a cold disk are not its doing."""
-    argv = ["--help"] if verb == "help" else ["view", str(file), "-o", str(tmp_path / "x.html")]
+def least_cpu_s(*argv):
+    """Of five: other processes and a cold disk are not its doing."""
     spent = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "graphshard.cli", *argv]
-        subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=60)
+        subprocess.run(
+            [sys.executable, *argv], cwd=ROOT, capture_output=True, check=True, timeout=60
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(spent) < 0.3, spent
+    return min(spent)
+
+
+@pytest.mark.parametrize("verb", ["help", "view"])
+def test_it_answers_at_once(verb, file, tmp_path):
+    """0.25 s where Python takes 0.1 s for small modules that a command reads; torch takes 2.2 s."""
+    argv = ["--help"] if verb == "help" else ["view", str(file), "-o", str(tmp_path / "x.html")]
+    small_s = least_cpu_s("-c", "import argparse, dataclasses, inspect, jinja2, json, tomllib")
+    assert least_cpu_s("-m", "graphshard.cli", *argv) < 6 * small_s
 
 
 def test_exit_status_of_the_process(tmp_path):

@@ -78,7 +78,7 @@ def _compile(name: str, library: Path) -> None:
     extension = CppExtension(
         name,
         [str(FOLDER / "backend.cpp")],
-        extra_compile_args=["-O2", "-std=c++20", "-fvisibility=hidden"],
+        extra_compile_args=["-O2", "-g0", "-std=c++20", "-fvisibility=hidden"],
     )
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         command = BuildExtension.with_options(use_ninja=False, no_python_abi_suffix=True)
