@@ -21,11 +21,13 @@ def lanes_of(
 ) -> dict[str, float]:
     """The lanes with their launch times; no collective of a group is shorter than its launch."""
     found: dict[str, float] = {}
-    for info in groups:
-        for kind, ranks, size_bytes in _collectives(info, settings[info.id]):
-            whole = float(collective_us(machine, kind, ranks, size_bytes))
-            launch = float(launch_us(machine, CollectiveKind.ALL_GATHER, ranks, 2**20))
-            found[ranks.name] = min(found.get(ranks.name, launch), whole)
+    alike = dict.fromkeys(one for i in groups for one in _collectives(i, settings[i.id]))
+    for kind, ranks, size_bytes in alike:
+        if ranks.name not in found:
+            launch = launch_us(machine, CollectiveKind.ALL_GATHER, ranks, 2**20)
+            found[ranks.name] = float(launch)
+        whole = float(collective_us(machine, kind, ranks, size_bytes))
+        found[ranks.name] = min(found[ranks.name], whole)
     return found
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
+from math import inf
 
 from graphshard.planner.problem import Category, Group, Region
 from graphshard.pricing.op_costs import OpCosts
@@ -83,41 +84,52 @@ def with_late_gradients(
     runs, some are still to come.
     """
     made = {(r.group, place): op for r in backward.usage.reductions for place, op in r.made}
-    coming = [
-        (
-            part.gradient.first,
-            op,
-            Allocation(Category.UNSHARDED_GRAD, param.grad_bytes, group.id),
-        )
-        for group in groups
-        for part in group.parts
-        if part.gradient is not None
-        for place in part.params
-        if (param := infos[group.id].params[place]).trainable
-        and (op := made.get((group.id, place))) is not None
-    ]
+    coming: dict[int, list[_Coming]] = {}
+    order = count()
+    for group in groups:
+        for part in group.parts:
+            if part.gradient is None:
+                continue
+            for place in part.params:
+                param, op = infos[group.id].params[place], made.get((group.id, place))
+                if param.trainable and op is not None:
+                    grad = Allocation(Category.UNSHARDED_GRAD, param.grad_bytes, group.id)
+                    own = coming.setdefault(part.gradient.first, [])
+                    own.append(_Coming(op, next(order), grad))
+    late: list[_Coming] = []
     found = []
-    for index, (region, ops) in enumerate(
+    for index, (region, (start, stop)) in enumerate(
         zip(backward.regions, pairwise(backward.starts), strict=True)
     ):
-        late = [
-            (op, allocation) for first, op, allocation in coming if first <= index and op > ops[0]
-        ]
-        found.append(_at_its_fullest(region, backward.alive_bytes, range(*ops), late))
+        late = [one for one in (*late, *coming.get(index, ())) if one.op > start]
+        late.sort(key=lambda one: one.order)
+        found.append(_at_its_fullest(region, backward.alive_bytes, start, stop, late))
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A gradient that is counted, the op that makes it, and its place among all of them."""
+
+    op: int
+    order: int
+    grad: Allocation
+
+
 def _at_its_fullest(
-    region: Region, alive_bytes: Sequence[int], ops: range, late: Sequence[tuple[int, Allocation]]
+    region: Region, alive_bytes: Sequence[int], start: int, stop: int, late: Sequence[_Coming]
 ) -> Region:
-    """late: gradients that are counted, each with the op that makes it."""
-
-    def needed(op: int) -> int:
-        return alive_bytes[op] - sum(allocation.bytes for made, allocation in late if made > op)
-
-    fullest = max(ops, key=needed)
+    """late: gradients that are counted, and are made after op `start`. Between two ops that make
+    some, the same ones are missing."""
+    cuts = [start, *sorted({one.op for one in late if one.op < stop}), stop]
+    most_bytes, fullest = -inf, start
+    for begin, end in pairwise(cuts):
+        alive = max(alive_bytes[begin:end])
+        own_bytes = alive - sum(one.grad.bytes for one in late if one.op >= end)
+        if own_bytes > most_bytes:
+            most_bytes, fullest = own_bytes, alive_bytes.index(alive, begin, end)
     return replace(
         region,
         idle_bytes=region.activation_bytes - alive_bytes[fullest],
-        absent=tuple(allocation for made, allocation in late if made > fullest),
+        absent=tuple(one.grad for one in late if one.op > fullest),
     )

@@ -84,7 +84,7 @@ class Pricer:
 
     subject: Subject
     near: float = NEAR
-    _posed: dict[Setting, Posed] = field(default_factory=dict)
+    _problems: dict[Setting, Problem] = field(default_factory=dict)
     _bounds: dict[Setting, Bound] = field(default_factory=dict)
     _priced: dict[Setting, Priced] = field(default_factory=dict)
     _merged: dict[tuple[object, ...], Merged] = field(default_factory=dict)
@@ -108,6 +108,11 @@ class Pricer:
         own = sizes["batch"] * sizes["seq"] * setting.micro_steps
         ranks = self.subject.data_ranks(setting.world_size, setting.mesh)
         return own * ranks / step_us * 1e6
+
+    def compute_us(self, setting: Setting) -> float:
+        """Of a whole step: no bound of it is less."""
+        directions = self.subject.costs(setting).by_direction.values()
+        return setting.micro_steps * sum(one.ends_us[-1] for one in directions)
 
     def bound(self, setting: Setting) -> Bound:
         if setting not in self._bounds:
@@ -149,18 +154,19 @@ class Pricer:
         return Priced(setting, replace(plan, name=self.subject.name))
 
     def _problem(self, setting: Setting) -> Problem:
-        problem = problem_of(*self.inputs(setting))
-        if setting.micro_steps == 1 or not setting.sync_each:
+        """Micro-steps change nothing else of it."""
+        alone = replace(setting, micro_steps=1, sync_each=True)
+        if alone not in self._problems:
+            self._problems[alone] = problem_of(*self.inputs(alone))
+        problem = self._problems[alone]
+        if setting.micro_steps == 1:
+            return problem
+        problem = replace(problem, micro_steps=setting.micro_steps, sync_each=setting.sync_each)
+        if not setting.sync_each:
             return problem
         # Only what does not reduce leaves groups gathered for the next micro-step.
         groups = tuple(replace(g, keep_across=g.keep_across is True) for g in problem.groups)
-        return replace(
-            problem,
-            groups=groups,
-            micro_steps=setting.micro_steps,
-            sync_each=True,
-            has_gradients=True,
-        )
+        return replace(problem, groups=groups, has_gradients=True)
 
     # -- what a plan is made of ----------------------------------------------------------------
 

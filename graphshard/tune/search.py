@@ -7,7 +7,7 @@ first, until no bound is TOLERANCE better than the best plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count, product
 from math import inf, log
@@ -203,37 +203,72 @@ def _is_of(setting: Setting, space: Space) -> bool:
     )
 
 
+@dataclass(order=True, frozen=True, slots=True)
+class _Promise:
+    """A setting in the queue; the first one is the most promising, in steps of TOLERANCE. is_bound:
+    its rate is by its bound, not by its compute alone, which is known sooner. turn: among equal
+    promises the first one comes first."""
+
+    step: int
+    is_bound: bool
+    turn: int
+    rate: float = field(compare=False)
+    setting: Setting = field(compare=False)
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Of settings that could still be the best."""
+
+    pricer: Pricer
+    budget_bytes: int
+    waiting: list[_Promise] = field(default_factory=list)
+    turns: Iterator[int] = field(default_factory=count)
+
+    def add(self, setting: Setting) -> None:
+        self._push(setting, self.pricer.compute_us(setting), next(self.turns), is_bound=False)
+
+    def _push(self, setting: Setting, step_us: float, turn: int, *, is_bound: bool) -> None:
+        rate = self.pricer.tokens_per_s(setting, step_us)
+        step = -round(log(rate) / TOLERANCE)
+        heappush(self.waiting, _Promise(step, is_bound, turn, rate, setting))
+
+    def next_is_bound(self) -> bool:
+        """Whether there is a next one; it, and all that promise as much, have their bounds then."""
+        while self.waiting and not self.waiting[0].is_bound:
+            one = heappop(self.waiting)
+            bound = self.pricer.bound(one.setting)
+            if bound.least_bytes <= self.budget_bytes:
+                self._push(one.setting, bound.step_us, one.turn, is_bound=True)
+        return bool(self.waiting)
+
+    def pop(self) -> _Promise:
+        return heappop(self.waiting)
+
+
 def _best(pricer: Pricer, space: Space) -> tuple[Priced | None, float]:
     """The best, and what is left (see `Found`)."""
     first, *others = space.reshards
-    ties = count()  # among equal promises the first one comes first
-    queue: list[tuple[int, int, float, Setting]] = []
-
-    def promise(setting: Setting) -> None:
-        bound = pricer.bound(setting)
-        if bound.least_bytes <= space.budget_bytes:
-            rate = pricer.tokens_per_s(setting, bound.step_us)
-            heappush(queue, (-round(log(rate) / TOLERANCE), next(ties), rate, setting))
-
+    queue = _Queue(pricer, space.budget_bytes)
     for setting in space.settings((first,)):
-        promise(setting)
+        queue.add(setting)
     best, reached, before, began = None, 0.0, pricer.num_planned, perf_counter()
-    while queue:
-        left = max(rate for *_, rate, _ in queue) / reached - 1 if reached else inf
+    while queue.next_is_bound():
+        left = max(one.rate for one in queue.waiting) / reached - 1 if reached else inf
         tired = perf_counter() - began > PATIENCE_S and pricer.num_planned - before >= LEAST_PLANS
         if left <= TOLERANCE or (tired and best is not None):
             return best, max(0.0, left)
-        *_, promised, setting = heappop(queue)
-        if promised <= reached:
+        promised = queue.pop()
+        if promised.rate <= reached:
             continue
-        priced = pricer.price(setting)
+        priced, setting = pricer.price(promised.setting), promised.setting
         if priced.plan is not None and pricer.rate(priced) > reached * (1 + TIE):
             best, reached = priced, pricer.rate(priced)
         # Another rule of resharding is no better than the bound of this one, and mostly one of the
         # planner's choices.
-        if setting.reshard is first and _is_open(pricer, priced, promised):
+        if setting.reshard is first and _is_open(pricer, priced, promised.rate):
             for other in (o for o in others if _may_reshard(setting.mesh, o)):
-                promise(replace(setting, reshard=other))
+                queue.add(replace(setting, reshard=other))
     return best, 0.0
 
 
