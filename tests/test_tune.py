@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from graphshard.compiler.planning import problem_of
 from graphshard.cost.optimizer import Optimizer
 from graphshard.fsdp2.describe import name_of
 from graphshard.fsdp2.undo import sharding_of, undo
@@ -287,6 +288,29 @@ def test_no_plan_beats_its_bound(tuned):
     for one in [found.best, *found.front]:
         assert pricer.bound(one.setting).step_us <= one.step_us * (1 + 1e-9)
         assert pricer.bound(one.setting).least_bytes <= one.peak_bytes
+
+
+def test_compute_alone_is_no_more_than_a_bound(tuned):
+    """Nor does a setting wait behind another one that its bound would have come before."""
+    _, pricer, space, _ = tuned
+    for one in space.settings():
+        assert pricer.compute_us(one) <= pricer.bound(one).step_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("sync_each", [True, False])
+@pytest.mark.parametrize("scheduling", Scheduling)
+def test_micro_steps_share_a_problem_and_change_no_more_of_it(tuned, scheduling, sync_each):
+    _, pricer, space, _ = tuned
+    for one in list(space.settings())[::7]:
+        several = replace(one, scheduling=scheduling, micro_steps=4, sync_each=sync_each)
+        apart = problem_of(*pricer.inputs(several))
+        found = pricer._problem(several)
+        if sync_each:  # the options have no word for it
+            groups = [g.keep_across is True for g in apart.groups]
+            assert [g.keep_across for g in found.groups] == groups
+            more = {"micro_steps": 4, "has_gradients": True, "groups": found.groups}
+            apart = replace(apart, **more)
+        assert found == apart
 
 
 def test_the_front_falls_in_both(tuned):

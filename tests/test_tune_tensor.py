@@ -52,7 +52,7 @@ from graphshard.schedule.setting import (
 from graphshard.tune.code import code_of
 from graphshard.tune.layout import shapes_for
 from graphshard.tune.pricing import Pricer
-from graphshard.tune.search import Accumulated, Asked, _gains, batches_for
+from graphshard.tune.search import Accumulated, Asked, _reverted, batches_for
 from graphshard.tune.tensor_parallel import WORDS, plan_of
 
 DIM, DEPTH, BATCH, SEQ = 64, 4, 1, 32
@@ -138,8 +138,7 @@ def test_what_is_found_has_both_and_says_what_tensor_parallel_gains(in_words):
     assert not any(one.reshard is Resharding.NODE for one in with_tensor)
     pricer = Pricer(in_words)
     best = max((pricer.price(one) for one in with_tensor[:3]), key=pricer.rate)
-    gains = {gain.decision: gain.without.setting for gain in _gains(pricer, space, best, None)}
-    plain = gains[Decision.TENSOR].mesh
+    plain = dict(_reverted(in_words, space, best.setting, None))[Decision.TENSOR].mesh
     assert (plain.tensor, plain.replicas) == (1, best.setting.mesh.replicas)
     assert found.best is not None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -138,6 +139,7 @@ def _tune(args: argparse.Namespace) -> int:
 
     with no_collections():  # of what torch imports nothing is garbage
         from graphshard.offline.target import target_of
+        from graphshard.tune.aside import side_by_side
         from graphshard.tune.pricing import Pricer
         from graphshard.tune.search import Asked
 
@@ -148,10 +150,10 @@ def _tune(args: argparse.Namespace) -> int:
     with no_collections():
         subject.prepare()
         pricer = Pricer(subject)
-        every = [
-            _tuned(args, target, subject, pricer, _found(subject, pricer, asked, gpus, present))
-            for gpus in args.gpus
-        ]
+        for gpus in args.gpus:
+            subject.degrees(gpus)  # which are captured before worlds are searched side by side
+        works = [partial(_found, subject, pricer, asked, gpus, present) for gpus in args.gpus]
+        every = [_tuned(args, target, subject, pricer, own) for own in side_by_side(works)]
     where, picture = subject.machines.machine.name, None
     drawn = panels_of(target.name, where, every)
     if args.output is not None and drawn:

@@ -16,10 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.fsdp2.undo import undo
+from graphshard.offline.counted import CostsKey
 from graphshard.offline.repeats import signature
 from graphshard.offline.target import Sizes
 from graphshard.offline.world import Made, built, pretended
+from graphshard.pricing.op_costs import GraphCosts
 from graphshard.schedule.setting import Checkpointing, MeshShape, NoTensor, TensorObstacle
+from graphshard.tune.aside import side_by_side
 from graphshard.tune.layout import meshes_of
 from graphshard.tune.short_study import ShortStudy
 from graphshard.tune.tensor_parallel import (
@@ -68,8 +71,9 @@ class Degrees:
         per_node = subject.machines.ranks_per_node
         powers = [2**n for n in range(1, per_node.bit_length())]
         asked = sorted(set(powers if self.asked is None else self.asked) - {1})
-        fitting = (t for t in asked if per_node % t == 0 and world_size % t == 0)
-        return 1, *(t for t in fitting if world_size > t and self._has(subject, t, world_size))
+        fitting = [t for t in asked if per_node % t == 0 and world_size % t == 0 and world_size > t]
+        self._capture(subject, fitting, world_size)
+        return 1, *(t for t in fitting if self._studies[Checkpointing.AS_IS, t] is not None)
 
     @property
     def left_out(self) -> tuple[NoTensor, ...]:
@@ -84,43 +88,57 @@ class Degrees:
         """kind: AS_IS or FULL. degree: a possible one."""
         return self._studies[kind, degree]
 
-    def _has(self, subject: Subject, degree: int, world_size: int) -> bool:
-        if (Checkpointing.AS_IS, degree) not in self._studies:
-            self._try(subject, degree, world_size)
-        return self._studies[Checkpointing.AS_IS, degree] is not None
-
-    def _try(self, subject: Subject, degree: int, world_size: int) -> None:
-        subject.say(f"capturing it with tensor parallel over {degree} ranks")
-        kinds = [Checkpointing.AS_IS, *([Checkpointing.FULL] if subject.may_checkpoint else [])]
-        try:
-            for kind in kinds:
-                self._studies[kind, degree] = self._captured(subject, kind, degree, world_size)
+    def _capture(self, subject: Subject, degrees: Sequence[int], world_size: int) -> None:
+        """Those that were not captured yet, side by side."""
+        new = [t for t in degrees if (Checkpointing.AS_IS, t) not in self._studies]
+        if not new:
             return
+        subject.finest(world_size, MeshShape(1, world_size))  # which finds what repeats
+        kinds = [Checkpointing.AS_IS, *([Checkpointing.FULL] if subject.may_checkpoint else [])]
+        works = [partial(self._tried, subject, kinds, t, world_size) for t in new]
+        for degree, found in zip(new, side_by_side(works), strict=True):
+            if isinstance(found, NoTensor):
+                self._reasons.append(found)
+                self._studies[Checkpointing.AS_IS, degree] = None
+                continue
+            for kind, costs in found.items():
+                study = self._study(subject, kind, degree, world_size)
+                self._studies[kind, degree] = replace(study, known=costs)
+
+    def _tried(
+        self, subject: Subject, kinds: Sequence[Checkpointing], degree: int, world_size: int
+    ) -> dict[Checkpointing, dict[CostsKey, GraphCosts]] | NoTensor:
+        """What a step costs with this degree, or why it is not searched."""
+        subject.say(f"capturing it with tensor parallel over {degree} ranks")
+        try:
+            self._check_blocks(subject, MeshShape(1, world_size // degree, degree))
+            return {kind: self._costs(subject, kind, degree, world_size) for kind in kinds}
         except NoTensorError as error:
-            reason = replace(error.found, degrees=(degree,))
+            return replace(error.found, degrees=(degree,))
         except Exception as error:  # a plan is the user's code, and was perhaps never tried
             subject.say(f"with that it cannot be captured: {error}")
-            reason = NoTensor(TensorObstacle.CAPTURE, degrees=(degree,))
-        self._reasons.append(reason)
-        self._studies[Checkpointing.AS_IS, degree] = None
+            return NoTensor(TensorObstacle.CAPTURE, degrees=(degree,))
 
-    def _captured(
+    def _costs(
         self, subject: Subject, kind: Checkpointing, degree: int, world_size: int
-    ) -> ShortStudy:
+    ) -> dict[CostsKey, GraphCosts]:
         """Raises what stands in the way of it."""
-        shape = MeshShape(1, world_size // degree, degree)
-        subject.finest(world_size, MeshShape(1, world_size))  # which finds what repeats
-        self._check_blocks(subject, shape)
-        infos = [own.info for own in subject.finest(world_size, shape).values()]
-        full, counts = kind is Checkpointing.FULL, subject.counts_blocks
-        build = partial(subject.sharded, shape=shape, full=full, count=0 if counts else None)
-        repeats = subject.repeats if counts else ()
-        study = ShortStudy(subject.name, build, world_size, repeats, infos)
+        study = self._study(subject, kind, degree, world_size)
         for sizes in tensor_sizes(subject.sizes):
             point = subject.point(sizes, world_size)
             for freed in (False, *([True] if study.may_free(point) else [])):
                 study.costs(point, freed=freed)
-        return study
+        return study.known
+
+    def _study(
+        self, subject: Subject, kind: Checkpointing, degree: int, world_size: int
+    ) -> ShortStudy:
+        shape = MeshShape(1, world_size // degree, degree)
+        infos = [own.info for own in subject.finest(world_size, shape).values()]
+        full, counts = kind is Checkpointing.FULL, subject.counts_blocks
+        build = partial(subject.sharded, shape=shape, full=full, count=0 if counts else None)
+        repeats = subject.repeats if counts else ()
+        return ShortStudy(subject.name, build, world_size, repeats, infos)
 
     def _check_blocks(self, subject: Subject, shape: MeshShape) -> None:
         """All alike blocks have to be parallelized alike: a few stand for them. Raises

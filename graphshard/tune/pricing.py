@@ -6,8 +6,9 @@ the budget; a plan is made as `graphshard plan` makes one row of a sweep.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from graphshard.compiler.planning import (
     PlanningInputs,
@@ -29,6 +30,7 @@ from graphshard.pricing.problem import PlanningPolicy
 from graphshard.pricing.recompute import RecomputeUnit
 from graphshard.schedule.plan import Figures, Plan
 from graphshard.schedule.setting import Checkpointing, Grouping, Resharding, Scheduling, Setting
+from graphshard.tune.aside import side_by_side
 from graphshard.tune.merge import Described, Merged, merged, resharded
 from graphshard.tune.subject import Subject, World
 
@@ -112,7 +114,7 @@ class Pricer:
     def compute_us(self, setting: Setting) -> float:
         """Of a whole step: no bound of it is less."""
         directions = self.subject.costs(setting).by_direction.values()
-        return setting.micro_steps * sum(one.ends_us[-1] for one in directions)
+        return setting.micro_steps * sum(sum(one.us) for one in directions)
 
     def bound(self, setting: Setting) -> Bound:
         if setting not in self._bounds:
@@ -135,6 +137,12 @@ class Pricer:
         if setting not in self._priced:
             self._priced[setting] = self._price(setting)
         return self._priced[setting]
+
+    def price_all(self, settings: Iterable[Setting]) -> None:
+        """As `price`, but side by side."""
+        new = [one for one in dict.fromkeys(settings) if one not in self._priced]
+        works = [partial(self._price, one) for one in new]
+        self._priced.update(zip(new, side_by_side(works), strict=True))
 
     def _price(self, setting: Setting) -> Priced:
         costs, planning = self.inputs(setting)

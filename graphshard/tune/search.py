@@ -181,14 +181,18 @@ def found_for(subject: Subject, pricer: Pricer, space: Space, present: Setting |
     if best is None:
         planned, nearest = pricer.num_planned - before, _nearest(pricer, space)
         return Found(space.world_size, now, None, (), (), space.size, planned, nearest=nearest)
-    around = [pricer.price(setting) for setting in _around(pricer, space, best)]
-    own = [p for p in pricer.tried if p.plan is not None and _is_of(p.setting, space)]
+    tried = [priced for priced in pricer.tried if _is_of(priced.setting, space)]
+    around = list(_around(pricer, space, best))
+    reverted = _reverted(pricer.subject, space, best.setting, present)
+    without = [(decision, other) for decision, other in reverted if other != best.setting]
+    pricer.price_all([*around, *(setting for _, setting in without)])
+    others = [*tried, *map(pricer.price, around)]
     return Found(
         space.world_size,
         now,
         best,
-        tuple(front_of(pricer, best, [*own, *(p for p in around if p.plan is not None)])),
-        tuple(_gains(pricer, space, best, present)),
+        tuple(front_of(pricer, best, [p for p in others if p.plan is not None])),
+        tuple(Gain(decision, pricer.price(setting)) for decision, setting in without),
         space.size,
         pricer.num_planned - before,
         left,
@@ -328,13 +332,6 @@ def present_of(subject: Subject, world_size: int, batch: Accumulated) -> Setting
         scheduling=Scheduling.FSDP2,
     )
     return with_batch(own, batch)
-
-
-def _gains(pricer: Pricer, space: Space, best: Priced, present: Setting | None) -> Iterator[Gain]:
-    """Each decision taken back by itself."""
-    for decision, other in _reverted(pricer.subject, space, best.setting, present):
-        if other != best.setting:
-            yield Gain(decision, pricer.price(other))
 
 
 def _reverted(

@@ -29,15 +29,16 @@ from graphshard.schedule.plan import GroupInfo
 @dataclass(slots=True)
 class ShortStudy:
     """build: see above; it is called in a world of `world_size`. repeats: lists of alike blocks, of
-    which the first few are there. infos: the groups of all blocks."""
+    which the first few are there. infos: the groups of all blocks. known: costs, once asked for.
+    """
 
     name: str
     build: Callable[[Sizes], Made]
     world_size: int
     repeats: Sequence[Repeat]
     infos: Sequence[GroupInfo]
+    known: dict[CostsKey, GraphCosts] = field(default_factory=dict)
     _cuts: Cuts = field(default_factory=lambda: Cuts(Clock()))
-    _costs: dict[CostsKey, GraphCosts] = field(default_factory=dict)
 
     def costs(self, point: Point, *, freed: bool = False) -> GraphCosts:
         """Of all blocks; freed: with the user's checkpoints replaced (see `may_free`).
@@ -46,14 +47,14 @@ class ShortStudy:
         not stand for all; and what `build` raises.
         """
         key = costs_key(point, freed=freed)
-        if key not in self._costs:
+        if key not in self.known:
             self._capture(point)
             with no_collections():
                 found = counted_costs(self._cuts, self.repeats, self.infos, point, freed=freed)
             if found is None:
                 raise CaptureError("GS910", f"blocks of {self.name} do not repeat exactly")
-            self._costs[key] = found
-        return self._costs[key]
+            self.known[key] = found
+        return self.known[key]
 
     def may_free(self, point: Point) -> bool:
         """As `Study.may_free`."""

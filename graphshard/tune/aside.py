@@ -1,0 +1,80 @@
+"""Work beside this process's own: in forks of it, which have all that was built and captured.
+
+In: functions whose results can be pickled. Out: these results. Where there cannot be a fork, or
+where it failed, the work is done here, so that errors are raised here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def side_by_side(works: Sequence[Callable[[], T]]) -> list[T]:
+    """What each of them returns; as many are done at a time as there are cores, the first of them
+    here. Raises what the first one raises that does."""
+    found: list[T] = []
+    at_a_time = _num_cores() if _may_fork() else 1
+    for start in range(0, len(works), at_a_time):
+        own, *others = works[start : start + at_a_time]
+        waits = [_forked(work) for work in others]
+        found += [own(), *(wait() for wait in waits)]
+    return found
+
+
+def _forked(work: Callable[[], T]) -> Callable[[], T]:
+    """Starts `work`; what is returned waits for it."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(work, sending), daemon=True)
+    with warnings.catch_warnings():
+        # Python 3.12 warns of any thread of the system; what torch leaves are OpenMP's idle ones.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    sending.close()
+
+    def wait() -> T:
+        with receiving:
+            try:
+                found: T = receiving.recv()
+            except EOFError:
+                return work()
+            finally:
+                process.join()
+        return found
+
+    return wait
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _may_fork() -> bool:
+    """Other threads do not live on in a fork, nor does CUDA. `threading` does not know them all."""
+    import torch
+
+    return (
+        sys.platform == "linux"
+        and len(sys._current_frames()) == 1
+        and not torch.cuda.is_initialized()
+        and not multiprocessing.current_process().daemon
+    )
+
+
+def _send(work: Callable[[], object], to: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # OpenMP's threads do not live on in a fork either
+    with to:
+        try:
+            to.send(work())
+        except Exception:  # who waits finds nothing, does the work itself, and raises it
+            return

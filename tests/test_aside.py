@@ -1,0 +1,63 @@
+"""Work in forks: results in order, errors here, and nothing lost with a fork that dies."""
+
+import os
+import threading
+from functools import partial
+
+import pytest
+
+from graphshard.tune import aside
+from graphshard.tune.aside import side_by_side
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch):
+    monkeypatch.setattr(aside, "_num_cores", lambda: 2)
+    monkeypatch.setattr(aside, "_may_fork", lambda: True)
+
+
+def test_results_come_in_order_and_every_second_work_is_done_in_a_fork():
+    found = side_by_side([lambda n=n: (n, os.getpid()) for n in range(5)])
+    assert [n for n, _ in found] == list(range(5))
+    assert [pid == os.getpid() for _, pid in found] == [True, False, True, False, True]
+    assert side_by_side([]) == []
+
+
+def test_a_fork_has_what_was_made_before():
+    made = {"a": 1}
+    assert side_by_side([lambda: None, partial(made.get, "a")])[1] == 1
+
+
+def test_what_one_raises_is_raised_here():
+    def fails():
+        raise ValueError("no such mesh")
+
+    with pytest.raises(ValueError, match="no such mesh"):
+        side_by_side([lambda: 1, fails])
+
+
+@pytest.mark.parametrize("how", ["dies", "gives what cannot be pickled"])
+def test_what_a_fork_cannot_give_is_made_here(how):
+    here = os.getpid()
+
+    def work():
+        if os.getpid() == here:
+            return "made here"
+        if how == "dies":
+            os._exit(1)
+        return threading.Lock()
+
+    assert side_by_side([lambda: 0, work]) == [0, "made here"]
+
+
+def test_nothing_is_forked_beside_other_threads(monkeypatch):
+    monkeypatch.undo()
+    going = threading.Event()
+    other = threading.Thread(target=going.wait)
+    other.start()
+    try:
+        pids = side_by_side([os.getpid, os.getpid])
+    finally:
+        going.set()
+        other.join()
+    assert pids == [os.getpid()] * 2
