@@ -16,11 +16,14 @@ def two_cores(monkeypatch):
     monkeypatch.setattr(aside, "_may_fork", lambda: True)
 
 
-def test_results_come_in_order_and_every_second_work_is_done_in_a_fork():
-    found = side_by_side([lambda n=n: (n, os.getpid()) for n in range(5)])
-    assert [n for n, _ in found] == list(range(5))
-    assert [pid == os.getpid() for _, pid in found] == [True, False, True, False, True]
-    assert side_by_side([]) == []
+@pytest.mark.parametrize(
+    ("count", "here"),
+    [(0, []), (1, [0]), (2, [0]), (3, [0]), (4, [0, 2]), (5, [0, 3]), (7, [0, 3, 6])],
+)
+def test_results_come_in_order_and_the_first_of_each_round_is_made_here(count, here):
+    found = side_by_side([lambda n=n: (n, os.getpid()) for n in range(count)])
+    assert [n for n, _ in found] == list(range(count))
+    assert [n for n, pid in found if pid == os.getpid()] == here
 
 
 def test_a_fork_has_what_was_made_before():

@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from math import ceil
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -18,10 +19,12 @@ T = TypeVar("T")
 
 
 def side_by_side(works: Sequence[Callable[[], T]]) -> list[T]:
-    """What each of them returns; as many are done at a time as there are cores, the first of them
-    here. Raises what the first one raises that does."""
+    """What each of them returns. As many are done at a time as there are cores, or one more so that
+    no core waits for the last one alone; the first of them here. Raises what the first one raises
+    that does."""
     found: list[T] = []
-    at_a_time = _num_cores() if _may_fork() else 1
+    rounds = ceil(len(works) / (_num_cores() + 1)) if _may_fork() else len(works)
+    at_a_time = ceil(len(works) / max(1, rounds)) or 1
     for start in range(0, len(works), at_a_time):
         own, *others = works[start : start + at_a_time]
         waits = [_forked(work) for work in others]
