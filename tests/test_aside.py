@@ -1,7 +1,9 @@
 """Work in forks: results in order, errors here, and nothing lost with a fork that dies."""
 
+import multiprocessing
 import os
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -51,6 +53,17 @@ def test_what_a_fork_cannot_give_is_made_here(how):
         return threading.Lock()
 
     assert side_by_side([lambda: 0, work]) == [0, "made here"]
+
+
+def test_a_fork_that_nobody_waits_for_any_more_is_ended():
+    def fails():
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side([fails, partial(time.sleep, 60)])
+    assert time.monotonic() - began < 30
+    assert multiprocessing.active_children() == []
 
 
 def test_nothing_is_forked_beside_other_threads(monkeypatch):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -27,33 +30,43 @@ def side_by_side(works: Sequence[Callable[[], T]]) -> list[T]:
     at_a_time = ceil(len(works) / max(1, rounds)) or 1
     for start in range(0, len(works), at_a_time):
         own, *others = works[start : start + at_a_time]
-        waits = [_forked(work) for work in others]
-        found += [own(), *(wait() for wait in waits)]
+        forks = [_forked(work) for work in others]
+        try:
+            found += [own(), *(_wait(*fork) for fork in zip(forks, others, strict=True))]
+        finally:
+            for fork in forks:
+                fork.process.terminate()  # it is done, or nobody waits for it any more
+                fork.process.join()
     return found
 
 
-def _forked(work: Callable[[], T]) -> Callable[[], T]:
-    """Starts `work`; what is returned waits for it."""
+@dataclass(frozen=True, slots=True)
+class _Fork:
+    """result: where it can be read, or nothing if the work failed."""
+
+    process: BaseProcess
+    result: Connection
+
+
+def _forked(work: Callable[[], object]) -> _Fork:
     context = multiprocessing.get_context("fork")
-    receiving, sending = context.Pipe(duplex=False)
+    result, sending = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(work, sending), daemon=True)
     with warnings.catch_warnings():
         # Python 3.12 warns of any thread of the system; what torch leaves are OpenMP's idle ones.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     sending.close()
+    return _Fork(process, result)
 
-    def wait() -> T:
-        with receiving:
-            try:
-                found: T = receiving.recv()
-            except EOFError:
-                return work()
-            finally:
-                process.join()
-        return found
 
-    return wait
+def _wait(fork: _Fork, work: Callable[[], T]) -> T:
+    with fork.result:
+        try:
+            found: T = fork.result.recv()
+        except EOFError:
+            return work()
+    return found
 
 
 def _num_cores() -> int:
@@ -75,6 +88,7 @@ def _may_fork() -> bool:
 def _send(work: Callable[[], object], to: Connection) -> None:
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who waits, and ends this one
     torch.set_num_threads(1)  # OpenMP's threads do not live on in a fork either
     with to:
         try:
