@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -58,11 +57,6 @@ def uneven(batch=2, seq=32):
     model.tp_plan = {{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
     return model, (tokens(batch, seq),)
 
-def planned(batch=2, seq=32):
-    model, args = good(batch, seq)
-    model.tp_plan = {{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
-    return model, args
-
 def without_batch(seq=32):
     return net(), (tokens(2, seq),)
 
@@ -116,22 +110,6 @@ def test_json_has_the_same(cli):
     tokens = sizes["batch"] * sizes["seq"] * best["setting"]["micro_steps"] * 8
     assert best["tokens_per_s"] == pytest.approx(tokens / best["step_us"] * 1e6)
     assert best["usd_per_million"] is None
-
-
-def test_what_is_done_side_by_side_comes_to_the_same(cli, tmp_path):
-    """In a process of its own, where nothing else runs, worlds and degrees are done in forks."""
-    file = tmp_path / "targets_of_test.py"
-    command = [sys.executable, "-m", "graphshard", "tune", f"{file}:planned", "--gpus", "4,8"]
-    how = ["--hw", "h100-ethernet100", "--per-node", "4", "--batch", "1", "--compute", "aten"]
-    done = subprocess.run(
-        [*command, *how, "--json"], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    *_, beside = json.loads(done.stdout)["gpus"]
-    _, out, _ = cli("planned", "--batch", "1", "--json")
-    (alone,) = json.loads(out)["gpus"]
-    assert {row["setting"]["mesh"]["tensor"] for row in alone["front"]} >= {1}
-    assert beside == alone
 
 
 def test_nothing_fits(cli):

@@ -1,7 +1,11 @@
 """Tuning with tensor parallel: where plans come from, what they cost, and the code."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,6 +145,46 @@ def test_what_is_found_has_both_and_says_what_tensor_parallel_gains(in_words):
     plain = dict(_reverted(in_words, space, best.setting, None))[Decision.TENSOR].mesh
     assert (plain.tensor, plain.replicas) == (1, best.setting.mesh.replicas)
     assert found.best is not None
+
+
+SIDE_BY_SIDE = """
+from functools import partial
+from pathlib import Path
+
+import test_tune_tensor as tests
+from graphshard.tune import aside
+
+assert aside._may_fork()
+forked, forks = aside._forked, []
+
+def found(cores):
+    aside._num_cores, aside._may_fork = lambda: cores, lambda: cores > 1
+    aside._forked = lambda work: forks.append(work) or forked(work)
+    subject = tests.subject_with(partial(tests.planned, depth=2), degrees=(2, 4))
+    assert subject.degrees(tests.WORLD) == (1, 2, 4)
+    meshes = [tests.MeshShape(1, tests.WORLD // degree, degree) for degree in (1, 2, 4)]
+    pricer = tests.Pricer(subject)
+    pricer.price_all([tests.setting(mesh=mesh) for mesh in meshes])
+    return pricer.tried
+
+alone, beside = found(1), found(2)
+assert len(forks) == 1 + 2 and len(alone) == 3
+assert alone == beside and all(priced.plan is not None for priced in alone)
+"""
+
+
+def test_what_is_done_in_forks_comes_to_the_same():
+    """In a process of its own: where there are other threads there are no forks."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", SIDE_BY_SIDE],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # -- what it costs -------------------------------------------------------------------------------
