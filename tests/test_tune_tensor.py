@@ -16,6 +16,7 @@ from test_tune import (
     WORLD,
     by_block,
     captured,
+    columns,
     compare,
     described,
     found_in,
@@ -125,6 +126,22 @@ def test_degrees_are_those_of_a_node_and_meshes_of_whole_nodes(in_words):
     assert list(shapes_for(16, 4, 4)) == [MeshShape(1, 4, 4), MeshShape(2, 2, 4)]
 
 
+def test_a_model_that_is_not_cut_over_all_ranks_has_no_degrees():
+    def over_half(model):
+        mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("replicate", "shard"))
+        by_block(model, mesh=mesh, shard_placement_fn=columns)
+
+    def make():
+        model = net(dim=24)
+        model.tp_plan = IN_WORDS
+        return model
+
+    subject = subject_with(make, over_half)
+    assert subject.degrees(WORLD) == (1,)
+    (left_out,) = subject.tensor.left_out
+    assert (left_out.why, left_out.degrees) == (TensorObstacle.CAPTURE, (2,))
+
+
 def test_a_group_shares_its_sequences(in_words):
     asked = Asked(2**33, (sizes_of(1),), WORLD * 32)
     assert next(batches_for(in_words, WORLD, asked)) == Accumulated(sizes_of(1), 1)
@@ -149,7 +166,6 @@ def test_what_is_found_has_both_and_says_what_tensor_parallel_gains(in_words):
 
 SIDE_BY_SIDE = """
 from functools import partial
-from pathlib import Path
 
 import test_tune_tensor as tests
 from graphshard.tune import aside

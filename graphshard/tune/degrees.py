@@ -93,7 +93,6 @@ class Degrees:
         new = [t for t in degrees if (Checkpointing.AS_IS, t) not in self._studies]
         if not new:
             return
-        subject.finest(world_size, MeshShape(1, world_size))  # which finds what repeats
         kinds = [Checkpointing.AS_IS, *([Checkpointing.FULL] if subject.may_checkpoint else [])]
         works = [partial(self._tried, subject, kinds, t, world_size) for t in new]
         for degree, found in zip(new, side_by_side(works), strict=True):
@@ -111,6 +110,7 @@ class Degrees:
         """What a step costs with this degree, or why it is not searched."""
         subject.say(f"capturing it with tensor parallel over {degree} ranks")
         try:
+            subject.finest(world_size, MeshShape(1, world_size))  # which finds what repeats
             self._check_blocks(subject, MeshShape(1, world_size // degree, degree))
             return {kind: self._costs(subject, kind, degree, world_size) for kind in kinds}
         except NoTensorError as error:
