@@ -291,7 +291,7 @@ def test_no_plan_beats_its_bound(tuned):
 
 
 def test_compute_alone_is_no_more_than_a_bound(tuned):
-    """Nor does a setting wait behind another one that its bound would have come before."""
+    """So a setting that waits for its bound comes no later than with it."""
     _, pricer, space, _ = tuned
     for one in space.settings():
         assert pricer.compute_us(one) <= pricer.bound(one).step_us * (1 + 1e-9)
