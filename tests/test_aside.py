@@ -59,11 +59,11 @@ def test_a_fork_that_nobody_waits_for_any_more_is_ended():
     def fails():
         raise KeyboardInterrupt
 
-    began = time.monotonic()
+    others, began = set(multiprocessing.active_children()), time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         side_by_side([fails, partial(time.sleep, 60)])
     assert time.monotonic() - began < 30
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) == others
 
 
 def test_nothing_is_forked_beside_other_threads(monkeypatch):

@@ -497,6 +497,7 @@ ELSEWHERE = {
     "_SubParsersAction",
     "_autograd",
     "_boxed_call",
+    "_current_frames",
     "_dynamo",
     "_functorch",
     "_guards",

@@ -29,6 +29,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -350,8 +351,10 @@ def share_gpus(rank: int) -> None:
 
 
 def _run_case(ctx: Ctx, payload: bytes) -> Any:
+    """Later cases of this process have the environment that this one found."""
     fn, args = pickle.loads(payload)
-    return fn(ctx, *args)
+    with mock.patch.dict(os.environ):
+        return fn(ctx, *args)
 
 
 def _settle(ctx: Ctx, what: bytes) -> int:
