@@ -66,6 +66,33 @@ def test_a_fork_that_nobody_waits_for_any_more_is_ended():
     assert set(multiprocessing.active_children()) == others
 
 
+def test_work_in_a_fork_goes_on_in_forks_of_its_own():
+    def work(count):
+        inner = side_by_side([os.getpid] * count)
+        return os.getpid(), inner
+
+    _, (outer, inner) = side_by_side([lambda: None, partial(work, 2)])
+    assert inner[0] == outer != inner[1] != os.getpid()
+
+
+def test_forks_of_a_fork_end_with_it(tmp_path):
+    def sleeps():
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        time.sleep(60)
+
+    def fails_when_all_sleep():
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(
+            [fails_when_all_sleep, lambda: side_by_side([partial(time.sleep, 60), sleeps])]
+        )
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
 def test_nothing_is_forked_beside_other_threads(monkeypatch):
     monkeypatch.undo()
     going = threading.Event()

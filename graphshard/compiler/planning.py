@@ -25,6 +25,7 @@ from graphshard.passes.regroup import regroup
 from graphshard.planner.activations import DEARER
 from graphshard.planner.choices import Choices, choices_of, offloads_of
 from graphshard.planner.follow import as_fsdp2, following
+from graphshard.planner.infeasible import may_fit
 from graphshard.planner.plan_step import Planned
 from graphshard.planner.problem import Problem
 from graphshard.planner.separate_group import plan_best
@@ -178,7 +179,7 @@ def best_plans(posed: Posed, planning: PlanningInputs) -> tuple[Plan, Plan | Non
     if offering is problem:
         return _plan_of_posed(posed, problem, planning), None
     chosen = _plan_of_posed(posed, offering, planning)
-    if not chosen.recompute.changes_graph:
+    if not chosen.recompute.changes_graph or not may_fit(problem):
         return chosen, None
     try:
         without = _plan_of_posed(posed, problem, planning)

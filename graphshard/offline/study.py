@@ -149,6 +149,16 @@ class Study:
             return self._posed_short(point, planning)
         return pose(self._cut_for(point), planning)
 
+    @property
+    def repeats(self) -> tuple[Repeat, ...]:
+        """Lists of alike blocks of which a few were captured, once it was prepared."""
+        return tuple(self._repeats)
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """The names of all groups, in the order in which they were found."""
+        return tuple(self._present)
+
     def world(self, world_size: int, ranks_per_node: int) -> World | None:
         """The groups on one of the points' worlds, once it was prepared."""
         return self._worlds.get((world_size, ranks_per_node))

@@ -175,16 +175,16 @@ def _held_by_smaller_mesh(
 
 
 def release_event(
-    problem: Problem, number: int, choices: Choices, direction: Direction, micro: MicroStep
+    problem: Problem, number: int, choices: Choices, direction: Direction, *, is_left: bool
 ) -> Event:
-    """The end of a group's last use in one direction."""
+    """The end of a group's last use in one direction. is_left: gathered for the next micro-step."""
     group = problem.groups[number]
     backward_needs = group.use_in(Direction.BACKWARD) is not None
     forward = direction is Direction.FORWARD
     if forward and number in choices.kept and backward_needs:
         return Event(Step(StepKind.RELEASE, number, kept=True))
     step = Step(StepKind.RELEASE, number)
-    if number in choices.across and not micro.last:
+    if is_left:
         return Event(step)
     gathered = (Allocation(Category.UNSHARDED_PARAM, group.room_bytes, number),)
     if not (forward and backward_needs):

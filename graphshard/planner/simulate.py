@@ -285,7 +285,8 @@ def _event(
     if step.group is None or step.group >= len(problem.groups):
         raise PlanError("GS603", f"{step} names no group of the problem")
     if step.kind is StepKind.RELEASE:
-        return release_event(problem, step.group, choices, direction, micro)
+        is_left = step.group in choices.across and not micro.last
+        return release_event(problem, step.group, choices, direction, is_left=is_left)
     if step.is_copy:
         return _copy_event(problem, step, choices)
     bucket = Bucket(step.groups, _parts(problem, step))

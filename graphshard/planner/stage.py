@@ -15,7 +15,7 @@ Events at one position come in the order of their jobs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -127,16 +127,18 @@ def stage_of(memo: Memo, choices: Choices, direction: Direction, micro: MicroSte
     """The stage of one direction in one micro-step. Positions are the same in all of them."""
     forward = direction is Direction.FORWARD
     across = choices.across
+    found = across if forward and not micro.first else ()  # still gathered
+    left = () if micro.last else across
     key = (
         forward,
-        micro,
         (choices.kept, choices.on_node) if not forward else (),
         across,
+        found,
         choices.cuts_in(direction),
         choices.offload if not forward else (),
     )
     stride, fixed, gathers = recently(
-        memo, "gathers", key, lambda: _gathers(memo, choices, direction, micro)
+        memo, "gathers", key, lambda: _gathers(memo, choices, direction, found)
     )
     regions = recently(
         memo,
@@ -147,8 +149,8 @@ def stage_of(memo: Memo, choices: Choices, direction: Direction, micro: MicroSte
     releases = recently(
         memo,
         "releases",
-        (forward, micro, (choices.kept, choices.on_node) if forward else (), across, stride),
-        lambda: _releases(memo, choices, direction, micro, stride),
+        (forward, (choices.kept, choices.on_node) if forward else (), left, stride),
+        lambda: _releases(memo, choices, direction, left, stride),
     )
     if forward:
         reductions = recently(
@@ -169,13 +171,14 @@ def stage_of(memo: Memo, choices: Choices, direction: Direction, micro: MicroSte
 
 
 def _gathers(
-    memo: Memo, choices: Choices, direction: Direction, micro: MicroStep
+    memo: Memo, choices: Choices, direction: Direction, found: Sequence[int]
 ) -> tuple[int, list[tuple[int, Event]], tuple[Job, ...]]:
-    """The stride, the waits (issues of what is kept too) and the gathers to be placed."""
+    """The stride, the waits (issues of what is kept too) and the gathers to be placed. found: the
+    groups that are still gathered from the micro-step before."""
     backward = direction is Direction.BACKWARD
     kept = set(choices.kept) if backward else set()
     on_node = set(choices.on_node) if backward else set()
-    across = set(choices.across) if not (backward or micro.first) else set()
+    resident = {*kept, *found}
     buckets = [*_quiet(memo, choices, direction), *gather_buckets(memo, choices, direction)]
     first_uses = [(first_use(memo, bucket, direction), bucket) for bucket in buckets]
     reloads = _reloads(memo, choices) if backward else []
@@ -188,8 +191,7 @@ def _gathers(
         at = region * stride + GATHER_WAIT + 2 * taken[region]
         taken[region] += 1
         first = bucket.groups[0]
-        resident = first in kept or first in across
-        issue, wait = _gather(memo, bucket, direction, resident, first in on_node)
+        issue, wait = _gather(memo, bucket, direction, first in resident, first in on_node)
         fixed.extend([(at, issue), (at, wait)] if first in kept else [(at, wait)])
         if first not in kept:
             jobs.append(Job(bucket, issue, wait, at, issue.alloc_bytes))
@@ -258,15 +260,17 @@ def _regions(
 
 
 def _releases(
-    memo: Memo, choices: Choices, direction: Direction, micro: MicroStep, stride: int
+    memo: Memo, choices: Choices, direction: Direction, left: Sequence[int], stride: int
 ) -> list[tuple[int, Event]]:
-    chosen = [set(items) for items in (choices.kept, choices.across, choices.on_node)]
+    """left: the groups that stay gathered for the next micro-step."""
+    chosen = [set(items) for items in (choices.kept, left, choices.on_node)]
 
     def event(number: int) -> Event:
+        kept, is_left, on_node = (number in items for items in chosen)
         return once(
             memo,
-            ("release", number, direction, *(number in items for items in chosen), micro),
-            lambda: release_event(memo.problem, number, choices, direction, micro),
+            ("release", number, direction, kept, is_left, on_node),
+            lambda: release_event(memo.problem, number, choices, direction, is_left=is_left),
         )
 
     lasts = once(memo, ("last uses", direction), lambda: _last_uses(memo.problem, direction))

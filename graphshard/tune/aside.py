@@ -1,7 +1,8 @@
 """Work beside this process's own: in forks of it, which have all that was built and captured.
 
 In: functions whose results can be pickled. Out: these results. Where there cannot be a fork, or
-where it failed, the work is done here, so that errors are raised here.
+where it failed, the work is done here, so that errors are raised here. Work in a fork may go on in
+forks of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Fork:
 def _forked(work: Callable[[], object]) -> _Fork:
     context = multiprocessing.get_context("fork")
     result, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(work, sending), daemon=True)
+    process = context.Process(target=_send, args=(work, sending))
     with warnings.catch_warnings():
         # Python 3.12 warns of any thread of the system; what torch leaves are OpenMP's idle ones.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -81,14 +82,20 @@ def _may_fork() -> bool:
         sys.platform == "linux"
         and len(sys._current_frames()) == 1
         and not torch.cuda.is_initialized()
-        and not multiprocessing.current_process().daemon
+        and not multiprocessing.current_process().daemon  # which may have no children
     )
+
+
+def _leave(*_: object) -> None:
+    """Of a fork that nobody waits for any more: it ends its own ones first."""
+    sys.exit(1)
 
 
 def _send(work: Callable[[], object], to: Connection) -> None:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who waits, and ends this one
+    signal.signal(signal.SIGTERM, _leave)
     torch.set_num_threads(1)  # OpenMP's threads do not live on in a fork either
     with to:
         try:

@@ -22,7 +22,7 @@ from graphshard.fsdp2 import states_under
 from graphshard.fsdp2.describe import name_of
 from graphshard.fsdp2.undo import Sharding, obstacle, sharding_of, undo
 from graphshard.offline.point import Point
-from graphshard.offline.repeats import Repeat, repeats_in, shorten
+from graphshard.offline.repeats import Repeat, repeats_in
 from graphshard.offline.repeats import is_inside as is_group_of
 from graphshard.offline.study import Study
 from graphshard.offline.target import Sizes
@@ -51,15 +51,14 @@ from graphshard.tune.layout import (
 )
 from graphshard.tune.merge import Described, Union, renamed
 from graphshard.tune.modules import (
-    Calls,
     Groupings,
     Modules,
     groupings_of,
-    is_inside,
     owner_of,
     root_of,
 )
 from graphshard.tune.short_study import ShortStudy
+from graphshard.tune.undone import Undone, with_blocks
 
 Build = Callable[[Sizes], Made]
 World = Mapping[str, Described]
@@ -72,15 +71,6 @@ class Machines:
     machine: Machine
     ranks_per_node: int
     fused: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Undone:
-    """A model without shards, what sharded it, and the calls to make instead."""
-
-    made: Made
-    sharding: Sharding
-    calls: Calls
 
 
 @dataclass(slots=True)
@@ -145,9 +135,12 @@ class Subject:
         return self.groupings is not None and Grouping.APART in self.groupings.calls
 
     def _look_at_model(self, *, may_be_apart: bool = True) -> None:
-        with pretended(self.worlds[0]):
-            model = built(partial(self.build, self.sizes[0])).model
-            self._look(model, may_be_apart=may_be_apart)
+        first = self.worlds[0]
+        with pretended(first):
+            made = built(partial(self.build, self.sizes[0]))
+            self._look(made.model, may_be_apart=may_be_apart)
+        if self.groupings is not None:
+            self._undone_in = {first: Undone(made, self.sharding, self.groupings.finest)}
 
     def _look(self, model: nn.Module, *, may_be_apart: bool) -> None:
         self.is_sharded = bool(states_under(model))
@@ -217,7 +210,10 @@ class Subject:
         return self._study_of(Checkpointing.FULL) is not None
 
     def _capture(self) -> None:
-        self._studies = {Checkpointing.AS_IS: self._studied(self._captured)}
+        study = self._studied(self._captured)
+        self._studies = {Checkpointing.AS_IS: study}
+        if self.groupings is not None and study.repeats:
+            self._found(study.present, study.repeats)
 
     def _study_of(self, kind: Checkpointing) -> Study | None:
         """kind: AS_IS, or FULL, which is captured when it is asked for; None where it cannot be."""
@@ -270,18 +266,15 @@ class Subject:
         blocks that are alike, once it is known which are; 0: as many as are captured; None: all."""
         if self.groupings is None:
             return self.build(sizes)
-        return self._resharded(self._undone(sizes, count), shape, full=full)
+        undone = self._undone(sizes)
+        if count is not None:
+            undone = with_blocks(undone, self.repeats, count)
+        return self._resharded(undone, shape, full=full)
 
-    def _undone(self, sizes: Sizes, count: int | None) -> Undone:
+    def _undone(self, sizes: Sizes) -> Undone:
         assert self.groupings is not None
-        made, calls = self.build(sizes), self.groupings.finest
-        sharding = undo(made.model)
-        for repeat in self.repeats if count is not None else ():
-            left = count or repeat.captured
-            shorten(made.model, repeat, left)
-            gone = repeat.names[left:]
-            calls = tuple(m for m in calls if not any(is_inside(m[0], block) for block in gone))
-        return Undone(made, sharding, calls)
+        made = self.build(sizes)
+        return Undone(made, undo(made.model), self.groupings.finest)
 
     def _resharded(self, undone: Undone, shape: MeshShape | None, *, full: bool = False) -> Made:
         model, meshes = undone.made.model, None if shape is None else meshes_of(shape)
@@ -306,11 +299,17 @@ class Subject:
                 fake = faked(partial(self._short_on, world_size, shape))
                 world = self._world(fake)
                 if self._whole is None:
-                    self._whole, self.repeats = tuple(world), tuple(repeats_in(fake.model))
+                    self._found(tuple(world), tuple(repeats_in(fake.model)))
                 else:
                     world = {name: self._of_alike(world, name) for name in self._whole}
             self._finest[key] = world
         return self._finest[key]
+
+    def _found(self, whole: tuple[str, ...], repeats: tuple[Repeat, ...]) -> None:
+        """The names of all groups, and what repeats."""
+        self._whole, self.repeats = whole, repeats
+        found = self._undone_in.items()
+        self._undone_in = {world: with_blocks(undone, repeats, 1) for world, undone in found}
 
     def _short_on(self, world_size: int, shape: MeshShape | None) -> Made:
         """With one of each list of alike blocks, once these are known.
@@ -322,7 +321,8 @@ class Subject:
         if self.groupings is None or shape is None or not self.repeats or knows_model:
             return self.sharded(self.sizes[0], shape, count=1)
         if world_size not in self._undone_in:
-            self._undone_in[world_size] = self._undone(self.sizes[0], 1)
+            found = self._undone(self.sizes[0])
+            self._undone_in[world_size] = with_blocks(found, self.repeats, 1)
         undone = self._undone_in[world_size]
         return self._resharded(replace(undone, made=deepcopy(undone.made)), shape)
 
