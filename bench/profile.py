@@ -1,24 +1,27 @@
 """What the planner is told of the emulated machine: a profile as `graphshard calibrate` writes.
 
-    python -m bench.profile FOLDER CONFIG RANKS
+    python -m bench.profile FOLDER CONFIG RANKS [STEPS]
 
 measures this machine's compute, on the emulated network's own clock (CPU time of one thread): the
 kernels of `graphshard calibrate` first, then the step of a model on a network that takes no time,
 op by op and by Inductor. Kernels in a step are slower than alone, so all rates move by the ratio of
-its time to the prediction, as `observed_compute` does it: one file for each way to compute. The
-network needs no measurement: `with_network` adds the
-emulator's exact curves.
+its time to the prediction, as `observed_compute` does it: one file for each way to compute, and the
+pace of the machine meanwhile (`bench.pace`). The network needs no measurement: `with_network` adds
+the emulator's exact curves.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import emulator, host_link
@@ -34,6 +37,7 @@ from bench.modes import (
     estimate_of,
     make_trainer,
 )
+from bench.pace import Pace, pace_of
 from graphshard.calibrate.calibrate import calibrate
 from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.curve import Fit, Sample, curve_us, line, scaled
@@ -114,10 +118,18 @@ def path_in(folder: Path, compute: str) -> Path:
     return folder / f"{compute}.json"
 
 
+def pace_in(folder: Path, compute: str) -> float:
+    """What a step in plain PyTorch took while compute was measured (us)."""
+    found: float = json.loads((folder / f"{compute}_pace.json").read_text())
+    return found
+
+
 def compute_ratio(
-    mode: Mode, profile: CostProfile, config: Config, num_ranks: int, network: Any
-) -> float:
-    """Measured over predicted time of forward and backward where collectives take no time."""
+    mode: Mode, profile: CostProfile, config: Config, network: Any, pace: Pace, num_steps: int
+) -> tuple[float, float]:
+    """Measured over predicted time of forward and backward where collectives take no time, and the
+    time of a step in plain PyTorch meanwhile."""
+    num_ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (num_ranks,))
     free = with_network(profile, num_ranks=num_ranks, gbit=FREE_GBIT, alpha_us=0.0)
     with tempfile.TemporaryDirectory() as folder:
@@ -126,9 +138,11 @@ def compute_ratio(
         planner = Planner(NO_LIMIT_BYTES, path)
         link = Link(num_ranks, FREE_GBIT, 0.0)
         trainer = make_trainer(mode, make_model(config, num_ranks), mesh, link, planner)
-        times_us = []
-        for step in range(WARM_UP_STEPS + STEPS):
+        times_us, plain_us = [], []
+        for step in range(WARM_UP_STEPS + num_steps):
             tokens, targets = make_batch(config, step)
+            pace.look()
+            plain_us.append(pace.seen_us[-1])
             began_us = network.now_us()
             trainer.model(tokens, targets).backward()
             times_us.append(network.now_us() - began_us)
@@ -136,20 +150,23 @@ def compute_ratio(
             trainer.optimizer.zero_grad()
     estimate = estimate_of(trainer)
     assert estimate is not None
-    # Others on the machine only make steps longer.
-    return min(times_us[WARM_UP_STEPS:]) / estimate.step_time_us
+    measured_us, pace_us = (median(times[WARM_UP_STEPS:]) for times in (times_us, plain_us))
+    return measured_us / estimate.step_time_us, pace_us
 
 
 def main() -> None:
     folder, config, num_ranks = Path(sys.argv[1]), CONFIGS[sys.argv[2]], int(sys.argv[3])
+    num_steps = int(sys.argv[4]) if len(sys.argv) > 4 else STEPS
     torch.set_num_threads(1)
     network = emulator.join(num_ranks, gbit=FREE_GBIT, alpha_us=0.0)
+    pace = pace_of(config, num_ranks)
     alone = calibrate({}, torch.device("cpu"), command=f"python -m bench.profile {sys.argv[1:]}")
     for compute, mode in PLANNED.items():
         torch._dynamo.reset()
-        ratio = compute_ratio(mode, alone, config, num_ranks, network)
+        ratio, pace_us = compute_ratio(mode, alone, config, network, pace, num_steps)
         print(f"compute ({compute}) in a step takes {ratio:.3f} times what its kernels take alone")
         path_in(folder, compute).write_text(moved(alone, ratio).to_json())
+        (folder / f"{compute}_pace.json").write_text(json.dumps(pace_us))
 
 
 if __name__ == "__main__":

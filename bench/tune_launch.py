@@ -19,12 +19,14 @@ from bench import emulator
 from bench.launch import measure_on
 from bench.models import CONFIGS, make_batch, make_model
 from bench.modes import WARM_UP_STEPS, AsyncReduceScatter, Trainer
+from bench.pace import keep_pace, pace_of
 from graphshard.compiler import planning_inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """code: a file as `graphshard tune` writes it. machine: path of a profile."""
+    """code: a file as `graphshard tune` writes it. machine: path of a profile. pace_us: of the
+    machine when it was made (`bench.pace`)."""
 
     code: str
     machine: str
@@ -36,11 +38,12 @@ class Request:
     alpha_us: float
     compute: str
     num_steps: int
+    pace_us: float
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Virtual time of whole steps, and of their forwards and backwards alone."""
+    """Virtual time of whole steps, and of their forwards and backwards alone, at one pace."""
 
     steps_us: tuple[float, ...]
     model_us: tuple[float, ...]
@@ -67,12 +70,14 @@ def run(request: Request) -> Measured:
     model.compile(backend="graphshard", fullgraph=True, options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     clock = Clock(network.now_us, optimizer)
+    pace = pace_of(config, request.num_ranks)
     syncs_last = not code.get("SYNC_EACH", True)
     trainer = Trainer(model, clock, AsyncReduceScatter(), syncs=syncs_last)
     steps_us, model_us, losses = [], [], []
     for step in range(WARM_UP_STEPS + request.num_steps):
         first = step * code["MICRO_STEPS"]
         batches = [make_batch(config, first + n) for n in range(code["MICRO_STEPS"])]
+        keep_pace(network, pace, request.pace_us)
         began_us = network.now_us()
         losses.append(trainer.step(batches).item())
         steps_us.append(network.now_us() - began_us)

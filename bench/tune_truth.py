@@ -112,7 +112,7 @@ def launches(
             path.write_text(code_of(subject, model, setting))
             request = Request(
                 str(path), machine, args.config, RANKS, PER_NODE, args.inside, args.gbit,
-                args.alpha_us, args.compute, args.steps,
+                args.alpha_us, args.compute, args.steps, profile.pace_in(folder, args.compute),
             )  # fmt: skip
             data: Any = last_line(python("-m", "bench.tune_launch", json.dumps(asdict(request))))
             found[setting] = Measured(**{key: tuple(value) for key, value in data.items()})
@@ -185,7 +185,8 @@ def main() -> int:
     emulator.load_extension()  # compiled once, here
     with tempfile.TemporaryDirectory() as folder:
         say("calibrating compute")
-        say(python("-m", "bench.profile", folder, args.config, str(RANKS)).strip())
+        steps = str(args.launches * args.steps)
+        say(python("-m", "bench.profile", folder, args.config, str(RANKS), steps).strip())
         nodes = emulator.Nodes(PER_NODE, args.inside)
         compute = profile.path_in(Path(folder), args.compute)
         machine = profile.write(

@@ -200,6 +200,19 @@ def test_the_clock_counts_compute_and_not_sleep(extension):
     assert slept_us < 50_000 < 49_000 + network.now_us() - began_us - slept_us < 150_000
 
 
+def test_the_clock_counts_compute_at_the_speed_it_was_given(extension):
+    network = emulator.make_network(gbit=1.0, alpha_us=ALPHA_US)
+    before_us = network.now_us()
+    network.set_speed(5.0)
+    assert 0 <= network.now_us() - before_us < 10_000  # of the past nothing changes
+    began_us, until = network.now_us(), time.thread_time() + 0.1
+    while time.thread_time() < until:
+        pass
+    assert 19_000 < network.now_us() - began_us < 30_000
+    with pytest.raises(ValueError, match="positive"):
+        network.set_speed(0.0)
+
+
 def test_the_emulators_own_work_takes_no_time(extension):
     network = emulator.make_network(gbit=1.0, alpha_us=0.0)
     lane = extension.EmulatedBackend(0, RANKS, network)

@@ -207,6 +207,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("bytes_per_us"), py::arg("alpha_us"))
       .def("now_us", &Network::now_us)
       .def("compute_us", &Network::compute_us)
+      .def("set_speed", &Network::set_speed)
       .def("in_flight", &Network::in_flight)
       .def("clear", &Network::clear)
       .def("timeline", &Network::timeline);
