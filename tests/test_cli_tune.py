@@ -42,7 +42,7 @@ TARGETS = """
 import sys
 sys.path.insert(0, {tests!r})
 from test_offline import tokens
-from test_tune import by_block, net
+from tune_models import by_block, net
 
 def good(batch=2, seq=32):
     model = net()

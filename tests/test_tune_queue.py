@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.tune.pricing import Bound
-from graphshard.tune.search import TOLERANCE, _Queue
+from graphshard.tune.queue import TOLERANCE, Queue
 
 BUDGET_BYTES = 10
 
@@ -41,7 +41,7 @@ steps = st.lists(st.tuples(steps_us, shares, st.sampled_from([1, 10, 11])), max_
 @given(steps, st.integers(0, 12))
 def test_the_order_is_that_of_the_bounds(drawn, taken):
     pricer = Steps(drawn)
-    queue = _Queue(pricer, BUDGET_BYTES)
+    queue = Queue(pricer, BUDGET_BYTES)
     for setting in range(len(drawn)):
         queue.add(setting)
     found = []

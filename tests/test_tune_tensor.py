@@ -10,22 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_offline import Block
-from test_tune import (
-    MACHINES,
-    PER_NODE,
-    WORLD,
-    by_block,
-    captured,
-    columns,
-    compare,
-    described,
-    found_in,
-    net,
-    ran,
-    setting,
-    sizes_of,
-    subject_of,
-)
+from test_tune import captured, columns, compare, described, found_in, ran
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -35,6 +20,16 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
+)
+from tune_models import (
+    MACHINES,
+    PER_NODE,
+    WORLD,
+    by_block,
+    net,
+    setting,
+    sizes_of,
+    subject_of,
 )
 
 from graphshard.compiler.partition import cut_in_two

@@ -7,10 +7,9 @@ first, until no bound is TOLERANCE better than the best plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
-from itertools import count, product
-from math import inf, log
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
 from time import perf_counter
 
 from graphshard.offline.target import Sizes
@@ -26,11 +25,10 @@ from graphshard.schedule.setting import (
 from graphshard.tune.degrees import tensor_sizes
 from graphshard.tune.layout import shapes_for
 from graphshard.tune.pricing import Priced, Pricer
+from graphshard.tune.queue import TOLERANCE, Queue
 from graphshard.tune.subject import Subject
 
-# Less than this is no reason to plan one more setting.
-TOLERANCE = 0.01
-# Nor is this one for another setting than the simpler one before it.
+# No reason for another setting than the simpler one before it.
 TIE = 0.005
 # A plan is searched well enough where it is as near to its bound.
 FAR = 0.05
@@ -207,53 +205,10 @@ def _is_of(setting: Setting, space: Space) -> bool:
     )
 
 
-@dataclass(order=True, frozen=True, slots=True)
-class _Promise:
-    """A setting in the queue; the first one is the most promising, in steps of TOLERANCE. is_bound:
-    its rate is by its bound, not by its compute alone, which is known sooner. turn: among equal
-    promises the first one comes first."""
-
-    step: int
-    is_bound: bool
-    turn: int
-    rate: float = field(compare=False)
-    setting: Setting = field(compare=False)
-
-
-@dataclass(slots=True)
-class _Queue:
-    """Of settings that could still be the best."""
-
-    pricer: Pricer
-    budget_bytes: int
-    waiting: list[_Promise] = field(default_factory=list)
-    turns: Iterator[int] = field(default_factory=count)
-
-    def add(self, setting: Setting) -> None:
-        self._push(setting, self.pricer.compute_us(setting), next(self.turns), is_bound=False)
-
-    def _push(self, setting: Setting, step_us: float, turn: int, *, is_bound: bool) -> None:
-        rate = self.pricer.tokens_per_s(setting, step_us)
-        step = -round(log(rate) / TOLERANCE)
-        heappush(self.waiting, _Promise(step, is_bound, turn, rate, setting))
-
-    def next_is_bound(self) -> bool:
-        """Whether there is a next one; it, and all that promise as much, have their bounds then."""
-        while self.waiting and not self.waiting[0].is_bound:
-            one = heappop(self.waiting)
-            bound = self.pricer.bound(one.setting)
-            if bound.least_bytes <= self.budget_bytes:
-                self._push(one.setting, bound.step_us, one.turn, is_bound=True)
-        return bool(self.waiting)
-
-    def pop(self) -> _Promise:
-        return heappop(self.waiting)
-
-
 def _best(pricer: Pricer, space: Space) -> tuple[Priced | None, float]:
     """The best, and what is left (see `Found`)."""
     first, *others = space.reshards
-    queue = _Queue(pricer, space.budget_bytes)
+    queue = Queue(pricer, space.budget_bytes)
     for setting in space.settings((first,)):
         queue.add(setting)
     best, reached, before, began = None, 0.0, pricer.num_planned, perf_counter()
