@@ -78,7 +78,7 @@ class Subject:
     """See above. sizes: of all batches to be tried. groupings: None for a model that keeps its
     calls (`kept` says why). is_sharded: FUNCTION had sharded it. moves: onto other meshes (not
     beside tensor parallel of its own, say). optimizer: what steps the parameters. tensor: parallel,
-    as the model has a plan for it. repeats: lists of alike blocks, once a world was looked at."""
+    as the model has a plan for it. repeats: lists of alike blocks, once these are known."""
 
     name: str
     build: Build
