@@ -53,6 +53,8 @@ def tuned():
     return subject, pricer, space, found_for(subject, pricer, space, present)
 
 
+@pytest.mark.slow  # more than 100 settings are planned
+@pytest.mark.timeout(900)
 def test_the_best_is_that_of_all(tuned):
     """The search's own pricer knows what it planned already."""
     _, pricer, space, found = tuned
