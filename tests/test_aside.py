@@ -77,7 +77,8 @@ def test_work_in_a_fork_goes_on_in_forks_of_its_own():
 
 def test_forks_of_a_fork_end_with_it(tmp_path):
     def sleeps():
-        (tmp_path / "pid").write_text(str(os.getpid()))
+        (tmp_path / "written").write_text(str(os.getpid()))
+        (tmp_path / "written").rename(tmp_path / "pid")  # there is no moment when it is empty
         time.sleep(60)
 
     def fails_when_all_sleep():
