@@ -31,8 +31,9 @@ def side_by_side(works: Sequence[Callable[[], T]]) -> list[T]:
     at_a_time = ceil(len(works) / max(1, rounds)) or 1
     for start in range(0, len(works), at_a_time):
         own, *others = works[start : start + at_a_time]
-        forks = [_forked(work) for work in others]
+        forks: list[_Fork] = []
         try:
+            forks.extend(map(_forked, others))
             found += [own(), *(_wait(*fork) for fork in zip(forks, others, strict=True))]
         finally:
             for fork in forks:
