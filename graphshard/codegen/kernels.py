@@ -169,16 +169,18 @@ def _compile(kernels: Sequence[Kernel]) -> None:
     try:
         # Most processes read the headers less often than making precompiled ones is worth. One that
         # has read them that often is likely to go on: at worst it spends twice what was needed.
-        precompiles = config.cpp_cache_precompile_headers and len(_Library.cache) >= READINGS
+        # Once made, they serve all processes.
+        pays = len(_Library.cache) >= READINGS or _headers().exists()
+        precompiles = config.cpp_cache_precompile_headers and pays
         with config.patch(cpp_cache_precompile_headers=precompiles):
             library = Path(_Library.load_async(_joined(kernels))().path)
     except CppCompileError as error:
         logger.debug("%d kernels cannot be compiled together: %s", len(kernels), error)
         return
-    for kernel in kernels:
-        link = _path(kernel).with_suffix(f".{os.getpid()}")
+    for path in [*map(_path, kernels), *([_headers()] if precompiles else [])]:
+        link = path.with_suffix(f".{os.getpid()}")
         link.symlink_to(library)
-        link.replace(_path(kernel))
+        link.replace(path)
 
 
 def _joined(kernels: Sequence[Kernel]) -> str:
@@ -237,6 +239,11 @@ def _loaded(kernel: Kernel) -> Callable[..., Any]:
 def _path(kernel: Kernel) -> Path:
     """In Inductor's folder, which it makes."""
     return Path(cache_dir(), f"graphshard-{kernel.key}.so")
+
+
+def _headers() -> Path:
+    """There if a library was made of precompiled headers in this setting, which then are, too."""
+    return Path(cache_dir(), f"graphshard-headers-{_key((), '', _setting())}.so")
 
 
 def _setting() -> tuple[str, ...]:
