@@ -172,6 +172,7 @@ def _placements(
 ) -> Iterator[tuple[FillPolicy, Placement]]:
     stage, last = stages[0], stages[-1]
     seen: set[Placement] = set()
+    filled: set[Placement] = set()
     views: dict[int, View | None] = {}
     for policy in policies:
         if has_lists(context.problem, stage.direction):
@@ -184,6 +185,9 @@ def _placements(
             if view is None:
                 continue
             placement = fill(stage, profile, view, context.budget_bytes, policy)
+        if placement in filled:  # another policy gave it
+            continue
+        filled.add(placement)
         for own in dict.fromkeys((placement, prompt_waits(context.problem, last, placement))):
             if own not in seen:
                 seen.add(own)
