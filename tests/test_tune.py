@@ -1,7 +1,7 @@
 """Tuning: groupings without a capture of their own, what models keep, and the code."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -123,6 +123,11 @@ WAYS = {
 }
 
 
+@cache
+def subject_in(way):
+    return subject_of(*WAYS[way], batches=(1,))
+
+
 def sharded_so(subject, wanted, sizes):
     """As the setting wants it, without the finest groups."""
     made = subject.build(sizes)
@@ -156,7 +161,7 @@ def described(subject, wanted):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_groupings_are_priced_as_if_they_had_been_captured(way):
-    subject = subject_of(*WAYS[way], batches=(1,))
+    subject = subject_in(way)
     for place, grouping in enumerate(subject.groupings.calls):
         real_costs = captured(subject, setting(grouping))
         # Meshes in turn: each grouping has one, each mesh a grouping.
@@ -271,7 +276,7 @@ def ran(code, subject, wanted):
 
 @pytest.mark.parametrize("way", ["mixed", "nested", "columns", "unsharded"])
 def test_the_code_makes_the_groups_and_the_mesh(way):
-    subject = subject_of(*WAYS[way], batches=(1,))
+    subject = subject_in(way)
     model = subject.bare()
     rules = [Resharding.OPEN, Resharding.NODE, Resharding.NEVER, Resharding.ALWAYS]
     for place, grouping in enumerate(subject.groupings.calls):
