@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ def llama(recompute, depth=10):
     return example.sharded(config, 1, 32)
 
 
+SELECTIVE, NONE = partial(llama, "selective"), partial(llama, "none")
+
+
 class WithLoss(nn.Module):
     def __init__(self):
         super().__init__()
@@ -38,6 +42,7 @@ def with_loss():
     return fully_shard(WithLoss()), torch.zeros(TOKENS, dtype=torch.int64)
 
 
+@cache
 def shortage(build, *, whole=False):
     asked = point(budget=LEAST_PLAUSIBLE_BYTES)
     (answer,) = study(build, (asked,), whole=whole).answers()
@@ -45,7 +50,7 @@ def shortage(build, *, whole=False):
 
 
 def test_what_the_policy_says_must_be_saved_is_named():
-    found = shortage(lambda: llama("selective"))
+    found = shortage(SELECTIVE)
     wanted = [held for held in found.held if held.wanted]
     assert {held.origin.op for held in wanted} <= {
         "mm",
@@ -55,14 +60,14 @@ def test_what_the_policy_says_must_be_saved_is_named():
     assert "MUST_SAVE; PREFER_SAVE leaves it to the plan" in shortage_text(found)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "none"])
-def test_blocks_that_are_counted_hold_what_they_hold(recompute):
-    few, all_of_them = (shortage(lambda: llama(recompute), whole=whole) for whole in (False, True))
+@pytest.mark.parametrize("build", [SELECTIVE, NONE], ids=["selective", "none"])
+def test_blocks_that_are_counted_hold_what_they_hold(build):
+    few, all_of_them = shortage(build), shortage(build, whole=True)
     assert few.held == all_of_them.held
 
 
 def test_nobody_is_told_to_change_what_was_not_asked_for():
-    found = shortage(lambda: llama("none"))
+    found = shortage(NONE)
     assert not any(held.wanted for held in found.held)
     assert "MUST_SAVE" not in shortage_text(found)
 

@@ -41,10 +41,16 @@ def saved_bytes(parts):
 
 
 @functools.cache
+def joint_graph_of(build):
+    with pretended(8):
+        return capture(faked(lambda: made_of("net", build())), "net").joint_graph
+
+
+@functools.cache
 def captured(build, fused):
     """A captured model, cut so that everything is saved, and what could be computed again."""
+    joint_graph = joint_graph_of(build)
     with pretended(8):
-        joint_graph = capture(faked(lambda: made_of("net", build())), "net").joint_graph
         parts = parts_of(joint_graph, copy_of(joint_graph.program.joint), fused=fused)
     found = graph_costs(parts.placed, preset("h100"), recompute=True, fused=fused).units
     return joint_graph, parts, found
@@ -168,15 +174,9 @@ def test_what_is_computed_again_has_to_pay(step_us, exposed_us, worth):
     assert is_worth(plan_that_takes(step_us, exposed_us), plan_that_takes(1000.0, 300.0)) == worth
 
 
-def answers(build, budgets, fused):
-    machine = preset("h100")
-    policies = [
-        PlanningPolicy(budget, reshard=Reshard.OPEN, recompute=True, regroup=True)
-        for budget in budgets
-    ]
-    points = tuple(Point(8, 8, machine, policy, fused=fused) for policy in policies)
-    study = Study("net", lambda sizes: made_of("net", build()), points, whole=True)
-    return list(study.answers())
+def point_of(budget, fused):
+    policy = PlanningPolicy(budget, reshard=Reshard.OPEN, recompute=True, regroup=True)
+    return Point(8, 8, preset("h100"), policy, fused=fused)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +184,16 @@ def answers(build, budgets, fused):
 )
 def test_more_memory_fits_and_is_no_slower(build, fused):
     """From what everything computed again needs to what FSDP2 itself does."""
-    free, tiny = answers(build, [None, LEAST_PLAUSIBLE_BYTES], fused)
+    points = (point_of(None, fused),)
+    study = Study("net", lambda sizes: made_of("net", build()), points, whole=True)
+    study.prepare()  # one capture for all budgets
+    free, tiny = (study.answer(point_of(b, fused)) for b in (None, LEAST_PLAUSIBLE_BYTES))
     low, high = tiny.infeasible.shortage.least_bytes, free.plan.estimate.peak_bytes
-    try_again = answers(build, [low], fused)[0].infeasible
+    try_again = study.answer(point_of(low, fused)).infeasible
     if try_again is not None:  # it was a promise for another graph
         low = try_again.shortage.least_bytes
     budgets = [low + (high - low) * share // 5 for share in range(6)]
-    found = [answer.plan.estimate for answer in answers(build, budgets, fused)]
+    found = [study.answer(point_of(budget, fused)).plan.estimate for budget in budgets]
     assert all(own.peak_bytes <= budget for own, budget in zip(found, budgets, strict=True))
     steps = [own.step_time_us for own in found]
     assert all(more <= 1.005 * less for less, more in pairwise(steps)), steps

@@ -1,7 +1,7 @@
 """What a graph costs that computes again is counted from a few blocks of each kind."""
 
 import random
-from functools import partial
+from functools import cache, partial
 
 import pytest
 from test_offline import llama, net
@@ -35,29 +35,34 @@ def replicated():
     return NET(mesh=mesh)
 
 
-def answered(build, limits, *, fused, whole=False):
-    """An answer for each pair of a budget and whether the host may hold activations, from one
-    capture, and what was said on the way."""
-    points = [
-        Point(
-            8,
-            8,
-            preset("h100"),
-            PlanningPolicy(
-                budget,
-                reshard=Reshard.OPEN,
-                recompute=True,
-                replaces_checkpoints=True,
-                regroup=True,
-                offload=offload,
-            ),
-            fused=fused,
-        )
-        for budget, offload in limits
-    ]
+def point_of(fused, budget=None, offload=False):
+    policy = PlanningPolicy(
+        budget,
+        reshard=Reshard.OPEN,
+        recompute=True,
+        replaces_checkpoints=True,
+        regroup=True,
+        offload=offload,
+    )
+    return Point(8, 8, preset("h100"), policy, fused=fused)
+
+
+@cache
+def studied(build, *, fused, whole=False):
+    """Captured once for all budgets; and what it says."""
     said = []
+    points = (point_of(fused),)
     study = Study("net", lambda sizes: made_of("net", build()), points, said.append, whole=whole)
-    return list(study.answers()), said
+    study.prepare()
+    return study, said
+
+
+def answered(build, limits, *, fused, whole=False):
+    """An answer for each pair of a budget and whether the host may hold activations, and what was
+    said on the way."""
+    study, said = studied(build, fused=fused, whole=whole)
+    before = len(said)
+    return [study.answer(point_of(fused, *limit)) for limit in limits], said[before:]
 
 
 @pytest.mark.parametrize(
@@ -120,14 +125,12 @@ def drawn(source, names):
 def test_runs_of_any_length_cost_what_they_cost_in_the_whole(make, fused, seed):
     """Of runs in the middle fewer blocks are captured than of those at the end."""
     policy = PlanningPolicy(None, recompute=True, regroup=True)
-    point = Point(8, 8, preset("h100"), policy, fused=fused)
-    study = Study("net", lambda sizes: made_of("net", make()), (point,))
-    study._prepare()
+    study, _ = studied(make, fused=fused)
     world = study._worlds[8, 8]
-    planning = PlanningInputs(world.settings, point.machine, policy, fused)
+    planning = PlanningInputs(world.settings, preset("h100"), policy, fused)
     (repeat,) = study._repeats
     chosen = drawn(random.Random(seed), repeat.names)
-    short = recut.ShortModels(lambda: made_of("net", make()), "net")
+    short = study._short_of(study.points[0].sizes)
     found = recut.recut(short, 8, [repeat], world.infos, planning, chosen)
     whole = recut.costs_of(short, 8, (), {}, planning, chosen)
     assert found is not None

@@ -33,15 +33,24 @@ def policies(joint_graph):
     return {policy for policy in found if policy is not None}
 
 
-@functools.cache
-def planned(how, **options):
+def point_of(**options):
     machine = preset("h100")
     policy = policy_of(parse_options(options, elsewhere={}), machine)
-    point = Point(8, 8, machine, policy, fused=True)
+    return Point(8, 8, machine, policy, fused=True)
+
+
+@functools.cache
+def studied(how):
+    """Captured once for all options."""
     build = functools.partial(llama, how, DEPTH)
-    study = Study("net", lambda sizes: made_of("net", build()), (point,))
-    (answer,) = study.answers()
-    return answer.plan
+    study = Study("net", lambda sizes: made_of("net", build()), (point_of(),))
+    study.prepare()
+    return study
+
+
+@functools.cache
+def planned(how, **options):
+    return studied(how).answer(point_of(**options)).plan
 
 
 def peak_bytes(plan):

@@ -104,11 +104,14 @@ class Study:
         Raises OfflineError or CaptureError where the model cannot be built or captured.
         """
         self.prepare()
-        for point in self.points:
-            with no_collections(), self._clock.timed("plan"):
-                answer = self._answer(point)
-            # What was counted, or cut again, may have been captured of several models.
-            yield self._from_one_build(point) if self._model.varies and not self.whole else answer
+        yield from map(self.answer, self.points)
+
+    def answer(self, point: Point) -> Answer:
+        """For one of the points, or one with another budget, once it was prepared."""
+        with no_collections(), self._clock.timed("plan"):
+            answer = self._answer(point)
+        # What was counted, or cut again, may have been captured of several models.
+        return self._from_one_build(point) if self._model.varies and not self.whole else answer
 
     def _from_one_build(self, point: Point) -> Answer:
         self.say("capturing the whole model, since numbers in it are others each time")
