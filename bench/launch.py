@@ -13,7 +13,6 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import emulator, host_link, profile
+from bench.clock import measure_on
 from bench.models import CONFIGS, Config, make_batch, make_model
 from bench.modes import (
     BY_NAME,
@@ -33,8 +33,6 @@ from bench.modes import (
     plan_of,
 )
 from bench.peaks import resident_bytes, step_peaks
-from graphshard.compiler import tuning
-from graphshard.runtime import probe, stopwatch, timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,18 +183,6 @@ def _mesh(request: Request) -> DeviceMesh:
         return init_device_mesh("cpu", (request.num_ranks,))
     shape = request.replicas, request.num_ranks // request.replicas
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-
-def measure_on(network: Any) -> None:
-    """What tunes itself takes its times from the network's clock, and what a few collectives take
-    first: the ranks that this process stands for come to them."""
-    clock = SimpleNamespace(
-        perf_counter=lambda: network.now_us() / 1e6,
-        perf_counter_ns=lambda: int(network.now_us() * 1e3),
-    )
-    for module in (stopwatch, timed, tuning):
-        vars(module)["time"] = clock
-    probe.all_come = lambda ballots: True
 
 
 def start(

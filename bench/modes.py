@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 
 from bench import emulator, overlap, peers
 from bench.models import WithLoss
-from graphshard.capture.root_state import root_states_under
+from graphshard.capture.root_state import CompiledPlan, root_states_under
 from graphshard.compiler import planning_inputs
-from graphshard.schedule.plan import Estimate, Plan
+from graphshard.schedule.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,13 +346,12 @@ def tune(model: Any, reductions: AsyncReduceScatter, ahead: int) -> None:
         block.set_custom_reduce_scatter(reductions)
 
 
-def estimate_of(trainer: Trainer) -> Estimate | None:
-    """What the planner said of its plan."""
-    plan = plan_of(trainer)
-    return None if plan is None else plan.estimate
-
-
 def plan_of(trainer: Trainer) -> Plan | None:
+    compiled = compiled_of(trainer)
+    return None if compiled is None else compiled.plan
+
+
+def compiled_of(trainer: Trainer) -> CompiledPlan | None:
     records = root_states_under(trainer.model)
-    plans = [compiled.plan for record in records for compiled in record.plans.values()]
-    return plans[0] if plans else None
+    found = [compiled for record in records for compiled in record.plans.values()]
+    return found[0] if found else None

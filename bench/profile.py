@@ -4,10 +4,11 @@
 
 measures this machine's compute, on the emulated network's own clock (CPU time of one thread): the
 kernels of `graphshard calibrate` first, then the step of a model on a network that takes no time,
-op by op and by Inductor. Kernels in a step are slower than alone, so all rates move by the ratio of
-its time to the prediction, as `observed_compute` does it: one file for each way to compute, and the
-pace of the machine meanwhile (`bench.pace`). The network needs no measurement: `with_network` adds
-the emulator's exact curves.
+op by op and by Inductor. Kernels in a step are slower than alone, so rates move: where ops run one
+by one, those of arithmetic, of launches and of memory each by what explains the step's regions
+best; where regions are compiled, all by the ratio of the step's time to the prediction. One file
+for each way to compute, and the pace of the machine meanwhile (`bench.pace`). The network needs no
+measurement: `with_network` adds the emulator's exact curves.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from scipy.optimize import nnls
 from torch.distributed.device_mesh import init_device_mesh
 
+import graphshard
 from bench import emulator, host_link
+from bench.clock import measure_on
 from bench.emulator import Nodes
 from bench.models import CONFIGS, Config, make_batch, make_model
 from bench.modes import (
@@ -34,7 +40,7 @@ from bench.modes import (
     Link,
     Mode,
     Planner,
-    estimate_of,
+    compiled_of,
     make_trainer,
 )
 from bench.pace import Pace, pace_of
@@ -42,6 +48,10 @@ from graphshard.calibrate.calibrate import calibrate
 from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.curve import Fit, Sample, curve_us, line, scaled
 from graphshard.cost.profile import CommFit, CostProfile, read_profile
+from graphshard.cost.roofline import OpWork
+from graphshard.graph.program import Program
+from graphshard.pricing.flops import graph_work
+from graphshard.schedule.plan import Plan, StepKind
 
 AMOUNTS = (1e4, 1e6)  # bytes; two samples are what a profile needs of a line
 FREE_GBIT = 1e6
@@ -100,17 +110,30 @@ def write(
     return path
 
 
-def moved(profile: CostProfile, ratio: float) -> CostProfile:
-    """All compute takes `ratio` times as long. The samples stay as they were measured."""
+@dataclass(frozen=True, slots=True)
+class InStep:
+    """How many times what was measured alone something takes in a step: products and attention, a
+    launch of another kernel, memory traffic."""
+
+    arithmetic: float
+    launch: float
+    memory: float
+
+
+def moved(profile: CostProfile, ratios: InStep) -> CostProfile:
+    """Compute as it is in a step. The samples stay as they were measured."""
 
     def slower(fit: Fit) -> Fit:
-        return replace(fit, curve=scaled(fit.curve, ratio, 1 / ratio))
+        return replace(fit, curve=scaled(fit.curve, ratios.arithmetic, 1 / ratios.arithmetic))
 
+    memory = replace(
+        profile.memory, curve=scaled(profile.memory.curve, ratios.launch, 1 / ratios.memory)
+    )
     return replace(
         profile,
         arithmetic=tuple((dtype, slower(fit)) for dtype, fit in profile.arithmetic),
         attention=tuple((dtype, slower(fit)) for dtype, fit in profile.attention),
-        memory=slower(profile.memory),
+        memory=memory,
     )
 
 
@@ -124,11 +147,11 @@ def pace_in(folder: Path, compute: str) -> float:
     return found
 
 
-def compute_ratio(
+def in_step(
     mode: Mode, profile: CostProfile, config: Config, network: Any, pace: Pace, num_steps: int
-) -> tuple[float, float]:
-    """Measured over predicted time of forward and backward where collectives take no time, and the
-    time of a step in plain PyTorch meanwhile."""
+) -> tuple[InStep, float]:
+    """Measured over predicted time of compute where collectives take no time, and the time of a
+    step in plain PyTorch meanwhile."""
     num_ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (num_ranks,))
     free = with_network(profile, num_ranks=num_ranks, gbit=FREE_GBIT, alpha_us=0.0)
@@ -138,20 +161,69 @@ def compute_ratio(
         planner = Planner(NO_LIMIT_BYTES, path)
         link = Link(num_ranks, FREE_GBIT, 0.0)
         trainer = make_trainer(mode, make_model(config, num_ranks), mesh, link, planner)
-        times_us, plain_us = [], []
-        for step in range(WARM_UP_STEPS + num_steps):
-            tokens, targets = make_batch(config, step)
+        plain_us: list[float] = []
+
+        def step(number: int) -> None:
             pace.look()
             plain_us.append(pace.seen_us[-1])
-            began_us = network.now_us()
-            trainer.model(tokens, targets).backward()
-            times_us.append(network.now_us() - began_us)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-    estimate = estimate_of(trainer)
-    assert estimate is not None
-    measured_us, pace_us = (median(times[WARM_UP_STEPS:]) for times in (times_us, plain_us))
-    return measured_us / estimate.step_time_us, pace_us
+            trainer.step([make_batch(config, number)])
+
+        for number in range(WARM_UP_STEPS):
+            step(number)
+        with graphshard.profile(trainer.model, steps=num_steps):
+            for number in range(num_steps):
+                step(WARM_UP_STEPS + number)
+    compiled = compiled_of(trainer)
+    assert compiled is not None
+    found = whole(compiled.plan)
+    if mode.compute == "aten":
+        found = by_kind(profile, compiled.plan, compiled.running.program)
+    return found, median(plain_us[WARM_UP_STEPS:])
+
+
+def whole(plan: Plan) -> InStep:
+    """One ratio for all: of kernels of a compiled region it is not known which take how long."""
+    assert plan.measured is not None
+    assert plan.estimate is not None
+    ratio = plan.measured.step_time_us / plan.estimate.ours.step_time_us
+    return InStep(ratio, ratio, ratio)
+
+
+def by_kind(profile: CostProfile, plan: Plan, program: Program) -> InStep:
+    """From what each region of compute took."""
+    assert plan.measured is not None
+    took_us, alone = [], []
+    for direction, module in program.by_direction.items():
+        works = graph_work(module.graph)
+        for segment in plan.measured.of(direction):
+            if segment.step.kind is StepKind.COMPUTE:
+                took_us.append(segment.us)
+                alone.append(alone_us(profile, works[segment.step.start : segment.step.stop]))
+    return fitted(took_us, alone)
+
+
+def fitted(took_us: Sequence[float], alone: Sequence[Sequence[float]]) -> InStep:
+    """The ratios that explain each region best (least squares of errors by the square root of its
+    time), and all of them together exactly. alone: a row for each region, see `alone_us`."""
+    took, rows = np.array(took_us), np.array(alone)
+    weights = 1 / np.sqrt(took + 1.0)
+    ratios, _ = nnls(rows * weights[:, None], took * weights)
+    ratios *= took.sum() / (rows @ ratios).sum()
+    return InStep(*map(float, ratios))
+
+
+def alone_us(profile: CostProfile, works: Sequence[OpWork]) -> tuple[float, float, float]:
+    """What ops take by themselves, by kind, as in `InStep`."""
+    attention, products = dict(profile.attention), dict(profile.arithmetic)
+    arithmetic, launch, memory = 0.0, 0.0, 0.0
+    for work in works:
+        if work.flops:
+            fit = (products if work.attention is None else attention)[work.dtype]
+            arithmetic += float(curve_us(fit.curve, work.flops, work.launches))
+        else:
+            launch += work.launches * float(profile.memory.curve.base_us)
+            memory += float(curve_us(profile.memory.curve, work.bytes, 0))
+    return arithmetic, launch, memory
 
 
 def main() -> None:
@@ -159,13 +231,14 @@ def main() -> None:
     num_steps = int(sys.argv[4]) if len(sys.argv) > 4 else STEPS
     torch.set_num_threads(1)
     network = emulator.join(num_ranks, gbit=FREE_GBIT, alpha_us=0.0)
+    measure_on(network)
     pace = pace_of(config, num_ranks)
     alone = calibrate({}, torch.device("cpu"), command=f"python -m bench.profile {sys.argv[1:]}")
     for compute, mode in PLANNED.items():
         torch._dynamo.reset()
-        ratio, pace_us = compute_ratio(mode, alone, config, network, pace, num_steps)
-        print(f"compute ({compute}) in a step takes {ratio:.3f} times what its kernels take alone")
-        path_in(folder, compute).write_text(moved(alone, ratio).to_json())
+        ratios, pace_us = in_step(mode, alone, config, network, pace, num_steps)
+        print(f"compute ({compute}) in a step, times what it takes alone: {ratios}")
+        path_in(folder, compute).write_text(moved(alone, ratios).to_json())
         (folder / f"{compute}_pace.json").write_text(json.dumps(pace_us))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bench import emulator
-from bench.launch import measure_on
+from bench.clock import measure_on
 from bench.models import CONFIGS, make_batch, make_model
 from bench.modes import WARM_UP_STEPS, AsyncReduceScatter, Trainer
 from bench.pace import keep_pace, pace_of

@@ -1,9 +1,10 @@
-"""bench/memory.py, bench/single.py and bench/sockets.py: their arithmetic, and a launch of each."""
+"""More of bench/: its arithmetic, and a launch of each."""
 
 import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,26 @@ if str(ROOT) not in sys.path:
 
 from smoke import smoke  # noqa: E402
 
-from bench import adapt, apart, fronts, gloo_memory, memory, netns, single, sockets  # noqa: E402
+from bench import (  # noqa: E402
+    adapt,
+    apart,
+    fronts,
+    gloo_memory,
+    memory,
+    netns,
+    profile,
+    single,
+    sockets,
+)
 from bench.adapt_rank import Trained  # noqa: E402
 from bench.launch import Rate, Request, StepTimes  # noqa: E402
 from bench.memory import Spot  # noqa: E402
 from bench.single_launch import Measured as Alone  # noqa: E402
 from bench.sockets_rank import Measured, Times  # noqa: E402
+from graphshard.cost.curve import Fit, line  # noqa: E402
+from graphshard.cost.presets import preset  # noqa: E402
+from graphshard.cost.profile import CostProfile, Origin, calibrated  # noqa: E402
+from graphshard.cost.roofline import FREE, Attention, OpWork, region_us  # noqa: E402
 from graphshard.planner import separate_group  # noqa: E402
 
 
@@ -129,6 +144,32 @@ def test_a_changed_rate_is_held_against_a_run_that_began_with_it():
     assert found.ratio == pytest.approx(1.05)
     assert found.adapted_after == 20
     assert adapt.num_changes(Trained(step_us, plan, ())) == 1, "not counted until it had settled"
+
+
+def profile_of(*, arithmetic, attention, base_us, bytes_per_us):
+    """Of float32, in flops per us."""
+    products, attends = (Fit(line(1.0, rate), ()) for rate in (arithmetic, attention))
+    memory = Fit(line(base_us, bytes_per_us), ())
+    origin = Origin("cpu", "host", 1, 1, 8, "gloo", "2.13.0", "", "")
+    return CostProfile(origin, (), (("float32", products),), (("float32", attends),), memory)
+
+
+REGIONS = [
+    [OpWork(4e6, 1e4), OpWork(0, 2e5), FREE],
+    [OpWork(1e6, 1e4, attention=Attention(64, 128)), OpWork(0, 3e5, launches=0)],
+    [OpWork(0, 1e5), OpWork(0, 1e5), OpWork(0, 4e6)],
+    [OpWork(9e6, 1e4)],
+]
+
+
+def test_what_slows_kernels_in_a_step_is_found_by_kind():
+    """Arithmetic, launches and memory traffic, each of which moves its own rates."""
+    alone = profile_of(arithmetic=1e5, attention=5e4, base_us=4.0, bytes_per_us=2e4)
+    ratios = profile.InStep(arithmetic=1.1, launch=3.5, memory=2.0)
+    machine = calibrated(preset("cpu"), profile.moved(alone, ratios)).processor
+    took_us = [region_us(machine, region, 0, len(region)) for region in REGIONS]
+    found = profile.fitted(took_us, [profile.alone_us(alone, region) for region in REGIONS])
+    assert astuple(found) == pytest.approx(astuple(ratios))
 
 
 @pytest.mark.slow
