@@ -1,4 +1,8 @@
-"""HSDP's all-reduces on real ranks: two replicas of two shards."""
+"""HSDP's all-reduces on real ranks: two replicas of two shards.
+
+All cases train the same model with the same options: what is compiled for the first is kept for the
+others (`shared`), each of which has its own model and says what plan it runs.
+"""
 
 import os
 import tempfile
@@ -12,11 +16,11 @@ from unittest import mock
 import pytest
 import torch
 from contract_models import mesh_of
-from models import CASES
+from models import CASES, Llama
 from parity import assert_equal, build, count_collectives, train, twin
 from patching import patched
 from pool import Ctx, Pool, capped
-from replanning import kept_programs, run_as
+from replanning import Programs, kept_programs, run_as
 from test_tuning import first_launch
 from torch import nn
 
@@ -36,6 +40,11 @@ pytestmark = [
     pytest.mark.skipif(capped(4) < 4, reason="needs 4 ranks"),
 ]
 STRICT = {"fallback": "error", "compute": "aten"}
+PROGRAMS: Programs = {}  # of this rank: what was compiled, for `run_as`
+
+
+def shared(pool: Pool, case: Callable[..., Any], *args: Any) -> list[Any]:
+    return pool.run(4, case, *args, keeps_compiled=True)
 
 
 def hybrid(ctx: Ctx) -> Ctx:
@@ -45,6 +54,15 @@ def hybrid(ctx: Ctx) -> Ctx:
 def compiled(model: Any, **options: Any) -> Any:
     model.compile(backend="graphshard", fullgraph=True, options={**STRICT, **options})
     return model
+
+
+def first_step(ctx: Ctx, model: Any, number: int = 0) -> None:
+    """Compiles `model`, or finds what an earlier case has compiled, and leaves it as it was."""
+    case = CASES["llama"]
+    with kept_programs() as programs:
+        case.loss(compiled(model), case.batch(number, ctx.rank, ctx.device)).backward()
+    model.zero_grad()
+    PROGRAMS.update(programs)
 
 
 def prompt(plan: Plan) -> Plan:
@@ -110,9 +128,9 @@ def accumulate(model: Any, micro: int, count: int, how: str) -> None:
         model.set_requires_all_reduce(last)
 
 
-def steps_of(model: Any, ctx: Ctx, name: str, how: str, optimizer: Any) -> list[torch.Tensor]:
+def steps_of(model: Any, ctx: Ctx, how: str, optimizer: Any) -> list[torch.Tensor]:
     """Losses and gradients of four steps of three micro-steps (one, without `how`)."""
-    case, seen = CASES[name], []
+    case, seen = CASES["llama"], []
     optim = optimizer(model.parameters())
     count = 3 if how else 1
     for step in range(4):
@@ -128,17 +146,15 @@ def steps_of(model: Any, ctx: Ctx, name: str, how: str, optimizer: Any) -> list[
     return [*seen, *(p.to_local().detach().clone() for p in model.parameters())]
 
 
-def same_bits(ctx: Ctx, name: str, how: str, is_prompt: bool) -> int:
-    ctx, case = hybrid(ctx), CASES[name]
-    oracle, model = twin(case, ctx)
+def same_bits(ctx: Ctx, how: str, is_prompt: bool) -> int:
+    ctx = hybrid(ctx)
+    oracle, model = twin(CASES["llama"], ctx)
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    expected = steps_of(oracle, ctx, name, how, sgd)
-    with kept_programs() as programs:
-        case.loss(compiled(model), case.batch(0, ctx.rank, ctx.device)).backward()
-        model.zero_grad()
+    expected = steps_of(oracle, ctx, how, sgd)
+    first_step(ctx, model)
     if is_prompt:
-        run_as(model, programs, prompt)
-    found = steps_of(model, ctx, name, how, sgd)
+        run_as(model, PROGRAMS, prompt)
+    found = steps_of(model, ctx, how, sgd)
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
     assert is_clean(model)
@@ -148,7 +164,7 @@ def same_bits(ctx: Ctx, name: str, how: str, is_prompt: bool) -> int:
 @pytest.mark.parametrize("is_prompt", [False, True], ids=["planned", "prompt"])
 @pytest.mark.parametrize("how", ["", "sync", "all-reduce"])
 def test_bits_are_those_of_eager_fsdp2(pool: Pool, how: str, is_prompt: bool) -> None:
-    counts = pool.run(4, same_bits, "llama", how, is_prompt)
+    counts = shared(pool, same_bits, how, is_prompt)
     assert len(set(counts)) == 1
     assert counts[0] > 0
 
@@ -190,7 +206,7 @@ def hooked(ctx: Ctx) -> list[str]:
 
 
 def test_hooks_see_what_all_replicas_have(pool: Pool) -> None:
-    first, *others = pool.run(4, hooked)
+    first, *others = shared(pool, hooked)
     assert all(other == first for other in others)
 
 
@@ -199,10 +215,9 @@ def test_hooks_see_what_all_replicas_have(pool: Pool) -> None:
 
 def beside(ctx: Ctx) -> list[str]:
     ctx, case = hybrid(ctx), CASES["llama"]
-    with kept_programs() as programs:
-        model = compiled(build(case, ctx))
-        case.loss(model, case.batch(0, ctx.rank, ctx.device)).backward()
-    run_as(model, programs, prompt)
+    model = build(case, ctx)
+    first_step(ctx, model)
+    run_as(model, PROGRAMS, prompt)
     seen: list[str] = []
     with told(seen), count_collectives() as counts:
         case.loss(model, case.batch(1, ctx.rank, ctx.device)).backward()
@@ -212,13 +227,72 @@ def beside(ctx: Ctx) -> list[str]:
 
 def test_compute_goes_on_while_replicas_add_up(pool: Pool) -> None:
     """All gradients of other groups come, and leave, before the first all-reduce is waited for."""
-    first, *others = pool.run(4, beside)
+    first, *others = shared(pool, beside)
     assert all(other == first for other in others)
     words = [text.split()[0] for text in first]
     count = words.count("reduce")
     assert count > 2
     turns = ["reduce", *["all-reduce", "reduce"] * (count - 1), "all-reduce"]
     assert words == turns + ["complete"] * count
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """In the middle of a backward."""
+
+
+def failed(ctx: Ctx, where: str) -> int:
+    ctx, case = hybrid(ctx), CASES["llama"]
+    oracle, model = twin(case, ctx)
+    first_step(ctx, model, 9)
+    run_as(model, PROGRAMS, prompt)
+    made: list[AllReduce] = []
+    in_flight = 0
+
+    def keeping(original: Any) -> Any:
+        def init(self: AllReduce, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            made.append(self)
+
+        return init
+
+    def failing(original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal in_flight
+            in_flight = sum(one.is_under_way for one in made)
+            if in_flight == 2:
+                raise Interrupted
+            return original(self, *args, **kwargs)
+
+        return call
+
+    point = (Reduction, "_issue") if where == "compute" else (AllReduce, "complete")
+    with (
+        patched(AllReduce, "__init__", keeping),
+        patched(*point, failing),
+        pytest.raises(Interrupted),
+    ):
+        case.loss(model, case.batch(8, ctx.rank, ctx.device)).backward()
+    assert in_flight == 2
+    assert all(one.work is None and not one.is_under_way for one in made)
+    assert is_clean(model)
+    model.zero_grad()
+    expected = train(oracle, case, ctx, 3)
+    assert_equal(expected, train(model, case, ctx, 3))
+    return len(made)
+
+
+@pytest.mark.parametrize("where", ["compute", "wait"])
+def test_a_backward_that_fails_leaves_nothing_under_way(pool: Pool, where: str) -> None:
+    """The groups are SHARDED, and the next steps are those of a model where nothing failed."""
+    counts = shared(pool, failed, where)
+    assert len(set(counts)) == 1
+    assert counts[0] >= 2
+
+
+# -- a plan of its own -----------------------------------------------------------------------------
 
 
 @contextmanager
@@ -267,64 +341,6 @@ def test_a_plan_waits_for_reductions_in_time(pool: Pool) -> None:
     words = [text.split()[0] for text in seen]
     last_reduce = len(words) - 1 - words[::-1].index("reduce")
     assert words.index("all-reduce") < last_reduce < words.index("complete")
-
-
-# -- failures --------------------------------------------------------------------------------------
-
-
-class Interrupted(Exception):
-    """In the middle of a backward."""
-
-
-def failed(ctx: Ctx, where: str) -> int:
-    ctx, case = hybrid(ctx), CASES["llama"]
-    oracle, model = twin(case, ctx)
-    with kept_programs() as programs:
-        case.loss(compiled(model), case.batch(9, ctx.rank, ctx.device)).backward()
-    model.zero_grad()
-    run_as(model, programs, prompt)
-    made: list[AllReduce] = []
-    in_flight = 0
-
-    def keeping(original: Any) -> Any:
-        def init(self: AllReduce, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            made.append(self)
-
-        return init
-
-    def failing(original: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal in_flight
-            in_flight = sum(one.is_under_way for one in made)
-            if in_flight == 2:
-                raise Interrupted
-            return original(self, *args, **kwargs)
-
-        return call
-
-    point = (Reduction, "_issue") if where == "compute" else (AllReduce, "complete")
-    with (
-        patched(AllReduce, "__init__", keeping),
-        patched(*point, failing),
-        pytest.raises(Interrupted),
-    ):
-        case.loss(model, case.batch(8, ctx.rank, ctx.device)).backward()
-    assert in_flight == 2
-    assert all(one.work is None and not one.is_under_way for one in made)
-    assert is_clean(model)
-    model.zero_grad()
-    expected = train(oracle, case, ctx, 3)
-    assert_equal(expected, train(model, case, ctx, 3))
-    return len(made)
-
-
-@pytest.mark.parametrize("where", ["compute", "wait"])
-def test_a_backward_that_fails_leaves_nothing_under_way(pool: Pool, where: str) -> None:
-    """The groups are SHARDED, and the next steps are those of a model where nothing failed."""
-    counts = pool.run(4, failed, where)
-    assert len(set(counts)) == 1
-    assert counts[0] >= 2
 
 
 # -- what is measured ------------------------------------------------------------------------------
@@ -379,7 +395,7 @@ def test_a_plan_is_made_again_from_what_they_took(pool: Pool) -> None:
 
 @first_launch
 def probed(ctx: Ctx) -> list[str]:
-    ctx, case = hybrid(ctx), CASES["llama"]
+    ctx, case = hybrid(ctx), replace(CASES["llama"], build=partial(Llama, 1))
     kinds: list[str] = []
 
     def noting(original: Any) -> Any:
