@@ -1,4 +1,8 @@
-"""All-gathers of several groups and of parts of groups: same bits, memory as planned."""
+"""All-gathers of several groups and of parts of groups: same bits, memory as planned.
+
+Cases that only change the plan keep what the first of them compiled (`pool.run(...,
+keeps_compiled=True)`): each has its own model and says which plan that runs.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -38,6 +42,7 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
     "split 3": partial(split, count=3),
     "split reductions": partial(split_reductions, count=3),
 }
+PROGRAMS: Programs = {}  # of this rank: what was compiled, for `run_as`
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -80,12 +85,13 @@ def regrouped(
 
 
 def compiled_twin(case: Case, ctx: Ctx, **kwargs: Any) -> tuple[nn.Module, nn.Module, Programs]:
-    """Eager and compiled, after one equal step."""
+    """Eager and compiled, after one equal step; what an earlier case kept is not compiled again."""
     oracle, model = twin(case, ctx, **kwargs)
     model.compile(backend="graphshard", **STRICT)
     with kept_programs() as programs:
         assert_equal(train(oracle, case, ctx, 1), train(model, case, ctx, 1))
-    return oracle, model, programs
+    PROGRAMS.update(programs)
+    return oracle, model, PROGRAMS
 
 
 def issued(model: nn.Module) -> int:
@@ -106,7 +112,8 @@ def check(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case_name", ["llama", "gpt_tied"])
 def test_no_bit_changes(pool: Pool, case_name: str) -> None:
-    for seen in check(pool.run(2, regrouped, case_name, list(PLANS), None, {})):
+    ranks = pool.run(2, regrouped, case_name, list(PLANS), None, {}, keeps_compiled=True)
+    for seen in check(ranks):
         one_each = 2 * seen["groups"] - 1  # the root stays gathered
         assert (seen["gathers"] < one_each) == seen["name"].startswith("merge")
         if seen["name"] == "merge all":
@@ -128,8 +135,67 @@ def reduced_in_parts(ctx: Ctx, micro_steps: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_reductions_in_parts(pool: Pool, micro_steps: int) -> None:
-    for reductions, groups in pool.run(2, reduced_in_parts, micro_steps):
+    for reductions, groups in pool.run(2, reduced_in_parts, micro_steps, keeps_compiled=True):
         assert reductions > groups
+
+
+# -- waits, releases, failures -------------------------------------------------------------------
+
+
+def with_poison(ctx: Ctx) -> None:
+    case = CASES["gpt_tied"]
+    oracle, model, programs = compiled_twin(case, ctx)
+    with poisoned():
+        for number, plan_name in enumerate(("merge 3", "split 1")):
+            run_as(model, programs, PLANS[plan_name])
+            steps = {"steps": 2, "first_step": 1 + 2 * number}
+            assert_equal(train(oracle, case, ctx, **steps), train(model, case, ctx, **steps))
+
+
+def test_missing_wait_or_use_after_release_would_show(pool: Pool) -> None:
+    pool.run(2, with_poison, keeps_compiled=True)
+
+
+class Failing:
+    """The n-th call fails."""
+
+    def __init__(self, original: Callable[..., Any], calls: int) -> None:
+        self.original, self.calls = original, calls
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls -= 1
+        if self.calls == 0:
+            raise ZeroDivisionError
+        return self.original(*args)
+
+
+def failing(ctx: Ctx, calls: int) -> None:
+    """A forward fails in the middle; everything is sharded, and training goes on as in FSDP2."""
+    case = CASES["llama"]
+    oracle, model, programs = compiled_twin(case, ctx)
+    faults = itertools.product(("merge 2", "split 3"), ("all_gather", "_copy_out"))
+    for step, (plan_name, function) in enumerate(faults, start=1):
+        run_as(model, programs, PLANS[plan_name])
+        fault = patched(buckets, function, partial(Failing, calls=calls))
+        with watch_gathered() as seen:
+            with fault, pytest.raises(ZeroDivisionError):
+                case.loss(model, case.batch(0, ctx.rank, ctx.device))
+            assert seen.peak_bytes > 0
+            assert seen.alive_bytes() == 0
+        for module in (model, *model.blocks):
+            (live,) = handle_of(module).lives
+            assert live.fsdp.is_sharded
+            assert live.kept is None
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        steps = {"steps": 1, "first_step": step}
+        assert_equal(train(oracle, case, ctx, **steps), train(model, case, ctx, **steps))
+
+
+def test_after_a_failure_everything_is_sharded(pool: Pool) -> None:
+    pool.run(2, failing, 2, keeps_compiled=True)
+
+
+# -- settings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,62 +304,6 @@ def test_what_the_user_does_is_binding(pool: Pool, setting_name: str) -> None:
     assert counts == counts[:1] * len(counts)
     if setting.gathers is not None:
         assert counts[0][REGROUPED.index("merge 3")] == setting.gathers
-
-
-# -- waits, releases, failures -------------------------------------------------------------------
-
-
-def with_poison(ctx: Ctx) -> None:
-    case = CASES["gpt_tied"]
-    oracle, model, programs = compiled_twin(case, ctx)
-    with poisoned():
-        for number, plan_name in enumerate(("merge 3", "split 1")):
-            run_as(model, programs, PLANS[plan_name])
-            steps = {"steps": 2, "first_step": 1 + 2 * number}
-            assert_equal(train(oracle, case, ctx, **steps), train(model, case, ctx, **steps))
-
-
-def test_missing_wait_or_use_after_release_would_show(pool: Pool) -> None:
-    pool.run(2, with_poison)
-
-
-class Failing:
-    """The n-th call fails."""
-
-    def __init__(self, original: Callable[..., Any], calls: int) -> None:
-        self.original, self.calls = original, calls
-
-    def __call__(self, *args: Any) -> Any:
-        self.calls -= 1
-        if self.calls == 0:
-            raise ZeroDivisionError
-        return self.original(*args)
-
-
-def failing(ctx: Ctx, calls: int) -> None:
-    """A forward fails in the middle; everything is sharded, and training goes on as in FSDP2."""
-    case = CASES["llama"]
-    oracle, model, programs = compiled_twin(case, ctx)
-    faults = itertools.product(("merge 2", "split 3"), ("all_gather", "_copy_out"))
-    for step, (plan_name, function) in enumerate(faults, start=1):
-        run_as(model, programs, PLANS[plan_name])
-        fault = patched(buckets, function, partial(Failing, calls=calls))
-        with watch_gathered() as seen:
-            with fault, pytest.raises(ZeroDivisionError):
-                case.loss(model, case.batch(0, ctx.rank, ctx.device))
-            assert seen.peak_bytes > 0
-            assert seen.alive_bytes() == 0
-        for module in (model, *model.blocks):
-            (live,) = handle_of(module).lives
-            assert live.fsdp.is_sharded
-            assert live.kept is None
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-        steps = {"steps": 1, "first_step": step}
-        assert_equal(train(oracle, case, ctx, **steps), train(model, case, ctx, **steps))
-
-
-def test_after_a_failure_everything_is_sharded(pool: Pool) -> None:
-    pool.run(2, failing, 2)
 
 
 # -- what the planner decides --------------------------------------------------------------------
