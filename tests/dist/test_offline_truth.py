@@ -6,6 +6,7 @@ with their profile.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from contract_models import mesh_of
 from patching import patched
 from pool import Ctx, Pool, capped
-from test_memory_truth import NO_LIMIT, planned, recording, sampled_on
+from test_memory_truth import planned, recording, sampled_on
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -82,6 +83,12 @@ def offline(
     )
 
 
+@cache
+def planned_ahead(path: str, world_size: int) -> Plan:
+    """Nothing is asked for."""
+    return offline(path, world_size, {})
+
+
 @pytest.fixture(scope="module")
 def machine(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
     """The profile, and of how many ranks."""
@@ -95,10 +102,10 @@ def test_an_offline_plan_is_the_plan_that_runs(
 ) -> None:
     path, world_size = machine
     if "memory_budget" in asked:
-        free = offline(path, world_size, {"memory_budget": NO_LIMIT}).estimate
+        free = planned_ahead(path, world_size).estimate
         assert free is not None
         asked = {"memory_budget": int(asked["memory_budget"] * free.fsdp2.peak_bytes)}
-    ahead = offline(path, world_size, asked)
+    ahead = offline(path, world_size, asked) if asked else planned_ahead(path, world_size)
     for text, gathered in pool.run(2, trained, path, asked):
         assert_same(Plan.from_json(text), ahead)
         assert gathered == [size for _, size in planned(ahead)]
