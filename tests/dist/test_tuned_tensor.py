@@ -46,11 +46,16 @@ pytestmark = [
 RANKS, TENSOR, BATCH, SEQ, VOCABULARY = 4, 2, 2, 32, 512
 SIZES: Sizes = (("batch", BATCH), ("seq", SEQ))
 PLANS: dict[str, Any] = {"words": IN_WORDS, "sequence": BY_SEQUENCE}
+DEPTHS = {"words": 3, "sequence": 2}  # three blocks alike are traced once for all
+
+
+def net(plan: str) -> nn.Module:
+    return planned(PLANS[plan], DEPTHS[plan])
 
 
 def subject_of(plan: str) -> Subject:
     def build(sizes: Sizes) -> Made:
-        return made_of("net", (planned(PLANS[plan]), (tokens(**dict(sizes)),)))
+        return made_of("net", (net(plan), (tokens(**dict(sizes)),)))
 
     subject = Subject("net", build, Machines(machine_of("cpu"), RANKS, False), (RANKS,), (SIZES,))
     subject.prepare()
@@ -114,7 +119,7 @@ def trained(ctx: Ctx, plan: str, code: str) -> tuple[Counter[Collective], list[i
     def shard(model: nn.Module, mesh: Any) -> nn.Module:
         return names["shard"](model, ctx.device.type)
 
-    case = Case("net", partial(planned, PLANS[plan]), shard, batch, lambda net, own: net(*own))
+    case = Case("net", partial(net, plan), shard, batch, lambda model, own: model(*own))
     torch.manual_seed(0)
     first = case.build()
     models = []
