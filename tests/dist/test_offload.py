@@ -2,8 +2,9 @@
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,23 +34,11 @@ def with_host(original: Any) -> Any:
     return lambda device: FAST
 
 
-def compiled(ctx: Ctx, name: str, budget: int | None, compute: str, **more: object) -> nn.Module:
-    torch._dynamo.reset()  # it compiles the code of one class 8 times at most
+def compiled(ctx: Ctx, name: str, budget: int, compute: str, **more: object) -> nn.Module:
     model = build(CASES[name], ctx)
     options = {"fallback": "error", "compute": compute, "memory_budget": budget, **more}
     model.compile(backend="graphshard", fullgraph=True, options=options)
     return model
-
-
-def bounds(ctx: Ctx, name: str, compute: str) -> tuple[int, int]:
-    """The least feasible peak, and FSDP2's own."""
-    case = CASES[name]
-    with pytest.raises(graphshard.InfeasibleBudget) as error:
-        train(compiled(ctx, name, LEAST_PLAUSIBLE_BYTES, compute), case, ctx, 1)
-    model = compiled(ctx, name, None, compute)
-    train(model, case, ctx, 1)
-    (plan,) = graphshard.plans(model)
-    return error.value.shortage.least_bytes, plan.summary().fsdp2.peak_bytes
 
 
 def copies_of(plan: Plan) -> int:
@@ -58,16 +47,35 @@ def copies_of(plan: Plan) -> int:
 
 
 def within(ctx: Ctx, name: str, compute: str) -> list[int]:
-    """Budgets between the least feasible peak and FSDP2's own."""
-    least_bytes, most_bytes = bounds(ctx, name, compute)
-    return [least_bytes + (most_bytes - least_bytes) * part // 10 for part in (1, 3)]
+    """Budgets between the least feasible peak and FSDP2's own, as the error says them."""
+    with patched(presets, "_host", with_host), pytest.raises(graphshard.InfeasibleBudget) as error:
+        train(compiled(ctx, name, LEAST_PLAUSIBLE_BYTES, compute), CASES[name], ctx, 1)
+    shortage = error.value.shortage
+    more_bytes = shortage.fsdp2_bytes - shortage.least_bytes
+    return [shortage.least_bytes + more_bytes * part // 10 for part in (1, 3)]
 
 
-def offloading(ctx: Ctx, name: str, compute: str) -> list[tuple[int, int, int]]:
+Budgets = Callable[[str, str], list[int]]
+
+
+@pytest.fixture(scope="module")
+def budgets(pool: Pool) -> Budgets:
+    """Asked for once for each model and way to compute."""
+
+    @cache
+    def found(name: str, compute: str) -> list[int]:
+        first, second = pool.run(2, within, name, compute)
+        assert first == second
+        return first
+
+    return found
+
+
+def offloading(ctx: Ctx, name: str, compute: str, budgets: list[int]) -> list[tuple[int, int, int]]:
     """How many activations the host holds, the budget, the plan's peak."""
     expected, found = backward_twice(build(CASES[name], ctx), CASES[name], ctx), []
     with patched(presets, "_host", with_host):
-        for budget in within(ctx, name, compute):
+        for budget in budgets:
             model = compiled(ctx, name, budget, compute)
             actual = backward_twice(model, CASES[name], ctx)
             for value, other in zip(expected, actual, strict=True):
@@ -76,6 +84,7 @@ def offloading(ctx: Ctx, name: str, compute: str) -> list[tuple[int, int, int]]:
                 else:
                     assert difference(value, other) is None, (budget, difference(value, other))
             (plan,) = graphshard.plans(model)
+            assert plan.summary().fsdp2.peak_bytes > budget
             held = len(plan.recompute.offloaded)
             assert (copies_of(plan) > 0) == (held > 0)
             found.append((held, budget, plan.summary().peak_bytes))
@@ -86,9 +95,11 @@ def offloading(ctx: Ctx, name: str, compute: str) -> list[tuple[int, int, int]]:
     ("name", "compute"),
     [("llama", "aten"), ("llama", "inductor"), ("gpt_tied_ac", "aten"), ("moe", "aten")],
 )
-def test_what_the_host_holds_comes_back_as_it_was(pool: Pool, name: str, compute: str) -> None:
+def test_what_the_host_holds_comes_back_as_it_was(
+    pool: Pool, budgets: Budgets, name: str, compute: str
+) -> None:
     """With dropout, with checkpoints of the user's, with retain_graph."""
-    first, second = pool.run(2, offloading, name, compute, timeout_s=280)
+    first, second = pool.run(2, offloading, name, compute, budgets(name, compute), timeout_s=280)
     assert first == second
     assert all(peak_bytes <= budget for _, budget, peak_bytes in first)
     assert any(held > 0 for held, *_ in first)
@@ -134,10 +145,10 @@ def watched() -> Iterator[tuple[Watched, Watched]]:
         yield out, back
 
 
-def memory_of_copies(ctx: Ctx, name: str) -> int:
+def memory_of_copies(ctx: Ctx, name: str, budget: int) -> int:
     case = CASES[name]
     with patched(presets, "_host", with_host), watched() as (out, back):
-        model = compiled(ctx, name, within(ctx, name, "aten")[0], "aten")
+        model = compiled(ctx, name, budget, "aten")
         for step in range(2):
             for one in (out, back):
                 one.copies, one.memory = [], []
@@ -155,14 +166,15 @@ def memory_of_copies(ctx: Ctx, name: str) -> int:
     return len(out.copies)
 
 
-def test_the_memory_of_what_is_away_is_free(pool: Pool) -> None:
+def test_the_memory_of_what_is_away_is_free(pool: Pool, budgets: Budgets) -> None:
     """All of it, and nothing else, is copied in the plan's order; none of it is left on the device
     when forward is over, nor of what came back when backward is."""
-    first, second = pool.run(2, memory_of_copies, "llama")
+    budget, _ = budgets("llama", "aten")
+    first, second = pool.run(2, memory_of_copies, "llama", budget, keeps_compiled=True)
     assert first == second >= 2
 
 
-def a_copy_fails(ctx: Ctx, name: str) -> None:
+def a_copy_fails(ctx: Ctx, name: str, budget: int) -> None:
     """Where it is made, on a CPU in a thread: the step raises, the next one goes on."""
     case, fails = CASES[name], [False]
     expected = train(build(case, ctx), case, ctx, 2)
@@ -178,7 +190,7 @@ def a_copy_fails(ctx: Ctx, name: str) -> None:
         return copied
 
     with patched(presets, "_host", with_host):
-        model = compiled(ctx, name, within(ctx, name, "aten")[0], "aten")
+        model = compiled(ctx, name, budget, "aten")
         with patched(queue, "_copy" if on_cpu else "copy", copy):
             fails[0] = True
             with pytest.raises(MemoryError, match="the host is full"):
@@ -188,8 +200,10 @@ def a_copy_fails(ctx: Ctx, name: str) -> None:
             assert_equal(expected, train(model, case, ctx, 2))
 
 
-def test_a_copy_that_fails_loses_nothing(pool: Pool) -> None:
-    pool.run(2, a_copy_fails, "llama")
+def test_a_copy_that_fails_loses_nothing(pool: Pool, budgets: Budgets) -> None:
+    """It is what the test before has compiled."""
+    budget, _ = budgets("llama", "aten")
+    pool.run(2, a_copy_fails, "llama", budget, keeps_compiled=True)
 
 
 SLOW_S = 0.004
@@ -203,12 +217,11 @@ def slow_copy(original: Any) -> Any:
     return copied
 
 
-def planned_again(ctx: Ctx, name: str) -> int:
+def planned_again(ctx: Ctx, name: str, budget: int) -> int:
     """How many activations the host holds when the plan was made again from measured times."""
     case, plans = CASES[name], []
     slowly = patched(host_copies.ThreadQueue, "_copy", slow_copy)
     with patched(presets, "_host", with_host), slowly:
-        budget = within(ctx, name, "aten")[0]
         model, oracle = compiled(ctx, name, budget, "aten", replan_after=3), build(case, ctx)
         for first_step in (0, 2, 4):
             expected, actual = (
@@ -230,7 +243,8 @@ def planned_again(ctx: Ctx, name: str) -> int:
     return len(plan.recompute.offloaded)
 
 
-def test_a_plan_that_is_made_again_has_the_host_hold_the_same(pool: Pool) -> None:
+def test_a_plan_that_is_made_again_has_the_host_hold_the_same(pool: Pool, budgets: Budgets) -> None:
     """And it knows what the copies took."""
-    first, second = pool.run(2, planned_again, "llama", timeout_s=200)
+    budget, _ = budgets("llama", "aten")
+    first, second = pool.run(2, planned_again, "llama", budget, timeout_s=200)
     assert first == second > 0
