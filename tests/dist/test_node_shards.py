@@ -1,10 +1,14 @@
-"""Plans in which the ranks of each node hold a group from forward to backward, on real ranks."""
+"""Plans in which the ranks of each node hold a group from forward to backward, on real ranks.
+
+First come the cases that run what another one compiled (`shared`), then those that cannot.
+"""
 
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,7 +18,8 @@ import torch.distributed as dist
 from drawing import drawing
 from hypothesis import example, given
 from hypothesis import strategies as st
-from models import CASES
+from models import CASES as ALL
+from models import Llama
 from parity import assert_equal, build, sgd, train
 from patching import patched
 from pool import Ctx, Pool
@@ -35,7 +40,13 @@ pytestmark = pytest.mark.dist
 COUNT = int(os.environ.get("GRAPHSHARD_NODES", "3"))
 SEED = os.environ.get("GRAPHSHARD_NODES_SEED")
 PER_NODE = 2
+CASES = {**ALL, "llama": replace(ALL["llama"], build=partial(Llama, 3))}
+SHORT = replace(ALL["llama"], build=partial(Llama, 2))  # where its blocks are not counted
 PLENTY = {"fallback": "error", "memory_budget": "1000 GiB"}
+
+
+def shared(pool: Pool, case: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    return pool.run(4, case, *args, timeout_s=timeout_s, keeps_compiled=True)
 
 
 @contextmanager
@@ -117,35 +128,9 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("name", "micro_steps", "kwargs"), SETTINGS)
 def test_no_bit_changes(pool: Pool, name: str, micro_steps: int, kwargs: dict[str, Any]) -> None:
-    found = pool.run(4, bitwise, name, micro_steps, kwargs, timeout_s=250)
+    found = shared(pool, bitwise, name, micro_steps, kwargs, timeout_s=250)
     assert all(count >= 3 for count, _ in found)
     assert [ranks for _, ranks in found] == [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]
-
-
-def not_held(ctx: Ctx, why: str) -> tuple[list[str], set[tuple[int, ...]]]:
-    """Where the user has set it, where ranks do not agree on plans, and on one node."""
-    case = CASES["llama"]
-    kwargs = {"reshard_after_forward": True} if why == "set" else {}
-    expected = train(build(case, ctx, **kwargs), case, ctx, 2)
-    with two_nodes():
-        if why == "one node":
-            os.environ["LOCAL_WORLD_SIZE"] = str(ctx.world_size)
-        elif why == "uneven nodes":
-            os.environ["LOCAL_WORLD_SIZE"] = "3"
-        elif why == "ranks differ":
-            os.environ["LOCAL_WORLD_SIZE"] = "2" if ctx.rank else "4"
-        options = {"verify": "off"} if why == "nothing agreed" else {}
-        model = compiled(build(case, ctx, **kwargs), **options)
-        assert_equal(expected, train(model, case, ctx, 2))
-    return held_by_nodes(model), node_ranks(model)
-
-
-@pytest.mark.parametrize(
-    "why", ["set", "nothing agreed", "one node", "uneven nodes", "ranks differ"]
-)
-def test_otherwise_nodes_hold_nothing(pool: Pool, why: str) -> None:
-    ranks = 2 if why == "one node" else 4
-    assert pool.run(ranks, not_held, why) == [([], set())] * ranks
 
 
 def set_later(ctx: Ctx) -> tuple[int, int, list[str]]:
@@ -167,37 +152,10 @@ def set_later(ctx: Ctx) -> tuple[int, int, list[str]]:
 
 
 def test_what_the_user_sets_later_counts(pool: Pool) -> None:
-    for kept, resharded, left in pool.run(4, set_later):
-        assert kept >= 4
+    for kept, resharded, left in shared(pool, set_later):
+        assert kept >= 3
         assert resharded <= 1  # FSDP2 keeps the root
         assert left == []
-
-
-def other_length(ctx: Ctx) -> tuple[list[list[str]], set[tuple[int, ...]]]:
-    """One rank compiles for another batch while the others run what they have."""
-    case = CASES["llama"]
-    oracle = build(case, ctx)
-    with two_nodes():
-        model = compiled(build(case, ctx))
-        for number in range(3):
-            batch = case.batch(number, ctx.rank, ctx.device)
-            if ctx.rank == number:
-                batch = tuple(tensor[:1] for tensor in batch)
-            losses = [case.loss(net, batch) for net in (oracle, model)]
-            assert torch.equal(*losses)
-            for loss in losses:
-                loss.backward()
-            pairs = zip(oracle.parameters(), model.parameters(), strict=True)
-            assert all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
-    plans = graphshard.plans(model)
-    held = [[s.group for s in p.forward.of_kind(StepKind.RELEASE) if s.on_node] for p in plans]
-    return held, node_ranks(model)
-
-
-def test_a_rank_that_compiles_again_alone(pool: Pool) -> None:
-    found = pool.run(4, other_length, timeout_s=120)
-    assert [len(held) for held, _ in found] == [2, 2, 2, 1]
-    assert {str(own) for held, _ in found for own in held} == {str(found[0][0][0])}
 
 
 # -- what a node holds is of the shards of now ---------------------------------------------------
@@ -279,8 +237,7 @@ def test_values_are_those_of_now(pool: Pool) -> None:
     @example(LEFT_OVER)
     @example(TWICE)
     def compare(case: tuple[str, ...]) -> None:
-        # What is compiled does not depend on what is drawn: the first case does it for all.
-        pool.run(4, compared, case, timeout_s=60.0, keeps_compiled=True)
+        shared(pool, compared, case, timeout_s=60.0)
 
     compare()
 
@@ -304,3 +261,59 @@ def losses(model: nn.Module, ctx: Ctx, case: tuple[str, ...]) -> Iterator[tuple[
         batch = llama.batch(number, ctx.rank, ctx.device)
         for loss in EVENTS[name](model, lambda batch=batch: llama.loss(model, batch)):
             yield f"{number} {name}", loss.clone()
+
+
+# -- where nothing is shared ----------------------------------------------------------------------
+
+
+def not_held(ctx: Ctx, why: str) -> tuple[list[str], set[tuple[int, ...]]]:
+    """Where the user has set it, where ranks do not agree on plans, and on one node."""
+    case = SHORT
+    kwargs = {"reshard_after_forward": True} if why == "set" else {}
+    expected = train(build(case, ctx, **kwargs), case, ctx, 2)
+    with two_nodes():
+        if why == "one node":
+            os.environ["LOCAL_WORLD_SIZE"] = str(ctx.world_size)
+        elif why == "uneven nodes":
+            os.environ["LOCAL_WORLD_SIZE"] = "3"
+        elif why == "ranks differ":
+            os.environ["LOCAL_WORLD_SIZE"] = "2" if ctx.rank else "4"
+        options = {"verify": "off"} if why == "nothing agreed" else {}
+        model = compiled(build(case, ctx, **kwargs), **options)
+        assert_equal(expected, train(model, case, ctx, 2))
+    return held_by_nodes(model), node_ranks(model)
+
+
+@pytest.mark.parametrize(
+    "why", ["set", "nothing agreed", "one node", "uneven nodes", "ranks differ"]
+)
+def test_otherwise_nodes_hold_nothing(pool: Pool, why: str) -> None:
+    ranks = 2 if why == "one node" else 4
+    assert pool.run(ranks, not_held, why) == [([], set())] * ranks
+
+
+def other_length(ctx: Ctx) -> tuple[list[list[str]], set[tuple[int, ...]]]:
+    """One rank compiles for another batch while the others run what they have."""
+    case = SHORT
+    oracle = build(case, ctx)
+    with two_nodes():
+        model = compiled(build(case, ctx))
+        for number in range(3):
+            batch = case.batch(number, ctx.rank, ctx.device)
+            if ctx.rank == number:
+                batch = tuple(tensor[:1] for tensor in batch)
+            losses = [case.loss(net, batch) for net in (oracle, model)]
+            assert torch.equal(*losses)
+            for loss in losses:
+                loss.backward()
+            pairs = zip(oracle.parameters(), model.parameters(), strict=True)
+            assert all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
+    plans = graphshard.plans(model)
+    held = [[s.group for s in p.forward.of_kind(StepKind.RELEASE) if s.on_node] for p in plans]
+    return held, node_ranks(model)
+
+
+def test_a_rank_that_compiles_again_alone(pool: Pool) -> None:
+    found = pool.run(4, other_length, timeout_s=120)
+    assert [len(held) for held, _ in found] == [2, 2, 2, 1]
+    assert {str(own) for held, _ in found for own in held} == {str(found[0][0][0])}
