@@ -34,9 +34,9 @@ LEAST, MOST = 0.95, 1.01
 NO_LIMIT = 2**50
 
 
-def sharded(ctx: Ctx, **settings: Any) -> Any:
+def sharded(ctx: Ctx, num_layers: int = CONFIG.num_layers, **settings: Any) -> Any:
     torch.manual_seed(0)
-    model = WithLoss(Llama(CONFIG))
+    model = WithLoss(Llama(replace(CONFIG, num_layers=num_layers)))
     for layer in model.model.layers:
         fully_shard(layer, mesh=ctx.mesh, **settings)
     return fully_shard(model, mesh=ctx.mesh)
@@ -128,15 +128,15 @@ def peaks(model: Any, optimizer: Any, ctx: Ctx) -> dict[str, Any]:
 
 
 def swept(ctx: Ctx) -> list[dict[str, Any]]:
-    expected = steps_of(sharded(ctx), ctx, 3)
+    expected = steps_of(sharded(ctx, num_layers=2), ctx, 2)
     own_bytes, found = NO_LIMIT, []
     for share in SHARES:
         torch._dynamo.reset()
-        model, ranges = sharded(ctx), []
+        model, ranges = sharded(ctx, num_layers=2), []
         options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
         model.compile(backend="graphshard", options={**options, "replan_after": 1000})
         with patched(instrument, "with_marks", recording(ranges)):
-            losses, params, optimizer = steps_of(model, ctx, 3)
+            losses, params, optimizer = steps_of(model, ctx, 2)
         assert all(map(torch.equal, losses, expected[0]))
         assert all(map(torch.equal, params, expected[1]))
         (plan,) = graphshard.plans(model)
@@ -167,10 +167,9 @@ def test_ten_budgets_are_kept_byte_for_byte(pool: Pool) -> None:
 def replicated(ctx: Ctx) -> dict[str, Any]:
     """Two replicas: what was reduced is there until it is handed over."""
     ctx = replace(ctx, mesh=mesh_of(ctx, (2, 2), "replicate", "shard"))
-    torch._dynamo.reset()
-    model = sharded(ctx)
+    model = sharded(ctx, num_layers=2)
     model.compile(backend="graphshard", options={"fallback": "error", "replan_after": 1000})
-    *_, optimizer = steps_of(model, ctx, 3)
+    *_, optimizer = steps_of(model, ctx, 2)
     return peaks(model, optimizer, ctx)
 
 
@@ -185,7 +184,7 @@ def compiled_within(ctx: Ctx) -> list[dict[str, Any]]:
 
     def trained(budget_bytes: int) -> tuple[Any, Any, Plan]:
         torch._dynamo.reset()
-        model = sharded(ctx)
+        model = sharded(ctx, num_layers=2)
         options = {"fallback": "error", "compute": "inductor", "memory_budget": budget_bytes}
         model.compile(backend="graphshard", options={**options, "replan_after": 1000})
         *_, optimizer = steps_of(model, ctx, 2)
@@ -194,12 +193,10 @@ def compiled_within(ctx: Ctx) -> list[dict[str, Any]]:
 
     with pytest.raises(graphshard.InfeasibleBudget) as error:
         trained(LEAST_PLAUSIBLE_BYTES)
-    least_bytes = error.value.shortage.least_bytes
-    *_, plan = trained(NO_LIMIT)
-    more_bytes = plan.summary().fsdp2.peak_bytes - least_bytes
-    found = []
+    shortage, found = error.value.shortage, []
+    more_bytes = shortage.fsdp2_bytes - shortage.least_bytes
     for part in range(4):
-        model, optimizer, plan = trained(least_bytes + more_bytes * part // 3)
+        model, optimizer, plan = trained(shortage.least_bytes + more_bytes * part // 3)
         again = len(plan.recompute.activations)
         found.append({**peaks(model, optimizer, ctx), "again": again})
     return found
