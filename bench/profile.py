@@ -50,8 +50,10 @@ from graphshard.cost.curve import Fit, Sample, curve_us, line, scaled
 from graphshard.cost.profile import CommFit, CostProfile, read_profile
 from graphshard.cost.roofline import OpWork
 from graphshard.graph.program import Program
+from graphshard.planner.problem import Problem, transfers_of
 from graphshard.pricing.flops import graph_work
 from graphshard.schedule.plan import Plan, StepKind
+from graphshard.schedule.steps import ISSUES, WAITS
 
 AMOUNTS = (1e4, 1e6)  # bytes; two samples are what a profile needs of a line
 FREE_GBIT = 1e6
@@ -113,11 +115,14 @@ def write(
 @dataclass(frozen=True, slots=True)
 class InStep:
     """How many times what was measured alone something takes in a step: products and attention, a
-    launch of another kernel, memory traffic."""
+    launch of another kernel, memory traffic. issue_us, wait_us: of a collective beside its copies,
+    as in `Machine`."""
 
     arithmetic: float
     launch: float
     memory: float
+    issue_us: float = 0.0
+    wait_us: float = 0.0
 
 
 def moved(profile: CostProfile, ratios: InStep) -> CostProfile:
@@ -134,6 +139,8 @@ def moved(profile: CostProfile, ratios: InStep) -> CostProfile:
         arithmetic=tuple((dtype, slower(fit)) for dtype, fit in profile.arithmetic),
         attention=tuple((dtype, slower(fit)) for dtype, fit in profile.attention),
         memory=memory,
+        issue_us=ratios.issue_us,
+        wait_us=ratios.wait_us,
     )
 
 
@@ -177,7 +184,8 @@ def in_step(
     assert compiled is not None
     found = whole(compiled.plan)
     if mode.compute == "aten":
-        found = by_kind(profile, compiled.plan, compiled.running.program)
+        ratios = by_kind(profile, compiled.plan, compiled.running.program)
+        found = with_collectives(ratios, compiled.plan, compiled.running.problem)
     return found, median(plain_us[WARM_UP_STEPS:])
 
 
@@ -210,6 +218,23 @@ def fitted(took_us: Sequence[float], alone: Sequence[Sequence[float]]) -> InStep
     ratios, _ = nnls(rows * weights[:, None], took * weights)
     ratios *= took.sum() / (rows @ ratios).sum()
     return InStep(*map(float, ratios))
+
+
+def with_collectives(ratios: InStep, plan: Plan, problem: Problem) -> InStep:
+    """With what issues and waits took, and releases, of which one follows most waits; their copies
+    apart, which move as memory does."""
+    assert plan.measured is not None
+    found = [s for d in problem.directions for s in plan.measured.of(d)]
+    issues = [s.us for s in found if s.step.kind in ISSUES]
+    waits = [s.us for s in found if s.step.kind in WAITS or s.step.kind is StepKind.RELEASE]
+    transfers = [t for g in problem.groups for part in g.parts for _, t in transfers_of(g, part)]
+    packs_us = ratios.memory * sum(transfer.before_us for transfer in transfers)
+    unpacks_us = ratios.memory * sum(transfer.after_us for transfer in transfers)
+    return replace(
+        ratios,
+        issue_us=max(0.0, sum(issues) - packs_us) / len(issues),
+        wait_us=max(0.0, sum(waits) - unpacks_us) / len(issues),
+    )
 
 
 def alone_us(profile: CostProfile, works: Sequence[OpWork]) -> tuple[float, float, float]:

@@ -40,6 +40,8 @@ class Machine:
     host: None where the device has no memory of its own, or nobody knows how it is reached.
     compute_spread: standard deviation of compute times among ranks, as a share of their mean.
     ranks_per_node: as many share the fast links, where nobody says otherwise.
+    issue_us, wait_us: what a rank's collective takes of compute, beside copies: where the thread
+    that computes issues it and waits for it (a CPU). A device is given work ahead of time.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Machine:
     host: HostCopies | None = None
     ranks_per_node: int = 8
     compute_spread: float = 0.0
+    issue_us: float = 0.0
+    wait_us: float = 0.0
 
 
 def host_copy_us(host: HostCopies, size_bytes: Quantity) -> Quantity:

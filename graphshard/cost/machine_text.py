@@ -42,6 +42,8 @@ def from_text(text: str) -> Machine:
         data["host"] and _host(data["host"]),
         data["ranks_per_node"],
         data["compute_spread"],
+        data["issue_us"],
+        data["wait_us"],
     )
 
 

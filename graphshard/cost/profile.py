@@ -56,7 +56,8 @@ class CostProfile:
 
     arithmetic, attention: matrix products and causal attention per dtype, amounts are flops.
     memory: a pointwise op, amounts are bytes read and written. host: a copy to the host or back,
-    the slower of the two, on all ranks at once; None where the device is the host.
+    the slower of the two, on all ranks at once; None where the device is the host. issue_us,
+    wait_us: see `Machine`; None where nobody measured a step.
     """
 
     origin: Origin
@@ -65,6 +66,8 @@ class CostProfile:
     attention: tuple[tuple[str, Fit], ...]
     memory: Fit
     host: Fit | None = None
+    issue_us: float | None = None
+    wait_us: float | None = None
 
     def to_json(self) -> str:
         data = {
@@ -78,6 +81,8 @@ class CostProfile:
             "attention": {dtype: _fit_to_dict(fit) for dtype, fit in self.attention},
             "memory": _fit_to_dict(self.memory),
             **({} if self.host is None else {"host": _fit_to_dict(self.host)}),
+            **({} if self.issue_us is None else {"issue_us": self.issue_us}),
+            **({} if self.wait_us is None else {"wait_us": self.wait_us}),
         }
         return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
@@ -129,7 +134,16 @@ def calibrated(preset: Machine, profile: CostProfile) -> Machine:
     )
     comm = tuple(MeasuredCurve(c.kind, c.group, c.fit.curve) for c in profile.comm)
     host = profile.host and HostCopies(profile.host.curve, Trust.CALIBRATED)
-    return replace(preset, processor=processor, measured=comm, host=host or preset.host)
+    issue_us = preset.issue_us if profile.issue_us is None else profile.issue_us
+    wait_us = preset.wait_us if profile.wait_us is None else profile.wait_us
+    return replace(
+        preset,
+        processor=processor,
+        measured=comm,
+        host=host or preset.host,
+        issue_us=issue_us,
+        wait_us=wait_us,
+    )
 
 
 def _group_to_dict(group: RankGroup) -> dict[str, Any]:
@@ -191,6 +205,8 @@ class _ProfileFile:
     attention: dict[str, _FitFile]
     memory: _FitFile
     host: _FitFile | None = None
+    issue_us: Amount | None = None
+    wait_us: Amount | None = None
 
 
 def _profile_of(data: _ProfileFile) -> CostProfile:
@@ -205,6 +221,8 @@ def _profile_of(data: _ProfileFile) -> CostProfile:
         attention=tuple((k, _fit_of(fit, "attention", k)) for k, fit in data.attention.items()),
         memory=_fit_of(data.memory, "memory"),
         host=None if data.host is None else _fit_of(data.host, "host"),
+        issue_us=data.issue_us,
+        wait_us=data.wait_us,
     )
 
 

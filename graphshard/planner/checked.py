@@ -8,6 +8,7 @@ from dataclasses import replace
 from graphshard.errors import PlanError
 from graphshard.planner.activations import Offload, Recompute
 from graphshard.planner.problem import (
+    CollectiveLane,
     Group,
     Part,
     Problem,
@@ -27,7 +28,7 @@ def checked(problem: Problem) -> Problem:
     return replace(
         problem,
         groups=tuple(replace(g, parts=tuple(map(_exact_part, g.parts))) for g in problem.groups),
-        lanes=tuple(replace(x, launch_us=exact_us(x.launch_us)) for x in problem.lanes),
+        lanes=tuple(map(_exact_lane, problem.lanes)),
         forward=tuple(replace(r, us=exact_us(r.us)) for r in problem.forward),
         backward=tuple(replace(r, us=exact_us(r.us)) for r in problem.backward),
         recompute=tuple(replace(o, extra_us=exact_us(o.extra_us)) for o in problem.recompute),
@@ -41,6 +42,15 @@ def checked(problem: Problem) -> Problem:
 
 def _exact_offload(offload: Offload) -> Offload:
     return replace(offload, us=exact_us(offload.us))
+
+
+def _exact_lane(lane: CollectiveLane) -> CollectiveLane:
+    return replace(
+        lane,
+        launch_us=exact_us(lane.launch_us),
+        issue_us=exact_us(lane.issue_us),
+        wait_us=exact_us(lane.wait_us),
+    )
 
 
 def _exact_part(part: Part) -> Part:

@@ -141,20 +141,21 @@ def gather_events(
     if first.world_size == 1:
         return Event(steps[0], us=pack_us, takes=params), Event(steps[1])
     lane = first.lane_in(direction, on_node=on_node)
+    own = problem.lanes[lane]
     in_place = all(t.in_place for t in transfers)
     held = [_held_by_smaller_mesh(problem, n, on_node=on_node) for n in bucket.groups]
     copies = _copies(problem)
     flight = tuple(Allocation(Category.ALL_GATHER, copies * c.bytes, c.group) for c in params)
     issue = Event(
         steps[0],
-        us=pack_us,
+        us=pack_us + own.issue_us,
         lane=lane,
-        comm_us=transfer_us([t.us for t in transfers], problem.lanes[lane].launch_us),
+        comm_us=transfer_us([t.us for t in transfers], own.launch_us),
         job=_job(problem, bucket, 0),
         takes=params if in_place else flight,
         gives=tuple(chain.from_iterable(held)) if direction is Direction.BACKWARD else (),
     )
-    unpack_us = sum(t.after_us for t in transfers)
+    unpack_us = sum(t.after_us for t in transfers) + own.wait_us
     if in_place:
         return issue, Event(steps[1], us=unpack_us, job=issue.job)
     return issue, Event(steps[1], us=unpack_us, job=issue.job, takes=params, gives=flight)
@@ -221,7 +222,9 @@ def reduce_events(problem: Problem, bucket: Bucket, micro: MicroStep) -> tuple[E
             Event(wait, us=unpack_us, gives=dropped),
         )
     lane = first.reduce_lane
-    comm_us = transfer_us([g.reduce.us for _, g in grads], problem.lanes[lane].launch_us)
+    own = problem.lanes[lane]
+    pack_us, unpack_us = pack_us + own.issue_us, unpack_us + own.wait_us
+    comm_us = transfer_us([g.reduce.us for _, g in grads], own.launch_us)
     job = _job(problem, bucket, 1)
     if all(g.reduce.in_place for _, g in grads):
         return (
@@ -251,12 +254,13 @@ def all_reduce_events(
     assert first.all_reduce_lane is not None
     found = [g.all_reduce for _, g in grads if g.all_reduce is not None]
     lane, job = first.all_reduce_lane, _job(problem, bucket, 2)
-    comm_us = transfer_us([transfer.us for transfer in found], problem.lanes[lane].launch_us)
+    own = problem.lanes[lane]
+    comm_us = transfer_us([transfer.us for transfer in found], own.launch_us)
     after = _job(problem, bucket, 1) if first.world_size > 1 else -1
-    unpack_us = sum(transfer.after_us for transfer in found)
+    unpack_us = sum(transfer.after_us for transfer in found) + own.wait_us
     gives = _dropped(problem, grads, micro)
     return (
-        Event(issue, lane=lane, comm_us=comm_us, job=job, after=after),
+        Event(issue, own.issue_us, lane, comm_us, job, after=after),
         Event(wait, unpack_us, job=job, gives=gives),
     )
 

@@ -57,8 +57,14 @@ def observed(problem: Problem, measured: Measured) -> Problem:
     )
     forward = _regions(problem.forward, measured.forward)
     backward = _regions(problem.backward, measured.backward)
+    # What an issue and a wait took is with their copies now.
     lanes = tuple(
-        replace(lane, launch_us=min(lane.launch_us, *_times_on(groups, index)))
+        replace(
+            lane,
+            launch_us=min(lane.launch_us, *_times_on(groups, index)),
+            issue_us=0.0,
+            wait_us=0.0,
+        )
         for index, lane in enumerate(problem.lanes)
     )
     offloads = _offloads(problem.offloads, (*measured.forward, *measured.backward))

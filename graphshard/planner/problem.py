@@ -44,11 +44,15 @@ class CollectiveLane:
     merged collectives cost this much less than both alone, a split one that much more. No
     collective of the lane takes less.
     link: lanes that name the same one share its bandwidth (`graphshard.planner.links`); "": none.
+    issue_us, wait_us: of compute, for each collective beside its copies, where the thread that
+    computes issues it and waits for it (a CPU).
     """
 
     name: str
     launch_us: float = 0.0
     link: str = ""
+    issue_us: float = 0.0
+    wait_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

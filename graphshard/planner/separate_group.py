@@ -11,7 +11,7 @@ from dataclasses import replace
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.choices import Choices
 from graphshard.planner.plan_step import Planned, plan_step
-from graphshard.planner.problem import CollectiveLane, Problem
+from graphshard.planner.problem import Problem
 from graphshard.schedule.plan import Estimate
 
 WORTH = 0.02
@@ -41,7 +41,7 @@ def reductions_apart(problem: Problem) -> Problem:
     lanes = [replace(x, link=links.get(i, x.link)) for i, x in enumerate(problem.lanes)]
     for lane in fresh:
         old = problem.lanes[lane]
-        lanes.append(CollectiveLane(f"{old.name}, reductions", old.launch_us, links[lane]))
+        lanes.append(replace(old, name=f"{old.name}, reductions", link=links[lane]))
     return replace(
         problem,
         lanes=tuple(lanes),

@@ -117,7 +117,8 @@ def price(
         Problem(
             groups=groups,
             lanes=tuple(
-                CollectiveLane(name, us, links.get(name, "")) for name, us in lanes.items()
+                CollectiveLane(name, us, links.get(name, ""), machine.issue_us, machine.wait_us)
+                for name, us in lanes.items()
             ),
             forward=forward,
             backward=backward,
