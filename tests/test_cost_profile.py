@@ -62,6 +62,16 @@ def test_a_link_to_a_host_may_have_been_measured():
     assert calibrated(preset("cpu"), PROFILE).host is None
 
 
+def test_what_collectives_take_of_compute_may_have_been_measured():
+    profile = replace(PROFILE, issue_us=300.5, wait_us=100.25)
+    assert CostProfile.from_json(profile.to_json()) == profile
+    machine = calibrated(preset("cpu"), profile)
+    assert (machine.issue_us, machine.wait_us) == (300.5, 100.25)
+    assert from_text(to_text(machine)) == machine
+    machine = calibrated(preset("cpu"), PROFILE)
+    assert (machine.issue_us, machine.wait_us) == (0.0, 0.0), "as in the preset"
+
+
 def test_h100s_copy_to_their_host_at_pcies_rate():
     assert 35_000 < 1e9 / host_copy_us(preset("h100").host, 1e9) < 64_000
 
@@ -97,6 +107,7 @@ FIT = json.loads(PROFILE.to_json())["memory"]
         ),
         (damaged(comm=[{"kind": "gossip"}]), "comm[0]"),
         (damaged(comm=[{**FIT, "kind": "gossip", "group": {}}]), "expected one of all_gather"),
+        (damaged(wait_us=-1), "wait_us: expected a number from 0 on, found -1"),
         (damaged(arithmetic=[]), "arithmetic: expected an object, found a list of 0"),
         ("[" * 10**5, "nested too deeply"),
     ],

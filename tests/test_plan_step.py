@@ -95,10 +95,13 @@ def test_what_the_user_set_is_binding(reshard):
     share=st.floats(0.7, 2.0),
     copies=st.booleans(),
     early=st.booleans(),
+    issue_us=st.sampled_from([0.0, 0.0, 4.0, 40.0]),
+    wait_us=st.sampled_from([0.0, 3.0]),
 )
-def test_the_budget_holds_and_fsdp2_is_not_faster(seed, share, copies, early):
+def test_the_budget_holds_and_fsdp2_is_not_faster(seed, share, copies, early, issue_us, wait_us):
     problem = replace(random_problem(seed, regroup=False), early_waits=early)
     problem = problem if copies else in_place(problem)
+    problem = issued_in(problem, issue_us, wait_us)
     own = fsdp2(problem)
     budget = int(own.peak_bytes * share)
     try:
@@ -109,6 +112,28 @@ def test_the_budget_holds_and_fsdp2_is_not_faster(seed, share, copies, early):
     assert estimate.peak_bytes <= budget
     if own.peak_bytes <= budget:
         assert estimate.step_time_us <= own.us
+
+
+def issued_in(problem, issue_us, wait_us):
+    """By the thread that computes."""
+    lanes = (replace(lane, issue_us=issue_us, wait_us=wait_us) for lane in problem.lanes)
+    return replace(problem, lanes=tuple(lanes))
+
+
+def test_issues_and_waits_take_compute():
+    """Of each collective, whatever travels in it, in FSDP2's order too."""
+
+    def busy_us(figures):
+        return figures.step_time_us - figures.exposed_us
+
+    problem = layers(6, gather_us=5.0, reduce_us=5.0)
+    free, taken = plan_step(problem), plan_step(issued_in(problem, 4.0, 3.0))
+    for before, after, schedules in (
+        (free.estimate.ours, taken.estimate.ours, taken.schedules),
+        (free.estimate.fsdp2, taken.estimate.fsdp2, taken.fsdp2.schedules),
+    ):
+        count = sum(s.num_all_gathers + s.num_reduce_scatters for s in schedules)
+        assert busy_us(after) - busy_us(before) == pytest.approx(7.0 * count)
 
 
 def with_copy_times(problem):

@@ -46,17 +46,19 @@ def groups_of(*counts):
     return run_passes(program(*groups, forward=graph.done(x)), PLACEMENT)
 
 
-def priced(made, *, first=OWN, own=OWN, regroup=True):
-    """The problem of `made`. first, own: settings of its first and its last group."""
-    machine = preset("h100")
+def priced(made, *, first=OWN, own=OWN, regroup=True, **more):
+    """The problem of `made`. first, own: settings of its first and its last group. more: of the
+    machine."""
+    machine = replace(preset("h100"), **more)
     costs = graph_costs(made, machine, recompute=False)
     settings = [first, *[OWN] * (len(made.groups) - 2), own]
     return price(costs, settings, machine, PlanningPolicy(regroup=regroup))
 
 
-def test_parts_add_up_to_the_group():
+@pytest.mark.parametrize("issue_us", [0.0, 40.0])  # of a collective, whatever travels in it
+def test_parts_add_up_to_the_group(issue_us):
     made = groups_of(1, 4)
-    whole, parts = (priced(made, regroup=regroup) for regroup in (False, True))
+    whole, parts = (priced(made, regroup=regroup, issue_us=issue_us) for regroup in (False, True))
     assert [len(g.parts) for g in whole.groups] == [1, 1]
     assert [len(g.parts) for g in parts.groups] == [1, 4]
     assert [p.params for p in parts.groups[1].parts] == [(0,), (1,), (2,), (3,)]
