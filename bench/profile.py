@@ -221,8 +221,10 @@ def fitted(took_us: Sequence[float], alone: Sequence[Sequence[float]]) -> InStep
 
 
 def with_collectives(ratios: InStep, plan: Plan, problem: Problem) -> InStep:
-    """With what issues and waits took, and releases, of which one follows most waits; their copies
-    apart, which move as memory does."""
+    """With what a collective takes of compute to be issued, and to be waited for and released.
+
+    The copies are left out: they are priced by their bytes, and move as memory does.
+    """
     assert plan.measured is not None
     found = [s for d in problem.directions for s in plan.measured.of(d)]
     issues = [s.us for s in found if s.step.kind in ISSUES]

@@ -107,7 +107,10 @@ class Study:
         yield from map(self.answer, self.points)
 
     def answer(self, point: Point) -> Answer:
-        """For one of the points, or one with another budget, once it was prepared."""
+        """For one of the points, or another policy on its ranks, once it was prepared.
+
+        Assumed of the other policy: groups travel in parts if they do for one of the points.
+        """
         with no_collections(), self._clock.timed("plan"):
             answer = self._answer(point)
         # What was counted, or cut again, may have been captured of several models.
