@@ -8,7 +8,7 @@ picklable by name. Dimensions of 7, 101 and 5 rows leave uneven and (on 4 ranks)
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -398,3 +398,9 @@ CASES: dict[str, Case] = {
         Case("moe", MoEModel, _BLOCKS, narrow_batch, token_loss, assert_starved),
     )
 }
+
+
+def of_depth(name: str, depth: int) -> Case:
+    """The case with so many blocks."""
+    case = CASES[name]
+    return replace(case, build=partial(case.build, depth=depth))

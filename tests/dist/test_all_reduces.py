@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from contract_models import mesh_of
-from models import CASES, Llama
+from models import CASES, of_depth
 from parity import assert_equal, build, count_collectives, train, twin
 from patching import patched
 from pool import Ctx, Pool, capped
@@ -395,7 +395,7 @@ def test_a_plan_is_made_again_from_what_they_took(pool: Pool) -> None:
 
 @first_launch
 def probed(ctx: Ctx) -> list[str]:
-    ctx, case = hybrid(ctx), replace(CASES["llama"], build=partial(Llama, 1))
+    ctx, case = hybrid(ctx), of_depth("llama", 1)
     kinds: list[str] = []
 
     def noting(original: Any) -> Any:

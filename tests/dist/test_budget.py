@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from models import CASES as ALL
-from models import GPT, Llama, shard_blocks
+from models import of_depth, shard_blocks
 from parity import assert_equal, backward_twice, build, difference, train
 from patching import patched
 from pool import Ctx, Pool
@@ -25,8 +24,7 @@ from graphshard.view.outlook import prospects
 
 pytestmark = pytest.mark.dist
 
-TWO = {"llama": partial(Llama, 2), "gpt_tied": partial(GPT, depth=2)}  # blocks
-CASES = {**ALL, **{name: replace(ALL[name], build=build) for name, build in TWO.items()}}
+CASES = {**ALL, **{name: of_depth(name, 2) for name in ("llama", "gpt_tied")}}
 
 
 def planned(ctx: Ctx, name: str, more: float) -> list[dict[str, Any]]:
@@ -140,7 +138,7 @@ def test_an_explicit_reshard_setting_is_binding(pool: Pool) -> None:
 def squeezed(ctx: Ctx) -> list[tuple[float, int]]:
     """Budgets below FSDP2's peak, down to the least feasible one."""
     # Blocks that are traced once for all.
-    case, found = replace(ALL["llama"], build=partial(Llama, 3)), []
+    case, found = of_depth("llama", 3), []
     expected = train(build(case, ctx), case, ctx, 2)
     own_bytes = 10**12
     for share in (1.0, 1.0, 0.9, 0.8, 0.7):

@@ -3,13 +3,11 @@
 import json
 import math
 from collections import Counter
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from models import CASES, GPT, Llama
+from models import of_depth
 from parity import build, train
 from pool import Ctx, Pool
 from torch.profiler import ProfilerActivity, profile
@@ -25,7 +23,6 @@ from graphshard.view.trace import merged
 pytestmark = pytest.mark.dist
 
 STEPS = 3
-BUILD = {"llama": partial(Llama, 2), "gpt_tied": partial(GPT, depth=2)}
 WAITS = tuple(ISSUE_OF)
 
 
@@ -40,7 +37,7 @@ def planned_names(plan: Plan, kinds: tuple[Any, ...]) -> Counter[str]:
 
 
 def recorded(ctx: Ctx, name: str, folder: str, options: dict[str, Any]) -> None:
-    case = replace(CASES[name], build=BUILD[name])
+    case = of_depth(name, 2)
     model = build(case, ctx)
     model.compile(backend="graphshard", options={"fallback": "error", **options})
     train(model, case, ctx, 1)

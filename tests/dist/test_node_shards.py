@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,7 @@ from drawing import drawing
 from hypothesis import example, given
 from hypothesis import strategies as st
 from models import CASES as ALL
-from models import Llama
+from models import of_depth
 from parity import assert_equal, build, sgd, train
 from patching import patched
 from pool import Ctx, Pool
@@ -40,8 +39,8 @@ pytestmark = pytest.mark.dist
 COUNT = int(os.environ.get("GRAPHSHARD_NODES", "3"))
 SEED = os.environ.get("GRAPHSHARD_NODES_SEED")
 PER_NODE = 2
-CASES = {**ALL, "llama": replace(ALL["llama"], build=partial(Llama, 3))}
-SHORT = replace(ALL["llama"], build=partial(Llama, 2))  # where its blocks are not counted
+CASES = {**ALL, "llama": of_depth("llama", 3)}
+SHORT = of_depth("llama", 2)  # where its blocks are not counted
 PLENTY = {"fallback": "error", "memory_budget": "1000 GiB"}
 
 

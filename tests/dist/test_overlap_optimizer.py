@@ -4,13 +4,11 @@ has changed it, once, and the training stays equal to eager FSDP2's to the last 
 Cases keep what they compile: with the same options the next one runs it with a model of its own.
 """
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, Llama
+from models import of_depth
 from parity import assert_equal, sgd, train, twin
 from pool import Ctx, Pool
 from torch import nn
@@ -19,7 +17,7 @@ from graphshard.capture.root_state import handle_of
 from graphshard.runtime.live import LiveGroup
 
 pytestmark = pytest.mark.dist
-CASE = replace(CASES["llama"], build=partial(Llama, 2))
+CASE = of_depth("llama", 2)
 OPTIONS = {"compute": "aten", "fallback": "error", "overlap_optimizer": True}
 
 

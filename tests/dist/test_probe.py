@@ -3,13 +3,11 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, Llama
+from models import of_depth
 from parity import assert_equal, build, count_collectives, train
 from patching import patched
 from pool import Ctx, Pool
@@ -24,7 +22,7 @@ from graphshard.runtime import probe
 
 pytestmark = pytest.mark.dist
 
-CASE = replace(CASES["llama"], build=partial(Llama, 1))
+CASE = of_depth("llama", 1)
 OPTIONS: dict[str, Any] = {"fallback": "error", "replan_after": None}
 
 

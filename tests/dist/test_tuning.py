@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import CASES, Llama
+from models import CASES, of_depth
 from parity import assert_equal, build, train
 from patching import patched, without_clones
 from pool import Ctx, Pool
@@ -28,7 +28,7 @@ from graphshard.schedule.plan import Direction, Plan, StepKind
 
 pytestmark = pytest.mark.dist
 
-CASE = replace(CASES["llama"], build=partial(Llama, 2))
+CASE = of_depth("llama", 2)
 OPTIONS: dict[str, Any] = {"fallback": "error", "replan_after": None}
 
 
