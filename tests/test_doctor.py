@@ -263,7 +263,7 @@ def test_a_script_that_does_not_repeat_itself():
     again = ranks(steps=(step(7.0), step(6.0)))
     found = only(verdict.compare(ranks(), ranks("graphshard", steps=(step(5.0),) * 2), again))
     assert (found.level, found.code) == (Level.WARNING, "GS1113")
-    assert "2.5e+00 apart" in found.what
+    assert "first losses of two eager runs are 2.5e+00 apart, the first gradients 0.0" in found.what
 
 
 def test_a_wrong_forward_of_a_script_that_repeats_itself():
@@ -298,9 +298,15 @@ def test_a_healthy_script_runs_twice():
     assert (found.verdict.ranks, found.verdict.in_graph) == (2, 2)
 
 
-def test_a_third_run_only_where_the_first_losses_differ():
-    other = run(ranks("graphshard", steps=(step(5.0), step(4.0))))
-    found, modes = examined(run(ranks()), other, run(ranks(steps=(step(6.0),) * 2)))
+UNSEEDED = (step(5.0), step(2.0, a=(2.0, 1.0), b=(3.0,)))  # other losses, or other gradients only
+
+
+@pytest.mark.parametrize("ours", UNSEEDED)
+@pytest.mark.parametrize("again", UNSEEDED)
+def test_a_third_run_only_where_the_first_steps_differ(ours, again):
+    """Also by gradients alone: a loss can be that of another seed by chance."""
+    other, third = run(ranks("graphshard", steps=(ours,) * 2)), run(ranks(steps=(again,) * 2))
+    found, modes = examined(run(ranks()), other, third)
     assert (codes(found.findings), modes) == (["GS1113"], ["eager", "graphshard", "eager"])
 
 
@@ -427,8 +433,8 @@ def test_losses_that_differ():
 
 
 def test_one_further_run_where_something_differs():
-    ours, three = run(changed(0, b=(2.0,))), ["eager", "graphshard", "aot_eager"]
-    found, modes = examined(run(ranks()), ours, run(as_aot(changed(0, b=(2.0,)))))
+    ours, three = run(changed(1, b=(2.0,))), ["eager", "graphshard", "aot_eager"]
+    found, modes = examined(run(ranks()), ours, run(as_aot(changed(1, b=(2.0,)))))
     assert (modes, found.origin.cause) == (three, Cause.AOTAUTOGRAD)
     assert codes(found.findings) == ["GS1111"]
     assert "aot_eager" in found.findings[0].fix
@@ -439,6 +445,14 @@ def test_one_further_run_where_something_differs():
     assert "aot_eager" not in found.findings[0].fix
     found, modes = examined(run(ranks()), ours, finds_origin=False)
     assert (modes, found.origin, codes(found.findings)) == (three[:2], None, ["GS1111"])
+
+
+def test_gradients_that_differ_in_the_first_step_of_a_script_that_repeats_itself():
+    """One run to tell that it does, one to tell whose the difference is."""
+    ours, aot = run(changed(0, b=(2.0,))), run(as_aot(ranks()))
+    found, modes = examined(run(ranks()), ours, run(ranks()), aot)
+    assert modes == ["eager", "graphshard", "eager", "aot_eager"]
+    assert (found.origin.cause, codes(found.findings)) == (Cause.OTHER, ["GS1111"])
 
 
 @pytest.mark.parametrize(
@@ -452,7 +466,7 @@ def test_one_further_run_where_something_differs():
     ],
 )
 def test_a_run_with_aot_eager_that_says_nothing(aot, doubt):
-    found, _ = examined(run(ranks()), run(changed(0, b=(2.0,))), replace(aot, tail=("line",)))
+    found, _ = examined(run(ranks()), run(changed(1, b=(2.0,))), replace(aot, tail=("line",)))
     assert (found.origin.cause, found.origin.doubt) == (Cause.UNDECIDED, doubt)
     assert found.tail == (("line",) if doubt is Doubt.FAILED else ())
     assert codes(found.findings) == ["GS1111"]
@@ -556,7 +570,8 @@ def test_a_faulty_environment(capsys, monkeypatch):
 
 
 def test_the_screens_fit():
-    found, _ = examined(run(ranks()), run(changed(0, b=(1.0,))), run(as_aot(ranks())))
+    others = (changed(0, b=(1.0,)), ranks(), as_aot(ranks()))
+    found, _ = examined(*map(run, (ranks(), *others)))
     long = replace(found, command=("torchrun", *(["--long-option"] * 20)))
     for text in (examination_text(long), environment_text((Probe("x", "y" * 200),))):
         assert max(map(len, text.splitlines())) <= WIDTH

@@ -174,13 +174,23 @@ def share(gap: float, scale: float) -> float:
 
 
 def starts_alike(eager: Sequence[Facts], ours: Sequence[Facts]) -> bool:
-    """The first losses, which no update and no reduction precedes, are within the tolerance."""
-    losses = loss_differences(eager, ours)
-    return not losses or losses[0] <= tolerance_of(eager)
+    """The first step, which no update precedes, is within the tolerance. Its losses alone do not
+    tell: two numbers can be close by chance.
+    """
+    return max(_first_gaps(eager, ours)) <= tolerance_of(eager)
+
+
+def _first_gaps(eager: Sequence[Facts], ours: Sequence[Facts]) -> tuple[float, float]:
+    """Of the first step's losses, and of its gradients."""
+    losses, gradients = loss_differences(eager, ours), differences(eager, ours)
+    return (
+        losses[0] if losses else 0.0,
+        max(gradients[0].values(), default=0.0) if gradients else 0.0,
+    )
 
 
 def repeats(eager: Sequence[Facts], again: Sequence[Facts]) -> bool:
-    """again: a second eager run, made where the first losses differ, else none. If it differs from
+    """again: a second eager run, made where the first steps differ, else none. If it differs from
     the first one too, the script does not repeat itself, and nothing can be said about graphshard.
     """
     return not again or starts_alike(eager, again)
@@ -197,12 +207,13 @@ def compare(
     again: as in `repeats`. origin: whose the difference is, if that was looked for.
     """
     if not repeats(eager, again):
-        gap = loss_differences(eager, again)[0]
+        loss, gradient = _first_gaps(eager, again)
         return (
             warning(
                 "GS1113",
-                f"two eager runs start with losses that are {gap:.1e} apart: the script is not "
-                "seeded, so that its numbers cannot be compared with graphshard's",
+                f"the first losses of two eager runs are {loss:.1e} apart, the first gradients "
+                f"{gradient:.1e}: the script is not seeded, so that its numbers cannot be "
+                "compared with graphshard's",
                 "torch.manual_seed(0) at the start, and a fixed order of the data",
             ),
         )
