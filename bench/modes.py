@@ -78,12 +78,13 @@ class Mode:
 @dataclass(frozen=True, slots=True)
 class Planner:
     """What `options` tell graphshard: a hard limit in bytes, a profile of the machine, micro-steps
-    of each step, whether the host may hold activations."""
+    of each step, whether the host may hold activations, who says what is computed again."""
 
     budget_bytes: int
     machine: Path
     micro_steps: int = 1
     offload: str = "auto"
+    recompute: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +320,7 @@ def compile_with(
                 "machine": planner.machine,
                 "micro_steps": planner.micro_steps,
                 "offload": planner.offload,
+                "recompute": planner.recompute,
             }
         model.compile(backend="graphshard", fullgraph=fullgraph, options=options)
 

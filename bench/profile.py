@@ -3,12 +3,13 @@
     python -m bench.profile FOLDER CONFIG RANKS [STEPS]
 
 measures this machine's compute, on the emulated network's own clock (CPU time of one thread): the
-kernels of `graphshard calibrate` first, then the step of a model on a network that takes no time,
-op by op and by Inductor. Kernels in a step are slower than alone, so rates move: where ops run one
-by one, those of arithmetic, of launches and of memory each by what explains the step's regions
-best; where regions are compiled, all by the ratio of the step's time to the prediction. One file
-for each way to compute, and the pace of the machine meanwhile (`bench.pace`). The network needs no
-measurement: `with_network` adds the emulator's exact curves.
+kernels of `graphshard calibrate` first, then two steps of a model on a network that takes no time,
+as planned and with each block computed again, op by op and by Inductor. Kernels in a step are
+slower than alone, so rates move: where ops run one by one, those of arithmetic, of launches and of
+memory each by what explains the regions of both steps best; where regions are compiled, all by the
+ratio of the steps' times to the predictions. One file for each way to compute, and the pace of the
+machine (`bench.pace`) at which it was measured. The network needs no measurement: `with_network`
+adds the emulator's exact curves.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from bench import emulator, host_link
 from bench.clock import measure_on
 from bench.emulator import Nodes
-from bench.models import CONFIGS, Config, make_batch, make_model
+from bench.models import CONFIGS, Config, WithLoss, make_batch, make_model
 from bench.modes import (
     NO_LIMIT_BYTES,
     PLANNED,
@@ -40,17 +41,18 @@ from bench.modes import (
     Link,
     Mode,
     Planner,
+    Trainer,
     compiled_of,
     make_trainer,
 )
-from bench.pace import Pace, pace_of
+from bench.pace import Pace, keep_pace, pace_of
 from graphshard.calibrate.calibrate import calibrate
+from graphshard.capture.root_state import CompiledPlan
 from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.curve import Fit, Sample, curve_us, line, scaled
 from graphshard.cost.profile import CommFit, CostProfile, read_profile
 from graphshard.cost.roofline import OpWork
-from graphshard.graph.program import Program
-from graphshard.planner.problem import Problem, transfers_of
+from graphshard.planner.problem import transfers_of
 from graphshard.pricing.flops import graph_work
 from graphshard.schedule.plan import Plan, StepKind
 from graphshard.schedule.steps import ISSUES, WAITS
@@ -158,55 +160,66 @@ def in_step(
     mode: Mode, profile: CostProfile, config: Config, network: Any, pace: Pace, num_steps: int
 ) -> tuple[InStep, float]:
     """Measured over predicted time of compute where collectives take no time, and the time of a
-    step in plain PyTorch meanwhile."""
+    step in plain PyTorch at the pace of which it was measured."""
     num_ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (num_ranks,))
     free = with_network(profile, num_ranks=num_ranks, gbit=FREE_GBIT, alpha_us=0.0)
+    pace_us = pace.look()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "free.json"
         path.write_text(free.to_json())
-        planner = Planner(NO_LIMIT_BYTES, path)
         link = Link(num_ranks, FREE_GBIT, 0.0)
-        trainer = make_trainer(mode, make_model(config, num_ranks), mesh, link, planner)
-        plain_us: list[float] = []
+        trainers = [
+            make_trainer(mode, model, mesh, link, Planner(NO_LIMIT_BYTES, path, recompute=who))
+            for model, who in (
+                (make_model(config, num_ranks), "auto"),
+                (checkpointed(make_model(config, num_ranks)), "user"),
+            )
+        ]
 
-        def step(number: int) -> None:
-            pace.look()
-            plain_us.append(pace.seen_us[-1])
-            trainer.step([make_batch(config, number)])
+        def steps(trainer: Trainer, first: int, count: int) -> None:
+            for number in range(first, first + count):
+                keep_pace(network, pace, pace_us)
+                trainer.step([make_batch(config, number)])
 
-        for number in range(WARM_UP_STEPS):
-            step(number)
-        with graphshard.profile(trainer.model, steps=num_steps):
-            for number in range(num_steps):
-                step(WARM_UP_STEPS + number)
-    compiled = compiled_of(trainer)
-    assert compiled is not None
-    found = whole(compiled.plan)
-    if mode.compute == "aten":
-        ratios = by_kind(profile, compiled.plan, compiled.running.program)
-        found = with_collectives(ratios, compiled.plan, compiled.running.problem)
-    return found, median(plain_us[WARM_UP_STEPS:])
+        for trainer in trainers:
+            steps(trainer, 0, WARM_UP_STEPS)
+            with graphshard.profile(trainer.model, steps=num_steps):
+                steps(trainer, WARM_UP_STEPS, num_steps)
+    runs = [compiled for trainer in trainers if (compiled := compiled_of(trainer)) is not None]
+    assert len(runs) == len(trainers)
+    if mode.compute != "aten":
+        return whole([run.plan for run in runs]), pace_us
+    return with_collectives(by_kind(profile, runs), runs), pace_us
 
 
-def whole(plan: Plan) -> InStep:
+def checkpointed(model: WithLoss) -> WithLoss:
+    """Each block is computed again in backward."""
+    for place, block in enumerate(model.model.layers):
+        model.model.layers[place] = checkpoint_wrapper(block)
+    return model
+
+
+def whole(plans: Sequence[Plan]) -> InStep:
     """One ratio for all: of kernels of a compiled region it is not known which take how long."""
-    assert plan.measured is not None
-    assert plan.estimate is not None
-    ratio = plan.measured.step_time_us / plan.estimate.ours.step_time_us
+    took_us = sum(plan.measured.step_time_us for plan in plans if plan.measured)
+    told_us = sum(plan.estimate.ours.step_time_us for plan in plans if plan.estimate)
+    ratio = float(took_us / told_us)
     return InStep(ratio, ratio, ratio)
 
 
-def by_kind(profile: CostProfile, plan: Plan, program: Program) -> InStep:
+def by_kind(profile: CostProfile, runs: Sequence[CompiledPlan]) -> InStep:
     """From what each region of compute took."""
-    assert plan.measured is not None
     took_us, alone = [], []
-    for direction, module in program.by_direction.items():
-        works = graph_work(module.graph)
-        for segment in plan.measured.of(direction):
-            if segment.step.kind is StepKind.COMPUTE:
-                took_us.append(segment.us)
-                alone.append(alone_us(profile, works[segment.step.start : segment.step.stop]))
+    for run in runs:
+        assert run.plan.measured is not None
+        for direction, module in run.running.program.by_direction.items():
+            works = graph_work(module.graph)
+            for segment in run.plan.measured.of(direction):
+                if segment.step.kind is StepKind.COMPUTE:
+                    took_us.append(segment.us)
+                    part = works[segment.step.start : segment.step.stop]
+                    alone.append(alone_us(profile, part))
     return fitted(took_us, alone)
 
 
@@ -220,22 +233,26 @@ def fitted(took_us: Sequence[float], alone: Sequence[Sequence[float]]) -> InStep
     return InStep(*map(float, ratios))
 
 
-def with_collectives(ratios: InStep, plan: Plan, problem: Problem) -> InStep:
+def with_collectives(ratios: InStep, runs: Sequence[CompiledPlan]) -> InStep:
     """With what a collective takes of compute to be issued, and to be waited for and released.
 
     The copies are left out: they are priced by their bytes, and move as memory does.
     """
-    assert plan.measured is not None
-    found = [s for d in problem.directions for s in plan.measured.of(d)]
-    issues = [s.us for s in found if s.step.kind in ISSUES]
-    waits = [s.us for s in found if s.step.kind in WAITS or s.step.kind is StepKind.RELEASE]
-    transfers = [t for g in problem.groups for part in g.parts for _, t in transfers_of(g, part)]
-    packs_us = ratios.memory * sum(transfer.before_us for transfer in transfers)
-    unpacks_us = ratios.memory * sum(transfer.after_us for transfer in transfers)
+    num_issues, issues_us, waits_us = 0, 0.0, 0.0
+    for run in runs:
+        problem, measured = run.running.problem, run.plan.measured
+        assert measured is not None
+        found = [segment for d in problem.directions for segment in measured.of(d)]
+        issues = [s.us for s in found if s.step.kind in ISSUES]
+        waits = [s.us for s in found if s.step.kind in WAITS or s.step.kind is StepKind.RELEASE]
+        moves = [t for g in problem.groups for part in g.parts for _, t in transfers_of(g, part)]
+        num_issues += len(issues)
+        issues_us += sum(issues) - ratios.memory * sum(float(move.before_us) for move in moves)
+        waits_us += sum(waits) - ratios.memory * sum(float(move.after_us) for move in moves)
     return replace(
         ratios,
-        issue_us=max(0.0, sum(issues) - packs_us) / len(issues),
-        wait_us=max(0.0, sum(waits) - unpacks_us) / len(issues),
+        issue_us=max(0.0, issues_us) / num_issues,
+        wait_us=max(0.0, waits_us) / num_issues,
     )
 
 

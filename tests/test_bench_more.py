@@ -1,13 +1,18 @@
 """More of bench/: its arithmetic, and a launch of each."""
 
+import ctypes
 import json
+import resource
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import astuple
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
+import torch
+from warm import warm_context
 
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
@@ -18,6 +23,7 @@ from smoke import smoke  # noqa: E402
 from bench import (  # noqa: E402
     adapt,
     apart,
+    emulator,
     fronts,
     gloo_memory,
     memory,
@@ -144,6 +150,30 @@ def test_a_changed_rate_is_held_against_a_run_that_began_with_it():
     assert found.ratio == pytest.approx(1.05)
     assert found.adapted_after == 20
     assert adapt.num_changes(Trained(step_us, plan, ())) == 1, "not counted until it had settled"
+
+
+def new_pages(sent, keeps):
+    """How many a second step takes that frees all it needs."""
+    if keeps:
+        emulator.keep_memory()
+    taken = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)
+        taken.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    sent.send(taken[1])
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_a_step_on_the_emulated_network_pays_for_no_new_pages():
+    found = {}
+    for keeps in (False, True):
+        receiver, sender = Pipe()
+        process = warm_context().Process(target=new_pages, args=(sender, keeps))
+        process.start()
+        found[keeps] = receiver.recv() if receiver.poll(60) else None
+        process.join(10)
+    assert found[True] < 16 < found[False]  # 64 MiB are 32 pages where they are huge ones
 
 
 def profile_of(*, arithmetic, attention, base_us, bytes_per_us):
