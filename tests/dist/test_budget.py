@@ -1,18 +1,25 @@
-"""`options={"memory_budget": ...}`: the plan keeps to it, and no bit changes."""
+"""`options={"memory_budget": ...}`: the plan keeps to it, and no bit changes.
 
+Most cases differ in what they ask for alone: they share the trace of a model (`of_trace`), and each
+compiles a model of its own from it. Those that do not come last.
+"""
+
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from models import CASES as ALL
-from models import of_depth, shard_blocks
+from models import Case, of_depth, shard_blocks
 from parity import assert_equal, backward_twice, build, difference, train
 from patching import patched
 from pool import Ctx, Pool
 from test_memory import watch_gathered
 from torch import Tensor, nn
+from traced_once import TracedOnce
 
 import graphshard
 from graphshard.capture.root_state import root_states_under
@@ -24,7 +31,18 @@ from graphshard.view.outlook import prospects
 
 pytestmark = pytest.mark.dist
 
-CASES = {**ALL, **{name: of_depth(name, 2) for name in ("llama", "gpt_tied")}}
+CASES = {**ALL, **{name: of_depth(name, 2) for name in ("llama", "gpt_tied", "gpt_tied_ac")}}
+TRACES: defaultdict[str, TracedOnce] = defaultdict(TracedOnce)  # of this rank
+
+
+def shared(pool: Pool, case: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    return pool.run(2, case, *args, timeout_s=timeout_s, keeps_compiled=True)
+
+
+def of_trace(ctx: Ctx, case: Case, options: dict[str, Any], **settings: Any) -> nn.Module:
+    """A model that is compiled with `options` from the trace of the first one like it."""
+    once = TRACES[f"{case.name} {case.build} {settings}"]
+    return once.compiled(partial(build, case, ctx, **settings), **options)
 
 
 def planned(ctx: Ctx, name: str, more: float) -> list[dict[str, Any]]:
@@ -33,9 +51,7 @@ def planned(ctx: Ctx, name: str, more: float) -> list[dict[str, Any]]:
     expected = train(build(case, ctx), case, ctx, 3)
     own_bytes = 0
     for limit in ({"memory_budget": "1000 GiB"}, {"schedule": "planned"}, None):
-        options = {"fallback": "error", **(limit or {"memory_budget": int(own_bytes * more)})}
-        model = build(case, ctx)
-        model.compile(backend="graphshard", fullgraph=True, options=options)
+        model = of_trace(ctx, case, limit or {"memory_budget": int(own_bytes * more)})
         assert_equal(expected, train(model, case, ctx, 3))
         with watch_gathered() as storages:
             case.loss(model, case.batch(3, ctx.rank, ctx.device)).backward()
@@ -49,7 +65,7 @@ def planned(ctx: Ctx, name: str, more: float) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["llama", "gpt_tied_ac"])
 def test_a_budget_is_kept_and_changes_no_bit(pool: Pool, name: str) -> None:
-    ranks = pool.run(2, planned, name, 1.1, timeout_s=250)
+    ranks = shared(pool, planned, name, 1.1, timeout_s=250)
     assert [r["json"] for r in ranks[0]] == [r["json"] for r in ranks[1]]
     free, tight, _ = ranks[0]
     for summary in ranks[0]:
@@ -62,8 +78,7 @@ def test_a_budget_is_kept_and_changes_no_bit(pool: Pool, name: str) -> None:
 def asked(ctx: Ctx) -> tuple[list[int], list[int], str]:
     """What more memory would buy: in gibibytes, how many rungs were planned, and the plan."""
     case = CASES["llama"]
-    model = build(case, ctx)
-    model.compile(backend="graphshard", options={"fallback": "error", "compute": "aten"})
+    model = of_trace(ctx, case, {"compute": "aten"})
     train(model, case, ctx, 2)
     assert graphshard.plans(model)[0].estimate.room == ()
     counts: list[int] = []
@@ -87,7 +102,7 @@ def asked(ctx: Ctx) -> tuple[list[int], list[int], str]:
 
 def test_explain_asks_once_what_more_memory_would_buy(pool: Pool) -> None:
     """And from then on the plan says it, with a row on its page."""
-    (more, counts, text), other = pool.run(2, asked, timeout_s=250)
+    (more, counts, text), other = shared(pool, asked, timeout_s=250)
     assert more == [1, 10]
     assert counts[0] >= 1
     assert counts[1] == 0
@@ -96,55 +111,25 @@ def test_explain_asks_once_what_more_memory_would_buy(pool: Pool) -> None:
     assert "10.0 GiB more memory" in whats
 
 
-def infeasible(ctx: Ctx, budget: object) -> str:
-    case = CASES["llama"]
-    model = build(case, ctx)
-    model.compile(backend="graphshard", options={"memory_budget": budget})
-    for _ in range(2):
-        with pytest.raises(graphshard.InfeasibleBudget) as error:
-            case.loss(model, case.batch(0, ctx.rank, ctx.device))
-    return str(error.value)
-
-
-def test_a_budget_that_nothing_fits_is_an_error(pool: Pool) -> None:
-    """Raised as it is, on every rank, in units that people read."""
-    first, second = pool.run(2, infeasible, "1KiB")
-    assert first == second
-    assert first.startswith("GS601: no schedule fits a memory budget of 1.0 KiB; ")
-    assert "GiB', since" not in first
-
-
-def test_a_budget_without_a_unit_is_bytes_and_the_error_says_so(pool: Pool) -> None:
-    first, second = pool.run(2, infeasible, 70)
-    assert first == second
-    assert "a memory budget of 70 B; " in first
-    hint = "memory_budget='70GiB', since a number without a unit means bytes; a budget of "
-    assert f"What would help: {hint}" in first
-
-
 def explicit(ctx: Ctx) -> list[bool]:
     case = CASES["llama"]
-    model = build(case, ctx, reshard_after_forward=True)
-    model.compile(backend="graphshard", options={"memory_budget": "1GiB"})
+    model = of_trace(ctx, case, {"memory_budget": "1GiB"}, reshard_after_forward=True)
     train(model, case, ctx, 1)
     (plan,) = graphshard.plans(model)
     return [s.kept for s in plan.forward.of_kind(StepKind.RELEASE)]
 
 
 def test_an_explicit_reshard_setting_is_binding(pool: Pool) -> None:
-    assert pool.run(2, explicit) == [[False] * 3] * 2
+    assert shared(pool, explicit) == [[False] * 3] * 2
 
 
 def squeezed(ctx: Ctx) -> list[tuple[float, int]]:
     """Budgets below FSDP2's peak, down to the least feasible one."""
-    # Blocks that are traced once for all.
     case, found = of_depth("llama", 3), []
     expected = train(build(case, ctx), case, ctx, 2)
     own_bytes = 10**12
     for share in (1.0, 1.0, 0.9, 0.8, 0.7):
-        model = build(case, ctx)
-        options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
-        model.compile(backend="graphshard", fullgraph=True, options=options)
+        model = of_trace(ctx, case, {"memory_budget": int(own_bytes * share)})
         try:
             assert_equal(expected, train(model, case, ctx, 2))
         except Exception as error:
@@ -158,7 +143,7 @@ def squeezed(ctx: Ctx) -> list[tuple[float, int]]:
 
 
 def test_a_budget_below_that_of_fsdp2_is_kept_by_computing_again(pool: Pool) -> None:
-    first, second = pool.run(2, squeezed, timeout_s=280)
+    first, second = shared(pool, squeezed, timeout_s=280)
     assert first == second
     assert len(first) > 2
 
@@ -169,10 +154,7 @@ def every_budget(ctx: Ctx, name: str) -> list[tuple[int, int, int]]:
     case = CASES[name]
 
     def compiled(budget: int) -> tuple[nn.Module, Any]:
-        torch._dynamo.reset()  # it compiles the code of one class 8 times at most
-        model = build(case, ctx)
-        options = {"fallback": "error", "memory_budget": budget}
-        model.compile(backend="graphshard", fullgraph=True, options=options)
+        model = of_trace(ctx, case, {"memory_budget": budget})
         return model, backward_twice(model, case, ctx)
 
     expected = backward_twice(build(case, ctx), case, ctx)
@@ -189,14 +171,25 @@ def every_budget(ctx: Ctx, name: str) -> list[tuple[int, int, int]]:
         assert plan.summary().fsdp2.peak_bytes == most_bytes
         again = len(plan.recompute.activations)
         found.append((budget, plan.summary().peak_bytes, again))
+    assert plan_of_its_own(ctx, case, most_bytes) == replace(plan, name="")
     return found
+
+
+def plan_of_its_own(ctx: Ctx, case: Case, budget: int) -> Plan:
+    """Of a model whose trace is its own."""
+    model = build(case, ctx)
+    options = {"fallback": "error", "memory_budget": budget}
+    model.compile(backend="graphshard", fullgraph=True, options=options)
+    train(model, case, ctx, 1)
+    (plan,) = graphshard.plans(model)
+    return replace(plan, name="")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_tied", "gpt_tied_ac"])
 def test_every_budget_equals_eager_where_a_graph_is_kept(pool: Pool, name: str) -> None:
     """With dropout, with checkpoints of the user's, with retain_graph."""
-    first, second = pool.run(2, every_budget, name, timeout_s=280)
+    first, second = shared(pool, every_budget, name, timeout_s=280)
     assert first == second
     assert all(peak_bytes <= budget for budget, peak_bytes, _ in first)
     assert sum(again > 0 for *_, again in first) >= 4
@@ -206,9 +199,8 @@ def free_to_keep(ctx: Ctx, reshard: str) -> tuple[list[int], list[int]]:
     """All-gathers planned and really issued where the user set reshard_after_forward=True."""
     case = CASES["llama"]
     expected = train(build(case, ctx, reshard_after_forward=True), case, ctx, 2)
-    model = build(case, ctx, reshard_after_forward=True)
-    options = {"fallback": "error", "memory_budget": "1GiB", "reshard": reshard}
-    model.compile(backend="graphshard", fullgraph=True, options=options)
+    options = {"memory_budget": "1GiB", "reshard": reshard}
+    model = of_trace(ctx, case, options, reshard_after_forward=True)
     assert_equal(expected, train(model, case, ctx, 2))
     (plan,) = graphshard.plans(model)
     (record,) = root_states_under(model)
@@ -217,10 +209,10 @@ def free_to_keep(ctx: Ctx, reshard: str) -> tuple[list[int], list[int]]:
 
 
 def test_reshard_auto_leaves_every_group_to_the_planner(pool: Pool) -> None:
-    (bound, issued), _ = pool.run(2, free_to_keep, "fsdp2")
+    (bound, issued), _ = shared(pool, free_to_keep, "fsdp2")
     assert bound[1] >= 1
     assert sum(issued) == 2 * sum(bound)
-    (kept, issued), _ = pool.run(2, free_to_keep, "auto")
+    (kept, issued), _ = shared(pool, free_to_keep, "auto")
     assert kept[1] < bound[1] or kept[1] == 0
     assert sum(issued) == 2 * sum(kept)
 
@@ -229,9 +221,7 @@ def accumulated(ctx: Ctx, budget: str) -> tuple[list[bool], int, int]:
     """Three micro-steps; which groups stay gathered between them, gathers planned and issued."""
     case, micro = CASES["llama"], 3
     expected = train(build(case, ctx), case, ctx, 2, micro_steps=micro)
-    model = build(case, ctx)
-    options = {"fallback": "error", "memory_budget": budget, "micro_steps": micro}
-    model.compile(backend="graphshard", fullgraph=True, options=options)
+    model = of_trace(ctx, case, {"memory_budget": budget, "micro_steps": micro})
     assert_equal(expected, train(model, case, ctx, 2, micro_steps=micro))
     (plan,) = graphshard.plans(model)
     (record,) = root_states_under(model)
@@ -245,7 +235,7 @@ def accumulated(ctx: Ctx, budget: str) -> tuple[list[bool], int, int]:
 
 
 def test_with_room_groups_stay_gathered_between_micro_steps(pool: Pool) -> None:
-    (stays, planned_gathers, issued), _ = pool.run(2, accumulated, "1GiB")
+    (stays, planned_gathers, issued), _ = shared(pool, accumulated, "1GiB")
     assert any(stays)
     assert issued < 2 * 3 * planned_gathers
 
@@ -253,19 +243,38 @@ def test_with_room_groups_stay_gathered_between_micro_steps(pool: Pool) -> None:
 def on_device(ctx: Ctx) -> tuple[int, int]:
     case = CASES["llama"]
     expected = train(build(case, ctx), case, ctx, 2)
-    model = build(case, ctx)
-    options = {"fallback": "error", "memory_budget": "device"}
-    model.compile(backend="graphshard", fullgraph=True, options=options)
+    model = of_trace(ctx, case, {"memory_budget": "device"})
     assert_equal(expected, train(model, case, ctx, 2))
     (plan,) = graphshard.plans(model)
     return plan.estimate.budget_bytes, plan.estimate.peak_bytes
 
 
 def test_the_devices_memory_is_a_budget(pool: Pool) -> None:
-    first, second = pool.run(2, on_device)
+    first, second = shared(pool, on_device)
     assert first == second
     budget_bytes, peak_bytes = first
     assert peak_bytes < budget_bytes < 2**50
+
+
+def infeasible(ctx: Ctx, budget: object, shares_trace: bool) -> str:
+    case = CASES["llama"]
+    if shares_trace:
+        model = of_trace(ctx, case, {"memory_budget": budget})
+    else:
+        model = build(case, ctx)
+        model.compile(backend="graphshard", options={"memory_budget": budget})
+    for _ in range(2):
+        with pytest.raises(graphshard.InfeasibleBudget) as error:
+            case.loss(model, case.batch(0, ctx.rank, ctx.device))
+    return str(error.value)
+
+
+def test_a_budget_without_a_unit_is_bytes_and_the_error_says_so(pool: Pool) -> None:
+    first, second = shared(pool, infeasible, 70, True)
+    assert first == second
+    assert "a memory budget of 70 B; " in first
+    hint = "memory_budget='70GiB', since a number without a unit means bytes; a budget of "
+    assert f"What would help: {hint}" in first
 
 
 def slow_network(ctx: Ctx, name: str) -> tuple[tuple[str, ...], int, int, int]:
@@ -274,7 +283,7 @@ def slow_network(ctx: Ctx, name: str) -> tuple[tuple[str, ...], int, int, int]:
     def said(original: Any) -> Any:
         return lambda *args: replace(original(*args), intra_bytes_per_us=1.0)
 
-    case = ALL[name]  # of two blocks nothing is worth computing again
+    case = ALL[name]  # of three blocks nothing is worth computing again
     expected = train(build(case, ctx), case, ctx, 2)
     with patched(presets, "_network", said):
         model = build(case, ctx)
@@ -294,6 +303,14 @@ def test_what_is_computed_again_makes_room_within_fsdp2s_own_peak(pool: Pool, na
     recompute, budget_bytes, peak_bytes, theirs_bytes = first
     assert recompute or name == "convnet"
     assert peak_bytes <= budget_bytes == theirs_bytes
+
+
+def test_a_budget_that_nothing_fits_is_an_error(pool: Pool) -> None:
+    """Raised as it is, on every rank, in units that people read."""
+    first, second = pool.run(2, infeasible, "1KiB", False)
+    assert first == second
+    assert first.startswith("GS601: no schedule fits a memory budget of 1.0 KiB; ")
+    assert "GiB', since" not in first
 
 
 class InTwo(nn.Module):
