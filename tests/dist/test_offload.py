@@ -2,9 +2,10 @@
 
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from patching import patched
 from pool import Ctx, Pool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from traced_once import TracedOnce
 
 import graphshard
 from graphshard.cost import presets
@@ -27,6 +29,12 @@ from graphshard.schedule.steps import ISSUES
 
 pytestmark = pytest.mark.dist
 FAST = HostCopies(line(0.01, 1e6))
+TRACES: defaultdict[str, TracedOnce] = defaultdict(TracedOnce)  # of this rank, by model
+
+
+def shared(pool: Pool, case: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    """The next case finds the traces of this one."""
+    return pool.run(2, case, *args, timeout_s=timeout_s, keeps_compiled=True)
 
 
 def with_host(original: Any) -> Any:
@@ -35,10 +43,8 @@ def with_host(original: Any) -> Any:
 
 
 def compiled(ctx: Ctx, name: str, budget: int, compute: str, **more: object) -> nn.Module:
-    model = build(CASES[name], ctx)
-    options = {"fallback": "error", "compute": compute, "memory_budget": budget, **more}
-    model.compile(backend="graphshard", fullgraph=True, options=options)
-    return model
+    options = {"compute": compute, "memory_budget": budget, **more}
+    return TRACES[name].compiled(partial(build, CASES[name], ctx), **options)
 
 
 def copies_of(plan: Plan) -> int:
@@ -64,7 +70,7 @@ def budgets(pool: Pool) -> Budgets:
 
     @cache
     def found(name: str, compute: str) -> list[int]:
-        first, second = pool.run(2, within, name, compute)
+        first, second = shared(pool, within, name, compute)
         assert first == second
         return first
 
@@ -99,7 +105,7 @@ def test_what_the_host_holds_comes_back_as_it_was(
     pool: Pool, budgets: Budgets, name: str, compute: str
 ) -> None:
     """With dropout, with checkpoints of the user's, with retain_graph."""
-    first, second = pool.run(2, offloading, name, compute, budgets(name, compute), timeout_s=280)
+    first, second = shared(pool, offloading, name, compute, budgets(name, compute), timeout_s=280)
     assert first == second
     assert all(peak_bytes <= budget for _, budget, peak_bytes in first)
     assert any(held > 0 for held, *_ in first)
@@ -170,7 +176,7 @@ def test_the_memory_of_what_is_away_is_free(pool: Pool, budgets: Budgets) -> Non
     """All of it, and nothing else, is copied in the plan's order; none of it is left on the device
     when forward is over, nor of what came back when backward is."""
     budget, _ = budgets("llama", "aten")
-    first, second = pool.run(2, memory_of_copies, "llama", budget, keeps_compiled=True)
+    first, second = shared(pool, memory_of_copies, "llama", budget)
     assert first == second >= 2
 
 
@@ -201,9 +207,8 @@ def a_copy_fails(ctx: Ctx, name: str, budget: int) -> None:
 
 
 def test_a_copy_that_fails_loses_nothing(pool: Pool, budgets: Budgets) -> None:
-    """It is what the test before has compiled."""
     budget, _ = budgets("llama", "aten")
-    pool.run(2, a_copy_fails, "llama", budget, keeps_compiled=True)
+    shared(pool, a_copy_fails, "llama", budget)
 
 
 SLOW_S = 0.004
@@ -246,5 +251,5 @@ def planned_again(ctx: Ctx, name: str, budget: int) -> int:
 def test_a_plan_that_is_made_again_has_the_host_hold_the_same(pool: Pool, budgets: Budgets) -> None:
     """And it knows what the copies took."""
     budget, _ = budgets("llama", "aten")
-    first, second = pool.run(2, planned_again, "llama", budget, timeout_s=200)
+    first, second = shared(pool, planned_again, "llama", budget, timeout_s=200)
     assert first == second > 0
