@@ -6,6 +6,7 @@ reads what the runtime or the plan says.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pool import Ctx, Pool, capped
 from test_memory import Storages, watch_gathered
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from traced_once import TracedOnce
 
 import graphshard
 from bench.models import CONFIGS, Llama, WithLoss, make_batch
@@ -129,12 +131,10 @@ def peaks(model: Any, optimizer: Any, ctx: Ctx) -> dict[str, Any]:
 
 def swept(ctx: Ctx) -> list[dict[str, Any]]:
     expected = steps_of(sharded(ctx, num_layers=2), ctx, 2)
-    own_bytes, found = NO_LIMIT, []
+    own_bytes, found, once = NO_LIMIT, [], TracedOnce()
     for share in SHARES:
-        torch._dynamo.reset()
-        model, ranges = sharded(ctx, num_layers=2), []
-        options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
-        model.compile(backend="graphshard", options={**options, "replan_after": 1000})
+        options = {"memory_budget": int(own_bytes * share), "replan_after": 1000}
+        model, ranges = once.compiled(partial(sharded, ctx, num_layers=2), **options), []
         with patched(instrument, "with_marks", recording(ranges)):
             losses, params, optimizer = steps_of(model, ctx, 2)
         assert all(map(torch.equal, losses, expected[0]))
@@ -182,11 +182,11 @@ def test_replicas_take_what_the_plan_says(pool: Pool) -> None:
 def compiled_within(ctx: Ctx) -> list[dict[str, Any]]:
     """Peaks of what Inductor compiles, from the least feasible budget to FSDP2's own peak."""
 
+    once = TracedOnce()
+
     def trained(budget_bytes: int) -> tuple[Any, Any, Plan]:
-        torch._dynamo.reset()
-        model = sharded(ctx, num_layers=2)
-        options = {"fallback": "error", "compute": "inductor", "memory_budget": budget_bytes}
-        model.compile(backend="graphshard", options={**options, "replan_after": 1000})
+        options = {"compute": "inductor", "memory_budget": budget_bytes, "replan_after": 1000}
+        model = once.compiled(partial(sharded, ctx, num_layers=2), **options)
         *_, optimizer = steps_of(model, ctx, 2)
         (plan,) = graphshard.plans(model)
         return model, optimizer, plan
