@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +18,7 @@ from parity import assert_equal, build, train
 from patching import patched, without_clones
 from pool import Ctx, Pool
 from torch import nn
+from traced_once import TracedOnce
 
 import graphshard
 from graphshard.compiler import planning_inputs, replan, shared_graph
@@ -30,6 +31,12 @@ pytestmark = pytest.mark.dist
 
 CASE = of_depth("llama", 2)
 OPTIONS: dict[str, Any] = {"fallback": "error", "replan_after": None}
+TRACED, LENGTHS_TRACED = TracedOnce(), TracedOnce(dynamic=False)  # of this rank
+
+
+def shared(pool: Pool, case: Callable[..., Any], *args: Any) -> list[Any]:
+    """The next case finds the traces of this one."""
+    return pool.run(2, case, *args, keeps_compiled=True)
 
 
 def first_launch(case: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,8 +109,11 @@ def measuring(step_us: Callable[[int], float]) -> Any:
 
 
 def compiled(ctx: Ctx, **options: Any) -> nn.Module:
+    given = {**OPTIONS, **options}
+    if "verify" not in options:
+        return TRACED.compiled(partial(build, CASE, ctx), **given)
     model = build(CASE, ctx)
-    model.compile(backend="graphshard", fullgraph=True, options={**OPTIONS, **options})
+    model.compile(backend="graphshard", fullgraph=True, options=given)
     return model
 
 
@@ -136,7 +146,7 @@ def settles(ctx: Ctx, options: dict[str, Any]) -> tuple[str, int]:
 
 @pytest.mark.parametrize("options", [{}, {"verify": "off"}, {"memory_budget": "1GiB"}], ids=str)
 def test_it_settles_within_12_steps_alike_on_all_ranks(pool: Pool, options: dict[str, Any]) -> None:
-    first, second = pool.run(2, settles, options)
+    first, second = shared(pool, settles, options)
     assert first == second
     assert first[1] <= 12
 
@@ -157,7 +167,7 @@ def tried(ctx: Ctx, second_us: float) -> tuple[bool, bool]:
 def test_a_plan_that_measures_slower_is_given_back(
     pool: Pool, second_us: float, stays: bool
 ) -> None:
-    assert pool.run(2, tried, second_us) == [(True, stays)] * 2
+    assert shared(pool, tried, second_us) == [(True, stays)] * 2
 
 
 @first_launch
@@ -180,7 +190,7 @@ def follows(ctx: Ctx) -> list[Phase]:
 
 
 def test_steps_that_stay_slower_are_measured_again(pool: Pool) -> None:
-    first, second = pool.run(2, follows)
+    first, second = shared(pool, follows)
     assert first == second
     assert Phase.MEASURED in first
     assert set(first[:8]) == {Phase.SETTLED}
@@ -195,10 +205,9 @@ def lengths(ctx: Ctx, alike_until: int) -> tuple[list[Phase], bool]:
     two blocks they have not one order either.
     """
     with tunings() as made, measuring(lambda k: 1000.0 - k), unseen(), without_clones():
-        oracle, model = (build(CASES["llama"], ctx) for _ in range(2))
-        plans = []
-        model.compile(backend="graphshard", fullgraph=True, dynamic=False, options=OPTIONS)
-        seen = []
+        made_of = partial(build, CASES["llama"], ctx)
+        oracle, model = made_of(), LENGTHS_TRACED.compiled(made_of, **OPTIONS)
+        plans, seen = [], []
         for step in range(14):
             cut = 4 if (step + ctx.rank * (step > alike_until)) % 3 != 1 else 2
             assert len({length_step(ctx, net, step, cut) for net in (oracle, model)}) == 1
@@ -225,7 +234,7 @@ def order(plan: Plan) -> str:
 
 @pytest.mark.parametrize("alike_until", [0, 6])
 def test_ranks_may_run_different_graphs(pool: Pool, alike_until: int) -> None:
-    first, second = pool.run(2, lengths, alike_until)
+    first, second = shared(pool, lengths, alike_until)
     assert first == second
     phases, changed = first
     assert phases[-1] is Phase.SETTLED
@@ -245,7 +254,7 @@ def stays_as_it_is(ctx: Ctx, options: dict[str, Any]) -> int:
     ids=str,
 )
 def test_what_tunes_itself(pool: Pool, options: dict[str, Any], number: int) -> None:
-    assert pool.run(2, stays_as_it_is, options) == [number] * 2
+    assert shared(pool, stays_as_it_is, options) == [number] * 2
 
 
 @first_launch
@@ -271,7 +280,7 @@ def profiled(ctx: Ctx) -> tuple[str, int]:
 
 
 def test_a_profile_meanwhile_is_no_measurement_of_the_tuning(pool: Pool) -> None:
-    first, second = pool.run(2, profiled)
+    first, second = shared(pool, profiled)
     assert first == second
     assert first[1] <= 8 + 5 + 6
 
@@ -285,7 +294,6 @@ def launches(ctx: Ctx, folder: str) -> list[list[str]]:
     launched = []
     with cache_in(Path(folder) / str(ctx.rank)), unseen():
         for _ in range(2):
-            torch._dynamo.reset()
             oracle, model, plans = build(CASE, ctx), compiled(ctx), []
             with measuring(lambda k: 1000.0 - k):
                 for step in range(13):
@@ -296,7 +304,7 @@ def launches(ctx: Ctx, folder: str) -> list[list[str]]:
 
 
 def test_the_next_launch_begins_with_what_was_tuned(pool: Pool, tmp_path: Path) -> None:
-    first, second = pool.run(2, launches, str(tmp_path))
+    first, second = shared(pool, launches, str(tmp_path))
     assert first == second
     before, after = first
     assert before[0] != before[-1]
