@@ -14,7 +14,8 @@ import contract_setups as do
 import pytest
 import torch
 from contract_models import mesh_of, plain
-from models import CASES, Case
+from models import CASES as ALL
+from models import Case, of_depth
 from parity import assert_equal, build, count_collectives, train, twin
 from patching import patched, without_clones
 from poison import poisoned
@@ -25,6 +26,7 @@ from test_memory import STRICT, watch_gathered
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from traced_once import TracedOnce
 
 import graphshard
 from graphshard.capture.root_state import handle_of
@@ -34,6 +36,7 @@ from graphshard.schedule.plan import Plan, StepKind
 
 pytestmark = pytest.mark.dist
 
+CASES = {**ALL, "short": of_depth("llama", 3)}
 PLANS: dict[str, Callable[[Plan], Plan]] = {
     "merge 2": partial(merged, count=2),
     "merge 3": partial(merged, count=3),
@@ -195,30 +198,6 @@ def test_after_a_failure_everything_is_sharded(pool: Pool) -> None:
     pool.run(2, failing, 2, keeps_compiled=True)
 
 
-# -- settings -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "kwargs"),
-    [
-        (None, {"mp_policy": HALF}),
-        (None, {"reshard_after_forward": True}),
-        (None, {"reshard_after_forward": False}),
-        ((1, 2), {}),
-        ((2, 1), {}),
-    ],
-    ids=["bf16", "reshard", "keep", "hsdp-1x2", "hsdp-2x1"],
-)
-def test_no_bit_changes_with_settings(pool: Pool, shape: Any, kwargs: dict[str, Any]) -> None:
-    # What replicas add up is reduced whole.
-    names = ["merge 3", "split 3", *(["split reductions"] if shape is None else [])]
-    ranks = pool.run(2, regrouped, "llama", names, shape, kwargs)
-    if shape == (2, 1):  # one rank has everything: nothing is gathered
-        assert all(seen["gathers"] == 0 for own in ranks for seen in own)
-    else:
-        check(ranks)
-
-
 # -- who travels alone ---------------------------------------------------------------------------
 
 
@@ -255,11 +234,11 @@ class Setting:
 # 5 groups, "merge 3": 2 gathers in forward, and in backward 2 (4 groups, the root is kept).
 SETTINGS = {
     "unshard": Setting(before=do.unshard_first),
+    "lists that change": Setting(before=do.toggle_prefetch),
     "dtypes": Setting(every_other_half, gathers=4 * 5),
     "one comm": Setting(comm_of_one_block, gathers=6 * 5),
     "same comm": Setting(do.custom_all_gather, gathers=4 * 5),
     "lists": Setting(do.prefetch_two, gathers=9 * 5),
-    "lists that change": Setting(before=do.toggle_prefetch),
     "smaller mesh": Setting(smaller_mesh, ranks=4),
 }
 
@@ -285,9 +264,10 @@ def with_setting(ctx: Ctx, setting_name: str) -> list[int]:
 
     with kept_programs() as programs:
         compare(range(2))  # what the user does alternates
+    PROGRAMS.update(programs)
     counts = []
     for number, plan_name in enumerate(REGROUPED):
-        run_as(model, programs, PLANS[plan_name])
+        run_as(model, PROGRAMS, PLANS[plan_name])
         counts.append(compare(range(2 + 5 * number, 7 + 5 * number)))
     return counts
 
@@ -300,10 +280,35 @@ def _sharded(setting: Setting, case: Case, ctx: Ctx) -> nn.Module:
 @pytest.mark.parametrize("setting_name", SETTINGS)
 def test_what_the_user_does_is_binding(pool: Pool, setting_name: str) -> None:
     setting = SETTINGS[setting_name]
-    counts = pool.run(setting.ranks, with_setting, setting_name)
+    is_alike = setting.shard is plain  # what the cases above have compiled serves it, too
+    counts = pool.run(setting.ranks, with_setting, setting_name, keeps_compiled=is_alike)
     assert counts == counts[:1] * len(counts)
     if setting.gathers is not None:
         assert counts[0][REGROUPED.index("merge 3")] == setting.gathers
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "kwargs"),
+    [
+        (None, {"mp_policy": HALF}),
+        (None, {"reshard_after_forward": True}),
+        (None, {"reshard_after_forward": False}),
+        ((1, 2), {}),
+        ((2, 1), {}),
+    ],
+    ids=["bf16", "reshard", "keep", "hsdp-1x2", "hsdp-2x1"],
+)
+def test_no_bit_changes_with_settings(pool: Pool, shape: Any, kwargs: dict[str, Any]) -> None:
+    # What replicas add up is reduced whole.
+    names = ["merge 3", "split 3", *(["split reductions"] if shape is None else [])]
+    ranks = pool.run(2, regrouped, "short", names, shape, kwargs)
+    if shape == (2, 1):  # one rank has everything: nothing is gathered
+        assert all(seen["gathers"] == 0 for own in ranks for seen in own)
+    else:
+        check(ranks)
 
 
 # -- what the planner decides --------------------------------------------------------------------
@@ -315,12 +320,10 @@ def nothing(_: object) -> Callable[..., tuple[()]]:
 
 def budgeted(ctx: Ctx, case_name: str, shares: list[float]) -> list[dict[str, Any]]:
     """Budgets as shares of FSDP2's peak; every group may be split."""
-    case, found, own_bytes = CASES[case_name], [], 2**40
+    case, found, own_bytes, once = CASES[case_name], [], 2**40, TracedOnce()
     expected = train(build(case, ctx), case, ctx, 2)
     for share in (1.0, *shares):
-        model = build(case, ctx)
-        options = {"fallback": "error", "memory_budget": int(own_bytes * share)}
-        model.compile(backend="graphshard", fullgraph=True, options=options)
+        model = once.compiled(partial(build, case, ctx), memory_budget=int(own_bytes * share))
         # Small groups are split too, and nothing is computed again instead.
         huge = patched(problem, "HUGE", lambda _: 0)
         with patched(op_costs, "units", nothing), huge, without_clones():
