@@ -264,10 +264,9 @@ def with_setting(ctx: Ctx, setting_name: str) -> list[int]:
 
     with kept_programs() as programs:
         compare(range(2))  # what the user does alternates
-    PROGRAMS.update(programs)
     counts = []
     for number, plan_name in enumerate(REGROUPED):
-        run_as(model, PROGRAMS, PLANS[plan_name])
+        run_as(model, programs, PLANS[plan_name])
         counts.append(compare(range(2 + 5 * number, 7 + 5 * number)))
     return counts
 
@@ -280,8 +279,7 @@ def _sharded(setting: Setting, case: Case, ctx: Ctx) -> nn.Module:
 @pytest.mark.parametrize("setting_name", SETTINGS)
 def test_what_the_user_does_is_binding(pool: Pool, setting_name: str) -> None:
     setting = SETTINGS[setting_name]
-    is_alike = setting.shard is plain  # what the cases above have compiled serves it, too
-    counts = pool.run(setting.ranks, with_setting, setting_name, keeps_compiled=is_alike)
+    counts = pool.run(setting.ranks, with_setting, setting_name)
     assert counts == counts[:1] * len(counts)
     if setting.gathers is not None:
         assert counts[0][REGROUPED.index("merge 3")] == setting.gathers
