@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 
 CASE = of_depth("llama", 2)
 OPTIONS: dict[str, Any] = {"fallback": "error", "replan_after": None}
-TRACED, LENGTHS_TRACED = TracedOnce(), TracedOnce(dynamic=False)  # of this rank
+TRACED = TracedOnce()  # of this rank
 
 
 def shared(pool: Pool, case: Callable[..., Any], *args: Any) -> list[Any]:
@@ -206,7 +206,7 @@ def lengths(ctx: Ctx, alike_until: int) -> tuple[list[Phase], bool]:
     """
     with tunings() as made, measuring(lambda k: 1000.0 - k), unseen(), without_clones():
         made_of = partial(build, CASES["llama"], ctx)
-        oracle, model = made_of(), LENGTHS_TRACED.compiled(made_of, **OPTIONS)
+        oracle, model = made_of(), TRACED.compiled(made_of, **OPTIONS)
         plans, seen = [], []
         for step in range(14):
             cut = 4 if (step + ctx.rank * (step > alike_until)) % 3 != 1 else 2

@@ -81,10 +81,9 @@ class Graph:
 
 
 class TracedOnce:
-    """Models that share what was traced of the first of them."""
+    """Models that share what was traced of the first of them. Each length is traced by itself."""
 
-    def __init__(self, dynamic: bool | None = None) -> None:
-        self._dynamic = dynamic
+    def __init__(self) -> None:
         self._options: WeakKeyDictionary[nn.Module, dict[str, object]] = WeakKeyDictionary()
 
         def backend(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Run:
@@ -100,8 +99,7 @@ class TracedOnce:
             model = make()
         self._options[model] = {"fallback": "error", **options}
         given: Any = {"fallback": "error"}  # of all: Dynamo traces again for other ones
-        how = {"fullgraph": True, "dynamic": self._dynamic}
-        model.compile(backend=self._backend, options=given, **how)
+        model.compile(backend=self._backend, options=given, fullgraph=True, dynamic=False)
         return model
 
     def _entry(self, graph: Graph) -> Run:
