@@ -159,8 +159,8 @@ def pace_in(folder: Path, compute: str) -> float:
 def in_step(
     mode: Mode, profile: CostProfile, config: Config, network: Any, pace: Pace, num_steps: int
 ) -> tuple[InStep, float]:
-    """Measured over predicted time of compute where collectives take no time, and the time of a
-    step in plain PyTorch at the pace of which it was measured."""
+    """Measured over predicted time of compute where collectives take no time, and the pace at which
+    it was measured: the time of a step in plain PyTorch (us)."""
     num_ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (num_ranks,))
     free = with_network(profile, num_ranks=num_ranks, gbit=FREE_GBIT, alpha_us=0.0)
@@ -202,9 +202,13 @@ def checkpointed(model: WithLoss) -> WithLoss:
 
 def whole(plans: Sequence[Plan]) -> InStep:
     """One ratio for all: of kernels of a compiled region it is not known which take how long."""
-    took_us = sum(plan.measured.step_time_us for plan in plans if plan.measured)
-    told_us = sum(plan.estimate.ours.step_time_us for plan in plans if plan.estimate)
-    ratio = float(took_us / told_us)
+    measured_us, predicted_us = 0.0, 0.0
+    for plan in plans:
+        assert plan.measured is not None
+        assert plan.estimate is not None
+        measured_us += plan.measured.step_time_us
+        predicted_us += plan.estimate.ours.step_time_us
+    ratio = measured_us / predicted_us
     return InStep(ratio, ratio, ratio)
 
 
