@@ -281,7 +281,8 @@ def main() -> None:
     network = emulator.join(num_ranks, gbit=FREE_GBIT, alpha_us=0.0)
     measure_on(network)
     pace = pace_of(config, num_ranks)
-    alone = calibrate({}, torch.device("cpu"), command=f"python -m bench.profile {sys.argv[1:]}")
+    command = " ".join(("python -m bench.profile FOLDER", *sys.argv[2:]))
+    alone = calibrate({}, torch.device("cpu"), command=command)
     for compute, mode in PLANNED.items():
         torch._dynamo.reset()
         ratios, pace_us = in_step(mode, alone, config, network, pace, num_steps)
