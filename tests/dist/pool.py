@@ -33,7 +33,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from patching import gather_one_at_a_time
+from patching import gather_as_one_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from warm import leave_out, warm_context
 
@@ -322,7 +322,7 @@ def _join(rank: int, world_size: int, port: int) -> Ctx:
     # Tracing makes much, of which little is garbage; what is left goes after each case.
     gc.set_threshold(500_000, 20, 20)
     leave_out()
-    gather_one_at_a_time()
+    gather_as_one_tensor()
     device = torch.device("cpu")
     if device_type() == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
