@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,18 +49,21 @@ from graphshard.tune.subject import Machines, Subject  # noqa: E402
 from graphshard.view.tune import CHECKPOINTS, GROUPS, RESHARDS, mesh_text  # noqa: E402
 
 RANKS, PER_NODE = 8, 4
+APART = 0.05  # launches of one setting differ by as much
 GROUPINGS = (Grouping.AS_IS, Grouping.PAIRS, Grouping.QUADS, Grouping.WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """predicted_us, model_us: of forwards and backwards; medians. step_us: with the optimizer."""
+    """predicted_us, model_us: of forwards and backwards; medians. step_us: with the optimizer.
+    launches_us: model_us of each launch alone."""
 
     setting: Setting
     predicted_us: float
     predicted_peak_bytes: int
     step_us: float
     model_us: float
+    launches_us: tuple[float, ...]
 
     @property
     def error(self) -> float:
@@ -139,8 +143,14 @@ def rows_of(pricer: Pricer, rounds: Sequence[dict[Setting, Measured]]) -> list[R
         priced = pricer.price(setting)
         steps = [time for found in rounds for time in found[setting].steps_us]
         alone = [time for found in rounds for time in found[setting].model_us]
-        rows.append(Row(setting, priced.passes_us, priced.peak_bytes, median(steps), median(alone)))
+        launches_us = tuple(median(found[setting].model_us) for found in rounds)
+        times = median(steps), median(alone), launches_us
+        rows.append(Row(setting, priced.passes_us, priced.peak_bytes, *times))
     return sorted(rows, key=lambda row: row.model_us)
+
+
+def is_apart(faster: Row, slower: Row) -> bool:
+    return slower.model_us > (1 + APART) * faster.model_us
 
 
 def render(rows: Sequence[Row], chosen: Setting) -> str:
@@ -155,7 +165,12 @@ def render(rows: Sequence[Row], chosen: Setting) -> str:
     order = kendalltau([row.predicted_us for row in rows], [row.model_us for row in rows])
     lines += ["", f"chosen: {behind:.1%} behind the fastest of {len(rows)}"]
     lines.append(f"error: {sum(errors) / len(errors):.1%} in the mean, at most {max(errors):.1%}")
-    lines.append(f"order: Kendall's tau {order.statistic:.2f}")
+    pairs = [(one, other) for one, other in combinations(rows, 2) if is_apart(one, other)]
+    ordered = sum(one.predicted_us < other.predicted_us for one, other in pairs)
+    lines.append(
+        f"order: {ordered} of {len(pairs)} pairs more than {APART:.0%} apart; "
+        f"Kendall's tau {order.statistic:.2f}"
+    )
     return "\n".join(lines)
 
 
@@ -214,7 +229,7 @@ def main() -> int:
             load_averages.append(os.getloadavg())
             rows = rows_of(pricer, rounds)
             result |= {"rows": [asdict(row) for row in rows], "load_averages": load_averages}
-            result["launches"] = [[asdict(m) for m in one.values()] for one in rounds]
+            result["launches"] = [[asdict(one[s]) for s in rounds[0]] for one in rounds]
             if args.json:
                 write(args.json, result)
     print(render(rows, chosen))
