@@ -206,7 +206,7 @@ def measure(
     """All rounds. The file is written after each: an interrupted run leaves what it has."""
     result: dict[str, object] = {
         **header("step.py"),
-        "setting": {**asdict(request), "model": asdict(CONFIGS[args.config])},
+        "setting": {**asdict(replace(request, compute="")), "model": asdict(CONFIGS[args.config])},
         "compute": {
             path.stem: json.loads(path.read_text())
             for path in (Path(request.compute).glob("*.json") if request.compute else ())
