@@ -27,13 +27,14 @@ class Block(nn.Module):
 class Net(nn.Module):
     """other: what a block is given besides, from its number and all that was made before it."""
 
-    def __init__(self, other):
+    def __init__(self, other, embeds):
         super().__init__()
+        self.embed = nn.Linear(8, 8) if embeds else nn.Identity()
         self.layers = nn.ModuleList(Block() for _ in range(DEPTH))
         self.other = other
 
     def forward(self, x):
-        made = [x]
+        made = [self.embed(x)]
         for number, layer in enumerate(self.layers):
             made.append(layer(made[-1], self.other(number, made)))
         return made[-1].sum()
@@ -43,29 +44,35 @@ def reach(blocks):
     return lambda number, made: made[max(0, number - blocks)]
 
 
+def made_of(blocks):
+    return lambda number, made: torch.sin(made[max(0, number - blocks)])
+
+
 def every(blocks):
     return lambda number, made: made[-1] * made[-1] if number % blocks == 0 else made[-1]
 
 
-def built(other):
-    model = Net(other)
+def built(other, embeds):
+    model = Net(other, embeds)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
     return model, torch.zeros(4, 8)
 
 
+@pytest.mark.parametrize("embeds", [False, True], ids=["given", "embedded"])
 @pytest.mark.parametrize(
     "other",
     [
         reach(0),
         *(pytest.param(reach(n), id=f"{n} back") for n in (1, 2, 3, CAPTURED, DEPTH)),
+        *(pytest.param(made_of(n), id=f"made of {n} back") for n in (0, CAPTURED, DEPTH)),
         *(pytest.param(every(n), id=f"every {n}") for n in (2, 3, 4)),
     ],
 )
-def test_what_a_few_blocks_say_is_what_the_whole_says(other):
+def test_what_a_few_blocks_say_is_what_the_whole_says(other, embeds):
     (ours, short), (theirs, whole) = (
-        studied(partial(built, other), whole=whole) for whole in (False, True)
+        studied(partial(built, other, embeds), whole=whole) for whole in (False, True)
     )
     assert ours.estimate == theirs.estimate
     assert short.costs.by_direction == whole.costs.by_direction

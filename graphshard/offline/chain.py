@@ -25,6 +25,7 @@ from graphshard.graph.program import Program, compute_nodes, is_view, step_of
 # Where an op's input comes from, said in the same way in each block.
 _Place: TypeAlias = tuple[Any, ...]
 _PATTERN = 2  # the block that those behind it are compared with
+_SHARED = ("before", "common", "input")  # kinds of places that are the same for all blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +161,29 @@ def _places(row: _Row, block: int) -> Iterator[_Place]:
 
 def _reads_what_the_first_is_given(row: _Row) -> bool:
     """A block reads what the first one is given as the others are given the result of the one
-    before. Blocks behind the captured ones may read what is as far away.
+    before, or what was made of it before the blocks. Blocks behind the captured ones may read what
+    is as far away.
     """
-    shared = {"before", "common", "input"}
-    first, other = (Counter(p for p in _places(row, b) if p[0] in shared) for b in (0, _PATTERN))
-    return any(place in other for place in first - other)
+    first, other = (Counter(p for p in _places(row, b) if p[0] in _SHARED) for b in (0, _PATTERN))
+    given = first - other
+    return any(_place(row, _PATTERN, node) in given for node in _shared_by_all(row))
+
+
+def _shared_by_all(row: _Row) -> set[fx.Node]:
+    """What a block reads that no block makes, and all that it is made of."""
+    left = [
+        node
+        for op in row.of(_PATTERN)
+        for node in row.ops[op].all_input_nodes
+        if _place(row, _PATTERN, node)[0] in _SHARED
+    ]
+    found: set[fx.Node] = set()
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
 
 
 def _gives_the_first_more(row: _Row) -> bool:
