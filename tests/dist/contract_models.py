@@ -148,9 +148,13 @@ def tensor_parallel(
     return plain(model, ctx, mesh=mesh["dp"], **kwargs)
 
 
-def sequence_parallel(model: nn.Module, ctx: Ctx, **kwargs: Any) -> nn.Module:
-    """Norms on a part of the sequence each: their gradients are partial over the tp ranks."""
-    mesh = mesh_of(ctx, (2, 2), "dp", "tp")
+def sequence_parallel(
+    model: nn.Module, ctx: Ctx, *, data: tuple[int, ...] = (2,), **kwargs: Any
+) -> nn.Module:
+    """Norms on a part of the sequence each: their gradients are partial over the tp ranks. data:
+    the mesh's dims for FSDP2, with replicas first."""
+    dims = ("replicate", "shard")[-len(data) :]
+    mesh = mesh_of(ctx, (*data, 2), *dims, "tp")
     rows = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     head = tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
     plan = {"embed": rows, "norm": tp.SequenceParallel(), "head": head}
@@ -162,7 +166,7 @@ def sequence_parallel(model: nn.Module, ctx: Ctx, **kwargs: Any) -> nn.Module:
             "down": tp.RowwiseParallel(output_layouts=Shard(1)),
         }
         tp.parallelize_module(block, mesh["tp"], plan)
-    return plain(model, ctx, mesh=mesh["dp"], **kwargs)
+    return plain(model, ctx, mesh=mesh[dims], **kwargs)
 
 
 class Tower(nn.Module):

@@ -308,6 +308,14 @@ ROWS = [
     ),
     Row(
         MESHES,
+        "sequence parallel + HSDP, 2x2x2, bf16, 2 micro-steps",
+        partial(sequence_parallel, data=(2, 2), mp_policy=FP32_REDUCE),
+        case=MLPS,
+        ranks=8,
+        micro_steps=2,
+    ),
+    Row(
+        MESHES,
         "`dp_mesh_dims`: shard and tensor parallel",
         partial(on_full_mesh, names=("dp", "tp"), inputs=(Shard(0), Replicate()), shard="dp"),
         covers=("fully_shard.dp_mesh_dims", "DataParallelMeshDims.shard"),
