@@ -34,11 +34,6 @@ OPTIONS: dict[str, Any] = {"fallback": "error", "replan_after": None}
 TRACED = TracedOnce()  # of this rank
 
 
-def shared(pool: Pool, case: Callable[..., Any], *args: Any) -> list[Any]:
-    """The next case finds the traces of this one."""
-    return pool.run(2, case, *args, keeps_compiled=True)
-
-
 def first_launch(case: Callable[..., Any]) -> Callable[..., Any]:
     """`case` with an empty cache: no earlier launch has tuned anything."""
 
@@ -146,7 +141,7 @@ def settles(ctx: Ctx, options: dict[str, Any]) -> tuple[str, int]:
 
 @pytest.mark.parametrize("options", [{}, {"verify": "off"}, {"memory_budget": "1GiB"}], ids=str)
 def test_it_settles_within_12_steps_alike_on_all_ranks(pool: Pool, options: dict[str, Any]) -> None:
-    first, second = shared(pool, settles, options)
+    first, second = pool.run_keeping(2, settles, options)
     assert first == second
     assert first[1] <= 12
 
@@ -167,7 +162,7 @@ def tried(ctx: Ctx, second_us: float) -> tuple[bool, bool]:
 def test_a_plan_that_measures_slower_is_given_back(
     pool: Pool, second_us: float, stays: bool
 ) -> None:
-    assert shared(pool, tried, second_us) == [(True, stays)] * 2
+    assert pool.run_keeping(2, tried, second_us) == [(True, stays)] * 2
 
 
 @first_launch
@@ -190,7 +185,7 @@ def follows(ctx: Ctx) -> list[Phase]:
 
 
 def test_steps_that_stay_slower_are_measured_again(pool: Pool) -> None:
-    first, second = shared(pool, follows)
+    first, second = pool.run_keeping(2, follows)
     assert first == second
     assert Phase.MEASURED in first
     assert set(first[:8]) == {Phase.SETTLED}
@@ -234,7 +229,7 @@ def order(plan: Plan) -> str:
 
 @pytest.mark.parametrize("alike_until", [0, 6])
 def test_ranks_may_run_different_graphs(pool: Pool, alike_until: int) -> None:
-    first, second = shared(pool, lengths, alike_until)
+    first, second = pool.run_keeping(2, lengths, alike_until)
     assert first == second
     phases, changed = first
     assert phases[-1] is Phase.SETTLED
@@ -254,7 +249,7 @@ def stays_as_it_is(ctx: Ctx, options: dict[str, Any]) -> int:
     ids=str,
 )
 def test_what_tunes_itself(pool: Pool, options: dict[str, Any], number: int) -> None:
-    assert shared(pool, stays_as_it_is, options) == [number] * 2
+    assert pool.run_keeping(2, stays_as_it_is, options) == [number] * 2
 
 
 @first_launch
@@ -280,7 +275,7 @@ def profiled(ctx: Ctx) -> tuple[str, int]:
 
 
 def test_a_profile_meanwhile_is_no_measurement_of_the_tuning(pool: Pool) -> None:
-    first, second = shared(pool, profiled)
+    first, second = pool.run_keeping(2, profiled)
     assert first == second
     assert first[1] <= 8 + 5 + 6
 
@@ -304,7 +299,7 @@ def launches(ctx: Ctx, folder: str) -> list[list[str]]:
 
 
 def test_the_next_launch_begins_with_what_was_tuned(pool: Pool, tmp_path: Path) -> None:
-    first, second = shared(pool, launches, str(tmp_path))
+    first, second = pool.run_keeping(2, launches, str(tmp_path))
     assert first == second
     before, after = first
     assert before[0] != before[-1]
