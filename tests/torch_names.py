@@ -85,8 +85,11 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_torchdynamo_orig_callable": None,
     },
     "torch._dynamo.exc": {
+        "InternalTorchDynamoError": None,
         "RestartAnalysis": None,
         "SkipFrame": None,
+        "TorchDynamoException": None,
+        "TorchRuntimeError": None,
         "Unsupported": None,
     },
     "torch._dynamo.external_utils": {

@@ -363,50 +363,6 @@ def test_graph_break_inside_a_block(pool: Pool, how: str) -> None:
     pool.run(2, graph_break, how)
 
 
-class Refusing(nn.Module):
-    """Raises while it is traced. Dynamo cannot go on after that: it gives up the whole call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).relu()
-        if torch.compiler.is_compiling():
-            raise ValueError("not under a compiler")
-        return self.head(x)
-
-
-def refused(ctx: Ctx) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        model = Refusing().to(ctx.device)
-        for block in model.blocks:
-            fully_shard(block, mesh=ctx.mesh)
-        return fully_shard(model, mesh=ctx.mesh)
-
-    oracle, model = make(), make()
-    model.compile(backend="graphshard")
-    for seed in range(3):
-        assert_same(one_step(oracle, ctx, seed), one_step(model, ctx, seed))
-        assert_sharded(model)
-    report = graphshard.explain(model)
-    assert report.captured == 3
-    assert list(report.reasons) == ["(root)"]
-    assert "test_fallback.py" in report.reasons["(root)"]
-    for plan in graphshard.plans(model):
-        left_out = {group.fqn: group.cause for group in plan.left_out}
-        assert left_out.pop("(root)") == report.reasons["(root)"]
-        assert len(plan.groups) + len(left_out) == 3
-        assert set(left_out.values()) <= {""}
-
-
-def test_a_forward_that_cannot_be_traced_leaves_its_blocks_compiled(pool: Pool) -> None:
-    pool.run(2, refused)
-
-
 def nested(ctx: Ctx) -> None:
     oracle, model = two_heads(ctx), two_heads(ctx)
     inner = torch.compile(model, backend="graphshard", **STRICT)

@@ -16,7 +16,12 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrame
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import (
+    InternalTorchDynamoError,
+    TorchDynamoException,
+    TorchRuntimeError,
+    Unsupported,
+)
 from torch._dynamo.output_graph import GraphCompileReason
 
 from graphshard.capture.dynamo.hooks import is_ours, substitute_hooks, wrappers
@@ -126,7 +131,10 @@ class Frames(CatchErrorsWrapper):
 
 class _NotesBreaks:
     """`convert`, which makes a graph of a frame. Where it gives the whole frame up for a break that
-    it cannot go on after, Dynamo only logs that; here it counts as the break that it is."""
+    it cannot go on after, Dynamo only logs that; here it counts as the break that it is. So does an
+    error of Dynamo's own, which it raises otherwise (something is not implemented, or an op does
+    not run without data): the frame runs as it is, and has its say about what is wrong there.
+    """
 
     def __init__(self, convert: Any) -> None:
         self._convert = convert
@@ -140,6 +148,22 @@ class _NotesBreaks:
         except Unsupported as error:
             GraphCompileReason(str(error), list(error.real_stack))  # enters itself in Dynamo's list
             raise
+        except _OWN_ERRORS as error:
+            cause = _cause(error)
+            stack = getattr(cause, "real_stack", None) or getattr(error, "real_stack", None)
+            GraphCompileReason(f"{type(cause).__name__}: {cause}", list(stack or ()))
+            raise Unsupported(str(error), real_stack=stack) from error
+
+
+# What comes from the backend is none of these (BackendCompilerFailed), nor what the user asked to
+# be told (constraints, limits).
+_OWN_ERRORS = (InternalTorchDynamoError, TorchRuntimeError, AssertionError, IndexError)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What Dynamo has wrapped."""
+    inner = error.__cause__ or error.__context__
+    return error if inner is None or not isinstance(error, TorchDynamoException) else _cause(inner)
 
 
 @contextlib.contextmanager

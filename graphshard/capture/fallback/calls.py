@@ -71,14 +71,12 @@ def protected(
         run = keeper.plain or compiled
         try:
             result = run(*args, **kwargs)
+            if watch is not None:
+                keeper.after(watch, result)
         except BaseException as error:
             keeper.failed(watch, error)
             raise
-        try:
-            if watch is not None:
-                keeper.after(watch, result)
-        finally:
-            keeper.close()
+        keeper.close()
         return result
 
     return dynamo.invisible(call)
