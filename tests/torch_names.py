@@ -58,6 +58,7 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch._dynamo.config": {
         "accumulated_recompile_limit": None,
+        "ignore_logger_methods": None,
         "recompile_limit": None,
     },
     "torch._dynamo.backends.common": {
@@ -106,6 +107,9 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch._dynamo.symbolic_convert.InstructionTranslator": {
         "current_tx": "",
+    },
+    "torch._dynamo.types": {
+        "ConvertFrameReturn": None,
     },
     "torch._dynamo.utils": {
         "_disable_side_effect_safety_checks_for_current_subtracer": "fn args kwargs",

@@ -4,13 +4,15 @@ It refuses some by itself (`Unsupported`); of others it fails with an error of i
 `torch.compile` raises.
 """
 
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from patching import patched
 from pool import Ctx, Pool
 from test_fallback import one_step
 from test_semantics import assert_same, assert_sharded, inputs
@@ -160,6 +162,79 @@ def test_where_dynamo_fails(pool: Pool, middle: type[nn.Module], why: str) -> No
     for said in pool.run(2, goes_on, middle):
         assert said
         assert all("test_untraceable.py" in text and why in text for text in said)
+
+
+class Loud(Block):
+    """Alike but for what it does when told to."""
+
+    def __init__(self, does: Callable[[], object] | None) -> None:
+        super().__init__()
+        self.does = does
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.does is not None:
+            self.does()
+        return super().forward(x)
+
+
+def of_alike(ctx: Ctx, does: Callable[[], object], which: Collection[int]) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (Loud(does if place in which else None) for place in range(4))
+    model = nn.Sequential(*blocks, nn.Linear(16, 4)).to(ctx.device)
+    for block in model[:4]:
+        fully_shard(block, mesh=ctx.mesh)
+    return fully_shard(model, mesh=ctx.mesh)
+
+
+def some_break(ctx: Ctx, which: Collection[int], how: str) -> set[str]:
+    """The blocks that are not in a graph."""
+    oracle, model = (of_alike(ctx, torch._dynamo.graph_break, which) for _ in range(2))
+    for module in [model] if how == "whole" else model[:4]:
+        module.compile(backend="graphshard", options={"promote": False})
+    for seed in range(4):
+        assert_same(one_step(oracle, ctx, seed), one_step(model, ctx, seed))
+        assert_sharded(model)
+    return set(graphshard.explain(model).reasons) - {"(root)"}
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+@pytest.mark.parametrize("which", [{0}, {1}, {3}, {0, 2}])
+def test_blocks_that_break_leave_others_of_their_class(
+    pool: Pool, which: set[int], how: str
+) -> None:
+    for outside in pool.run(2, some_break, which, how):
+        assert outside == set(map(str, which))
+
+
+LOGGER = logging.getLogger("of a model")
+
+
+class Logs(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        LOGGER.debug("a block of %s", x.shape)
+        return super().forward(x)
+
+
+def logs(ctx: Ctx, level: int) -> tuple[int, int]:
+    """How many groups are in a graph, and how many lines there are."""
+    oracle, model = (sharded(ctx, Logs) for _ in range(2))
+    model.compile(backend="graphshard")
+    seen: list[logging.LogRecord] = []
+    LOGGER.setLevel(level)
+    with patched(LOGGER, "handle", lambda _: seen.append):
+        for seed in range(3):
+            assert_same(one_step(oracle, ctx, seed), one_step(model, ctx, seed))
+    return graphshard.explain(model).captured, len(seen)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"), [(logging.INFO, (4, 0)), (logging.DEBUG, (2, 2 * 3))]
+)
+def test_log_calls_that_are_off_break_nothing(
+    pool: Pool, level: int, expected: tuple[int, int]
+) -> None:
+    for found in pool.run(2, logs, level):
+        assert found == expected
 
 
 def is_wrong(ctx: Ctx) -> None:

@@ -7,6 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -23,8 +24,10 @@ from torch._dynamo.exc import (
     Unsupported,
 )
 from torch._dynamo.output_graph import GraphCompileReason
+from torch._dynamo.types import ConvertFrameReturn
 
 from graphshard.capture.dynamo.hooks import is_ours, substitute_hooks, wrappers
+from graphshard.capture.dynamo.logs import without_silent_logs
 from graphshard.capture.dynamo.recurrent import substitute_recurrent
 from graphshard.capture.interpreter import no_collections, on_large_stack
 from graphshard.cost.profile import look_up
@@ -102,8 +105,12 @@ class Frames(CatchErrorsWrapper):
         whole = torch._dynamo.config.patch(optimize_ddp=False)
         # Recurrent modules have a substitute (`graphshard.capture.dynamo.recurrent`).
         later = torch._dynamo.config.patch(run_gc_after_compile=False, allow_rnn=True)
-        with no_collections(), later, whole if splits else contextlib.nullcontext():
+        whole_or_not = whole if splits else contextlib.nullcontext()
+        breaks = len(torch._dynamo.utils.graph_break_reasons)
+        with no_collections(), later, without_silent_logs(), whole_or_not:
             result = self._within_limit(frame, *args)
+        if len(torch._dynamo.utils.graph_break_reasons) > breaks and _leaves_class(frame):
+            return ConvertFrameReturn(apply_to_code=False)
         if result.guarded_code is None and result.apply_to_code:
             self._skipped[frame.f_code] = None
         return result
@@ -187,8 +194,7 @@ def _with_hooks() -> Iterator[None]:
 
     def wrap_inline(fn: Any) -> Any:
         inner = wrap(fn)
-        owner = getattr(fn, "__self__", fn)
-        inner.__code__ = _frame_of_class(inner.__code__, type(owner))
+        _give_frame(inner, _owner_of(fn))
         return inner
 
     external_utils.wrap_inline = wrap_inline
@@ -199,13 +205,46 @@ def _with_hooks() -> Iterator[None]:
         external_utils.wrap_inline = wrap
 
 
-# Weak: a frame lives as long as its class. There is one `code` per version of torch.
-_FRAMES: weakref.WeakKeyDictionary[type, dict[CodeType, CodeType]] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True, slots=True, eq=False)
+class _ClassFrame:
+    """functions: those that have it, one for each module of the class that is compiled."""
+
+    code: CodeType
+    functions: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
-def _frame_of_class(code: CodeType, owner: type) -> CodeType:
-    own = _FRAMES.setdefault(owner, {})
-    return own.setdefault(code, code.replace(co_name=f"call_{owner.__name__}"))
+# By class and wrapper's code, of which there is one per version of torch. Weak: a frame lives as
+# long as its class.
+_FRAMES: weakref.WeakKeyDictionary[type, dict[CodeType, _ClassFrame]] = weakref.WeakKeyDictionary()
+
+
+def _give_frame(inner: Any, owner: Any) -> None:
+    own, code = _FRAMES.setdefault(type(owner), {}), inner.__code__
+    if code not in own:
+        own[code] = _ClassFrame(code.replace(co_name=f"call_{type(owner).__name__}"))
+    inner.__code__ = own[code].code
+    own[code].functions.add(inner)
+
+
+def _leaves_class(frame: Any) -> bool:
+    """The frame is one that a module shares with others of its class: from now on, it has its own.
+
+    For one of which the graph breaks. What Dynamo makes of it asks nothing of what is behind the
+    break: it would fit the others, too, and they would run without a graph.
+    """
+    owner = _owner_of(frame.f_locals.get("fn"))
+    for known in _FRAMES.get(type(owner), {}).values():
+        mine = [inner for inner in known.functions if _owner_of(inner.__wrapped__) is owner]
+        if known.code is frame.f_code and len(mine) < len(known.functions):
+            for inner in mine:
+                inner.__code__ = known.code.replace(co_name=f"{known.code.co_name}_alone")
+                known.functions.discard(inner)
+            return True
+    return False
+
+
+def _owner_of(fn: Any) -> Any:
+    return getattr(fn, "__self__", fn)
 
 
 def _settings(callback: Any) -> Options:
