@@ -58,7 +58,7 @@ NAMES: dict[str, dict[str, str | None]] = {
     },
     "torch._dynamo.config": {
         "accumulated_recompile_limit": None,
-        "ignore_logger_methods": None,
+        "ignore_logging_functions": None,
         "recompile_limit": None,
     },
     "torch._dynamo.backends.common": {

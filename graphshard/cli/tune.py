@@ -179,7 +179,8 @@ def _sizes(args: argparse.Namespace, target: Target) -> Sizes:
     sizes = target.sizes({} if args.seq is None else {"seq": args.seq})
     for name in ("batch", "seq"):
         if name not in target.parameters:
-            target.sizes({name: 1})  # says so
+            why = f"{target.signature} has no parameter {name!r}, which tune sets; add it"
+            raise OfflineError("GS907", why)
         if name not in dict(sizes) and name != "batch":
             raise OfflineError("GS912", f"{target.name} has no default for seq: give --seq")
     if "batch" not in dict(sizes):

@@ -41,14 +41,17 @@ class Target:
     parameters: tuple[str, ...]
     defaults: Mapping[str, int]
 
+    @property
+    def signature(self) -> str:
+        return f"{self.name}({', '.join(self.parameters)})"
+
     def sizes(self, given: Mapping[str, int]) -> Sizes:
         """What the function is called with. Raises OfflineError (GS907) for a size it lacks."""
         for name in given:
             if name not in self.parameters:
                 raise OfflineError(
                     "GS907",
-                    f"{self.name}({', '.join(self.parameters)}) has no parameter {name!r}; "
-                    f"add it, or leave --{name} out",
+                    f"{self.signature} has no parameter {name!r}; add it, or leave --{name} out",
                 )
         return tuple(sorted({**self.defaults, **given}.items()))
 
@@ -182,6 +185,13 @@ def made_of(name: str, found: Any) -> Made:
         raise OfflineError("GS908", f"{name} has to return (model, inputs), and returned {kind}")
     model, inputs = parts[:2]
     if len(parts) == 3:
+        if not callable(parts[2]):
+            kind = type(parts[2]).__name__
+            raise OfflineError(
+                "GS908",
+                f"{name} returned (model, inputs, shard) with a {kind} for shard, which has to be "
+                "a function; inputs that are keyword arguments are a dict, the second of the three",
+            )
         parts[2](model)
     if isinstance(inputs, Mapping):
         return Made(model, (), dict(inputs))

@@ -39,5 +39,5 @@ def _is_off(method: object) -> bool:
 
 def without_silent_logs() -> Any:
     """A context in which Dynamo ignores them."""
-    ignored = config.ignore_logger_methods
-    return config.patch(ignore_logger_methods=_Silent(ignored))
+    ignored = config.ignore_logging_functions
+    return config.patch(ignore_logging_functions=_Silent(ignored))
