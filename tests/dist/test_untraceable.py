@@ -198,7 +198,7 @@ def some_break(ctx: Ctx, which: Collection[int], how: str) -> set[str]:
 
 
 @pytest.mark.parametrize("how", ["whole", "blocks"])
-@pytest.mark.parametrize("which", [{0}, {1}, {3}, {0, 2}])
+@pytest.mark.parametrize("which", [{0}, {1}, {3}, {0, 2}, {0, 1, 2, 3}])
 def test_blocks_that_break_leave_others_of_their_class(
     pool: Pool, which: set[int], how: str
 ) -> None:

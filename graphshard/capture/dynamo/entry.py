@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -15,7 +12,7 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._dynamo import eval_frame, external_utils
+from torch._dynamo import eval_frame
 from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrame
 from torch._dynamo.exc import (
     InternalTorchDynamoError,
@@ -26,6 +23,7 @@ from torch._dynamo.exc import (
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.types import ConvertFrameReturn
 
+from graphshard.capture.dynamo.frames import hooks_inside, leaves_class
 from graphshard.capture.dynamo.hooks import is_ours, substitute_hooks, wrappers
 from graphshard.capture.dynamo.logs import without_silent_logs
 from graphshard.capture.dynamo.recurrent import substitute_recurrent
@@ -69,7 +67,7 @@ def _patch_entry(
         is_module = isinstance(fn, nn.Module) or isinstance(
             getattr(fn, "__self__", None), nn.Module
         )
-        with _hooks_inside() if is_module else contextlib.nullcontext():
+        with hooks_inside() if is_module else contextlib.nullcontext():
             compiled = original(self, fn)
         is_done = isinstance(fn, nn.Module)  # by this function, when torch called it for the module
         if is_done:
@@ -109,7 +107,9 @@ class Frames(CatchErrorsWrapper):
         breaks = len(torch._dynamo.utils.graph_break_reasons)
         with no_collections(), later, without_silent_logs(), whole_or_not:
             result = self._within_limit(frame, *args)
-        if len(torch._dynamo.utils.graph_break_reasons) > breaks and _leaves_class(frame):
+        broke = len(torch._dynamo.utils.graph_break_reasons) > breaks
+        is_new = broke or result.guarded_code is not None  # not so at Dynamo's limit
+        if is_new and leaves_class(frame, broke=broke):
             return ConvertFrameReturn(apply_to_code=False)
         if result.guarded_code is None and result.apply_to_code:
             self._skipped[frame.f_code] = None
@@ -171,80 +171,6 @@ def _cause(error: BaseException) -> BaseException:
     """What Dynamo has wrapped."""
     inner = error.__cause__ or error.__context__
     return error if inner is None or not isinstance(error, TorchDynamoException) else _cause(inner)
-
-
-@contextlib.contextmanager
-def _hooks_inside() -> Iterator[None]:
-    """While a module is wrapped: the frame that Dynamo compiles includes the module's own hooks.
-
-    Dynamo does so only with the process-wide setting `wrap_top_frame`, and with one frame for
-    all modules of the process: what it decides for one (its recompile limit, a skipped frame)
-    then holds for all. Here each class of modules has a frame of its own, so that identical
-    blocks still share their graphs.
-    """
-    with _WRAPPING:
-        yield from _with_hooks()
-
-
-_WRAPPING = threading.RLock()  # two threads would put each other's function back
-
-
-def _with_hooks() -> Iterator[None]:
-    wrap = external_utils.wrap_inline
-
-    def wrap_inline(fn: Any) -> Any:
-        inner = wrap(fn)
-        _give_frame(inner, _owner_of(fn))
-        return inner
-
-    external_utils.wrap_inline = wrap_inline
-    try:
-        with torch._dynamo.config.patch(wrap_top_frame=True):
-            yield
-    finally:
-        external_utils.wrap_inline = wrap
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ClassFrame:
-    """functions: those that have it, one for each module of the class that is compiled."""
-
-    code: CodeType
-    functions: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-
-
-# By class and wrapper's code, of which there is one per version of torch. Weak: a frame lives as
-# long as its class.
-_FRAMES: weakref.WeakKeyDictionary[type, dict[CodeType, _ClassFrame]] = weakref.WeakKeyDictionary()
-
-
-def _give_frame(inner: Any, owner: Any) -> None:
-    own, code = _FRAMES.setdefault(type(owner), {}), inner.__code__
-    if code not in own:
-        own[code] = _ClassFrame(code.replace(co_name=f"call_{type(owner).__name__}"))
-    inner.__code__ = own[code].code
-    own[code].functions.add(inner)
-
-
-def _leaves_class(frame: Any) -> bool:
-    """The frame is one that a module shares with others of its class: from now on, it has its own.
-
-    For one of which the graph breaks. What Dynamo makes of it asks nothing of what is behind the
-    break: it would fit the others, too, and they would run without a graph.
-    """
-    owner = _owner_of(frame.f_locals.get("fn"))
-    for known in _FRAMES.get(type(owner), {}).values():
-        mine = [inner for inner in known.functions if _owner_of(inner.__wrapped__) is owner]
-        if known.code is frame.f_code and len(mine) < len(known.functions):
-            for inner in mine:
-                inner.__code__ = known.code.replace(co_name=f"{known.code.co_name}_alone")
-                known.functions.discard(inner)
-            return True
-    return False
-
-
-def _owner_of(fn: Any) -> Any:
-    return getattr(fn, "__self__", fn)
 
 
 def _settings(callback: Any) -> Options:
