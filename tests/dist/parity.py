@@ -128,7 +128,20 @@ def assert_same_plans(model: nn.Module, ctx: Ctx, *, ragged: bool = False) -> No
     store.set(f"plans/{number}/{ctx.rank}", json.dumps(plans))
     for rank in range(ctx.world_size):
         text = store.get(f"plans/{number}/{rank}").decode()
-        assert json.loads(text) == plans, f"rank {rank} has other plans than rank {ctx.rank}"
+        theirs = json.loads(text)
+        assert theirs == plans, (
+            f"rank {rank} has other plans than rank {ctx.rank}: {_first_gap(theirs, plans)}"
+        )
+
+
+def _first_gap(theirs: list[str], ours: list[str]) -> str:
+    """Where the first plans that differ do so."""
+    if len(theirs) != len(ours):
+        return f"{len(theirs)} plans and {len(ours)}"
+    one, other = next(pair for pair in zip(theirs, ours, strict=True) if pair[0] != pair[1])
+    same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    parts = (text[max(0, same - 300) : same + 100] for text in (one, other))
+    return " | ".join(parts)
 
 
 _TEXTS: WeakKeyDictionary[nn.Module, tuple[list[Plan], list[str]]] = WeakKeyDictionary()

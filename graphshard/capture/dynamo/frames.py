@@ -50,15 +50,19 @@ def _with_hooks() -> Iterator[None]:
         external_utils.wrap_inline = wrap
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _ClassFrame:
-    """functions: those that have it, one for each module of the class that is compiled. whole: of
-    these, the ones that were compiled without a break. alone: those that have left."""
+    """functions: those that have it, one for each module of the class that is compiled.
+
+    given, left: how many modules got it, and how many left it, of all that there ever were: what is
+    alive may differ from rank to rank. was_whole: one of them was compiled without a break.
+    """
 
     code: CodeType
     functions: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    whole: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    alone: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    given: int = 0
+    left: int = 0
+    was_whole: bool = False
 
 
 # So many leave a class of which none was compiled whole: then it seems that all of them break.
@@ -74,6 +78,7 @@ def _give_frame(inner: Any, owner: Any) -> None:
         own[code] = _ClassFrame(code.replace(co_name=f"call_{type(owner).__name__}"))
     inner.__code__ = own[code].code
     own[code].functions.add(inner)
+    own[code].given += 1
 
 
 def leaves_class(frame: Any, *, broke: bool) -> bool:
@@ -81,7 +86,8 @@ def leaves_class(frame: Any, *, broke: bool) -> bool:
     and is no more: from now on, the module has its own.
 
     That is for one of which the graph broke. What Dynamo makes of it asks nothing of what is behind
-    the break: it would fit the others, too, and they would run without a graph.
+    the break: it would fit the others, too, and they would run without a graph. Assumed: all ranks
+    compile modules in the same order, so that they decide alike.
     """
     owner = _owner_of(frame.f_locals.get("fn"))
     for known in _FRAMES.get(type(owner), {}).values():
@@ -89,12 +95,12 @@ def leaves_class(frame: Any, *, broke: bool) -> bool:
         if known.code is not frame.f_code or not mine:
             continue
         if not broke:
-            known.whole.update(mine)
-        elif len(mine) < len(known.functions) and (known.whole or len(known.alone) < _MOST_ALONE):
+            known.was_whole = True
+        elif known.given > 1 and (known.was_whole or known.left < _MOST_ALONE):
             for inner in mine:
                 inner.__code__ = known.code.replace(co_name=f"{known.code.co_name}_alone")
             known.functions.difference_update(mine)
-            known.alone.update(mine)
+            known.left += 1
             return True
     return False
 
