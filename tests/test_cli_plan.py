@@ -54,7 +54,7 @@ def nothing():
     return "a model"
 
 def with_keywords():
-    return nn.Linear(4, 4), (), {"input": torch.zeros(2, 4)}
+    return nn.Linear(4, 4), (), dict(input=torch.zeros(2, 4))
 
 class Breaks(nn.Linear):
     def forward(self, x):

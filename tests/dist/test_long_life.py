@@ -18,7 +18,7 @@ from test_freed import WIDTH, in_place, sharded, steps_of, wrapped
 
 import graphshard
 from graphshard.capture import group_spec
-from graphshard.capture.dynamo import entry
+from graphshard.capture.dynamo import frames
 from graphshard.capture.root_state import all_root_states
 from graphshard.fsdp2 import layouts
 from graphshard.runtime import leftovers, live
@@ -65,7 +65,7 @@ def held() -> Held:
         len(all_root_states()),
         len(live._LIVE),
         len(group_spec._SPECS),
-        len(entry._FRAMES),
+        len(frames._FRAMES),
         len(layouts._LAYOUTS),
         len(leftovers._LEFT),
     )
