@@ -125,12 +125,6 @@ class Pool:
             self._workers.pop(world_size).close()
         return results
 
-    def run_keeping(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120
-    ) -> list[Any]:
-        """`run`; the next case finds what this one has compiled."""
-        return self.run(world_size, fn, *args, timeout_s=timeout_s, keeps_compiled=True)
-
     def pids(self) -> list[int]:
         """Process ids of all workers that are running now."""
         return [pid for workers in self._workers.values() for pid in workers.pids()]

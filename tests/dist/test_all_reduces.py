@@ -160,7 +160,7 @@ def same_bits(ctx: Ctx, how: str, is_prompt: bool) -> int:
 @pytest.mark.parametrize("is_prompt", [False, True], ids=["planned", "prompt"])
 @pytest.mark.parametrize("how", ["", "sync", "all-reduce"])
 def test_bits_are_those_of_eager_fsdp2(pool: Pool, how: str, is_prompt: bool) -> None:
-    counts = pool.run_keeping(4, same_bits, how, is_prompt)
+    counts = pool.run(4, same_bits, how, is_prompt, keeps_compiled=True)
     assert len(set(counts)) == 1
     assert counts[0] > 0
 
@@ -202,7 +202,7 @@ def hooked(ctx: Ctx) -> list[str]:
 
 
 def test_hooks_see_what_all_replicas_have(pool: Pool) -> None:
-    first, *others = pool.run_keeping(4, hooked)
+    first, *others = pool.run(4, hooked, keeps_compiled=True)
     assert all(other == first for other in others)
 
 
@@ -223,7 +223,7 @@ def beside(ctx: Ctx) -> list[str]:
 
 def test_compute_goes_on_while_replicas_add_up(pool: Pool) -> None:
     """All gradients of other groups come, and leave, before the first all-reduce is waited for."""
-    first, *others = pool.run_keeping(4, beside)
+    first, *others = pool.run(4, beside, keeps_compiled=True)
     assert all(other == first for other in others)
     words = [text.split()[0] for text in first]
     count = words.count("reduce")
@@ -283,7 +283,7 @@ def failed(ctx: Ctx, where: str) -> int:
 @pytest.mark.parametrize("where", ["compute", "wait"])
 def test_a_backward_that_fails_leaves_nothing_under_way(pool: Pool, where: str) -> None:
     """The groups are SHARDED, and the next steps are those of a model where nothing failed."""
-    counts = pool.run_keeping(4, failed, where)
+    counts = pool.run(4, failed, where, keeps_compiled=True)
     assert len(set(counts)) == 1
     assert counts[0] >= 2
 

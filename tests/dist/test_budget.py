@@ -61,7 +61,7 @@ def planned(ctx: Ctx, name: str, more: float) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["llama", "gpt_tied_ac"])
 def test_a_budget_is_kept_and_changes_no_bit(pool: Pool, name: str) -> None:
-    ranks = pool.run_keeping(2, planned, name, 1.1, timeout_s=250)
+    ranks = pool.run(2, planned, name, 1.1, timeout_s=250, keeps_compiled=True)
     assert [r["json"] for r in ranks[0]] == [r["json"] for r in ranks[1]]
     free, tight, _ = ranks[0]
     for summary in ranks[0]:
@@ -98,7 +98,7 @@ def asked(ctx: Ctx) -> tuple[list[int], list[int], str]:
 
 def test_explain_asks_once_what_more_memory_would_buy(pool: Pool) -> None:
     """And from then on the plan says it, with a row on its page."""
-    (more, counts, text), other = pool.run_keeping(2, asked, timeout_s=250)
+    (more, counts, text), other = pool.run(2, asked, timeout_s=250, keeps_compiled=True)
     assert more == [1, 10]
     assert counts[0] >= 1
     assert counts[1] == 0
@@ -116,7 +116,7 @@ def explicit(ctx: Ctx) -> list[bool]:
 
 
 def test_an_explicit_reshard_setting_is_binding(pool: Pool) -> None:
-    assert pool.run_keeping(2, explicit) == [[False] * 3] * 2
+    assert pool.run(2, explicit, keeps_compiled=True) == [[False] * 3] * 2
 
 
 def squeezed(ctx: Ctx) -> list[tuple[float, int]]:
@@ -139,7 +139,7 @@ def squeezed(ctx: Ctx) -> list[tuple[float, int]]:
 
 
 def test_a_budget_below_that_of_fsdp2_is_kept_by_computing_again(pool: Pool) -> None:
-    first, second = pool.run_keeping(2, squeezed, timeout_s=280)
+    first, second = pool.run(2, squeezed, timeout_s=280, keeps_compiled=True)
     assert first == second
     assert len(first) > 2
 
@@ -185,7 +185,7 @@ def plan_of_its_own(ctx: Ctx, case: Case, budget: int) -> Plan:
 @pytest.mark.parametrize("name", ["gpt_tied", "gpt_tied_ac"])
 def test_every_budget_equals_eager_where_a_graph_is_kept(pool: Pool, name: str) -> None:
     """With dropout, with checkpoints of the user's, with retain_graph."""
-    first, second = pool.run_keeping(2, every_budget, name, timeout_s=280)
+    first, second = pool.run(2, every_budget, name, timeout_s=280, keeps_compiled=True)
     assert first == second
     assert all(peak_bytes <= budget for budget, peak_bytes, _ in first)
     assert sum(again > 0 for *_, again in first) >= 4
@@ -205,10 +205,10 @@ def free_to_keep(ctx: Ctx, reshard: str) -> tuple[list[int], list[int]]:
 
 
 def test_reshard_auto_leaves_every_group_to_the_planner(pool: Pool) -> None:
-    (bound, issued), _ = pool.run_keeping(2, free_to_keep, "fsdp2")
+    (bound, issued), _ = pool.run(2, free_to_keep, "fsdp2", keeps_compiled=True)
     assert bound[1] >= 1
     assert sum(issued) == 2 * sum(bound)
-    (kept, issued), _ = pool.run_keeping(2, free_to_keep, "auto")
+    (kept, issued), _ = pool.run(2, free_to_keep, "auto", keeps_compiled=True)
     assert kept[1] < bound[1] or kept[1] == 0
     assert sum(issued) == 2 * sum(kept)
 
@@ -231,7 +231,7 @@ def accumulated(ctx: Ctx, budget: str) -> tuple[list[bool], int, int]:
 
 
 def test_with_room_groups_stay_gathered_between_micro_steps(pool: Pool) -> None:
-    (stays, planned_gathers, issued), _ = pool.run_keeping(2, accumulated, "1GiB")
+    (stays, planned_gathers, issued), _ = pool.run(2, accumulated, "1GiB", keeps_compiled=True)
     assert any(stays)
     assert issued < 2 * 3 * planned_gathers
 
@@ -246,7 +246,7 @@ def on_device(ctx: Ctx) -> tuple[int, int]:
 
 
 def test_the_devices_memory_is_a_budget(pool: Pool) -> None:
-    first, second = pool.run_keeping(2, on_device)
+    first, second = pool.run(2, on_device, keeps_compiled=True)
     assert first == second
     budget_bytes, peak_bytes = first
     assert peak_bytes < budget_bytes < 2**50
@@ -266,7 +266,7 @@ def infeasible(ctx: Ctx, budget: object, shares_trace: bool) -> str:
 
 
 def test_a_budget_without_a_unit_is_bytes_and_the_error_says_so(pool: Pool) -> None:
-    first, second = pool.run_keeping(2, infeasible, 70, True)
+    first, second = pool.run(2, infeasible, 70, True, keeps_compiled=True)
     assert first == second
     assert "a memory budget of 70 B; " in first
     hint = "memory_budget='70GiB', since a number without a unit means bytes; a budget of "

@@ -123,7 +123,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("name", "micro_steps", "kwargs"), SETTINGS)
 def test_no_bit_changes(pool: Pool, name: str, micro_steps: int, kwargs: dict[str, Any]) -> None:
-    found = pool.run_keeping(4, bitwise, name, micro_steps, kwargs, timeout_s=250)
+    found = pool.run(4, bitwise, name, micro_steps, kwargs, timeout_s=250, keeps_compiled=True)
     assert all(count >= 3 for count, _ in found)
     assert [ranks for _, ranks in found] == [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]
 
@@ -147,7 +147,7 @@ def set_later(ctx: Ctx) -> tuple[int, int, list[str]]:
 
 
 def test_what_the_user_sets_later_counts(pool: Pool) -> None:
-    for kept, resharded, left in pool.run_keeping(4, set_later):
+    for kept, resharded, left in pool.run(4, set_later, keeps_compiled=True):
         assert kept >= 3
         assert resharded <= 1  # FSDP2 keeps the root
         assert left == []
@@ -232,7 +232,7 @@ def test_values_are_those_of_now(pool: Pool) -> None:
     @example(LEFT_OVER)
     @example(TWICE)
     def compare(case: tuple[str, ...]) -> None:
-        pool.run_keeping(4, compared, case, timeout_s=60.0)
+        pool.run(4, compared, case, timeout_s=60.0, keeps_compiled=True)
 
     compare()
 

@@ -65,7 +65,7 @@ def budgets(pool: Pool) -> Budgets:
 
     @cache
     def found(name: str, compute: str) -> list[int]:
-        first, second = pool.run_keeping(2, within, name, compute)
+        first, second = pool.run(2, within, name, compute, keeps_compiled=True)
         assert first == second
         return first
 
@@ -100,8 +100,8 @@ def test_what_the_host_holds_comes_back_as_it_was(
     pool: Pool, budgets: Budgets, name: str, compute: str
 ) -> None:
     """With dropout, with checkpoints of the user's, with retain_graph."""
-    first, second = pool.run_keeping(
-        2, offloading, name, compute, budgets(name, compute), timeout_s=280
+    first, second = pool.run(
+        2, offloading, name, compute, budgets(name, compute), timeout_s=280, keeps_compiled=True
     )
     assert first == second
     assert all(peak_bytes <= budget for _, budget, peak_bytes in first)
@@ -173,7 +173,7 @@ def test_the_memory_of_what_is_away_is_free(pool: Pool, budgets: Budgets) -> Non
     """All of it, and nothing else, is copied in the plan's order; none of it is left on the device
     when forward is over, nor of what came back when backward is."""
     budget, _ = budgets("llama", "aten")
-    first, second = pool.run_keeping(2, memory_of_copies, "llama", budget)
+    first, second = pool.run(2, memory_of_copies, "llama", budget, keeps_compiled=True)
     assert first == second >= 2
 
 
@@ -205,7 +205,7 @@ def a_copy_fails(ctx: Ctx, name: str, budget: int) -> None:
 
 def test_a_copy_that_fails_loses_nothing(pool: Pool, budgets: Budgets) -> None:
     budget, _ = budgets("llama", "aten")
-    pool.run_keeping(2, a_copy_fails, "llama", budget)
+    pool.run(2, a_copy_fails, "llama", budget, keeps_compiled=True)
 
 
 SLOW_S = 0.004
@@ -248,5 +248,5 @@ def planned_again(ctx: Ctx, name: str, budget: int) -> int:
 def test_a_plan_that_is_made_again_has_the_host_hold_the_same(pool: Pool, budgets: Budgets) -> None:
     """And it knows what the copies took."""
     budget, _ = budgets("llama", "aten")
-    first, second = pool.run_keeping(2, planned_again, "llama", budget, timeout_s=200)
+    first, second = pool.run(2, planned_again, "llama", budget, timeout_s=200, keeps_compiled=True)
     assert first == second > 0

@@ -141,7 +141,7 @@ def settles(ctx: Ctx, options: dict[str, Any]) -> tuple[str, int]:
 
 @pytest.mark.parametrize("options", [{}, {"verify": "off"}, {"memory_budget": "1GiB"}], ids=str)
 def test_it_settles_within_12_steps_alike_on_all_ranks(pool: Pool, options: dict[str, Any]) -> None:
-    first, second = pool.run_keeping(2, settles, options)
+    first, second = pool.run(2, settles, options, keeps_compiled=True)
     assert first == second
     assert first[1] <= 12
 
@@ -162,7 +162,7 @@ def tried(ctx: Ctx, second_us: float) -> tuple[bool, bool]:
 def test_a_plan_that_measures_slower_is_given_back(
     pool: Pool, second_us: float, stays: bool
 ) -> None:
-    assert pool.run_keeping(2, tried, second_us) == [(True, stays)] * 2
+    assert pool.run(2, tried, second_us, keeps_compiled=True) == [(True, stays)] * 2
 
 
 @first_launch
@@ -185,7 +185,7 @@ def follows(ctx: Ctx) -> list[Phase]:
 
 
 def test_steps_that_stay_slower_are_measured_again(pool: Pool) -> None:
-    first, second = pool.run_keeping(2, follows)
+    first, second = pool.run(2, follows, keeps_compiled=True)
     assert first == second
     assert Phase.MEASURED in first
     assert set(first[:8]) == {Phase.SETTLED}
@@ -229,7 +229,7 @@ def order(plan: Plan) -> str:
 
 @pytest.mark.parametrize("alike_until", [0, 6])
 def test_ranks_may_run_different_graphs(pool: Pool, alike_until: int) -> None:
-    first, second = pool.run_keeping(2, lengths, alike_until)
+    first, second = pool.run(2, lengths, alike_until, keeps_compiled=True)
     assert first == second
     phases, changed = first
     assert phases[-1] is Phase.SETTLED
@@ -249,7 +249,7 @@ def stays_as_it_is(ctx: Ctx, options: dict[str, Any]) -> int:
     ids=str,
 )
 def test_what_tunes_itself(pool: Pool, options: dict[str, Any], number: int) -> None:
-    assert pool.run_keeping(2, stays_as_it_is, options) == [number] * 2
+    assert pool.run(2, stays_as_it_is, options, keeps_compiled=True) == [number] * 2
 
 
 @first_launch
@@ -275,7 +275,7 @@ def profiled(ctx: Ctx) -> tuple[str, int]:
 
 
 def test_a_profile_meanwhile_is_no_measurement_of_the_tuning(pool: Pool) -> None:
-    first, second = pool.run_keeping(2, profiled)
+    first, second = pool.run(2, profiled, keeps_compiled=True)
     assert first == second
     assert first[1] <= 8 + 5 + 6
 
@@ -299,7 +299,7 @@ def launches(ctx: Ctx, folder: str) -> list[list[str]]:
 
 
 def test_the_next_launch_begins_with_what_was_tuned(pool: Pool, tmp_path: Path) -> None:
-    first, second = pool.run_keeping(2, launches, str(tmp_path))
+    first, second = pool.run(2, launches, str(tmp_path), keeps_compiled=True)
     assert first == second
     before, after = first
     assert before[0] != before[-1]
