@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import CodeType
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch._dynamo.exc import (
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.types import ConvertFrameReturn
 
-from graphshard.capture.dynamo.frames import hooks_inside, leaves_class
+from graphshard.capture.dynamo.frames import hooks_inside, leave_class, note_whole
 from graphshard.capture.dynamo.hooks import is_ours, substitute_hooks, wrappers
 from graphshard.capture.dynamo.logs import without_silent_logs
 from graphshard.capture.dynamo.recurrent import substitute_recurrent
@@ -67,7 +67,7 @@ def _patch_entry(
         is_module = isinstance(fn, nn.Module) or isinstance(
             getattr(fn, "__self__", None), nn.Module
         )
-        with hooks_inside() if is_module else contextlib.nullcontext():
+        with hooks_inside() if is_module else nullcontext():
             compiled = original(self, fn)
         is_done = isinstance(fn, nn.Module)  # by this function, when torch called it for the module
         if is_done:
@@ -100,17 +100,17 @@ class Frames(CatchErrorsWrapper):
 
     def __call__(self, frame: Any, *args: Any) -> Any:
         splits = torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
-        whole = torch._dynamo.config.patch(optimize_ddp=False)
+        whole = torch._dynamo.config.patch(optimize_ddp=False) if splits else nullcontext()
         # Recurrent modules have a substitute (`graphshard.capture.dynamo.recurrent`).
         later = torch._dynamo.config.patch(run_gc_after_compile=False, allow_rnn=True)
-        whole_or_not = whole if splits else contextlib.nullcontext()
         breaks = len(torch._dynamo.utils.graph_break_reasons)
-        with no_collections(), later, without_silent_logs(), whole_or_not:
+        with no_collections(), later, without_silent_logs(), whole:
             result = self._within_limit(frame, *args)
-        broke = len(torch._dynamo.utils.graph_break_reasons) > breaks
-        is_new = broke or result.guarded_code is not None  # not so at Dynamo's limit
-        if is_new and leaves_class(frame, broke=broke):
-            return ConvertFrameReturn(apply_to_code=False)
+        if len(torch._dynamo.utils.graph_break_reasons) > breaks:
+            if leave_class(frame):
+                return ConvertFrameReturn(apply_to_code=False)
+        elif result.guarded_code is not None:
+            note_whole(frame)
         if result.guarded_code is None and result.apply_to_code:
             self._skipped[frame.f_code] = None
         return result

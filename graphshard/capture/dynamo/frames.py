@@ -1,7 +1,8 @@
 """The frames in which Dynamo compiles modules: one for each class of them.
 
 In: a function that Dynamo wraps. Out: the same, whose code is a copy that modules of one class
-share. So one model cannot switch off another, and identical blocks still share their graphs.
+share. So one model cannot switch off another, and identical blocks still share their graphs. A
+module whose graph breaks leaves the frame of its class for one of its own.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _ClassFrame:
 
 
 # So many leave a class of which none was compiled whole: then it seems that all of them break.
-_MOST_ALONE = 4
+_MOST_LEFT = 4
 # By class and wrapper's code, of which there is one per version of torch. Weak: a frame lives as
 # long as its class.
 _FRAMES: weakref.WeakKeyDictionary[type, dict[CodeType, _ClassFrame]] = weakref.WeakKeyDictionary()
@@ -81,28 +82,37 @@ def _give_frame(inner: Any, owner: Any) -> None:
     own[code].given += 1
 
 
-def leaves_class(frame: Any, *, broke: bool) -> bool:
-    """Dynamo has seen the frame. Whether it was one that a module shares with others of its class,
-    and is no more: from now on, the module has its own.
+def note_whole(frame: Any) -> None:
+    """Dynamo has compiled the frame without a break."""
+    if (shared := _shared(frame)) is not None:
+        shared.was_whole = True
 
-    That is for one of which the graph broke. What Dynamo makes of it asks nothing of what is behind
-    the break: it would fit the others, too, and they would run without a graph. Assumed: all ranks
-    compile modules in the same order, so that they decide alike.
+
+def leave_class(frame: Any) -> bool:
+    """The graph of the frame broke. If it is one that a module shares with others of its class, the
+    module has its own from now on; otherwise returns False.
+
+    What Dynamo makes of such a frame asks nothing of what is behind the break: it would fit the
+    others, too, and they would run without a graph. Assumed: all ranks compile modules in the same
+    order, so that they decide alike.
     """
-    owner = _owner_of(frame.f_locals.get("fn"))
-    for known in _FRAMES.get(type(owner), {}).values():
-        mine = {inner for inner in known.functions if _owner_of(inner.__wrapped__) is owner}
-        if known.code is not frame.f_code or not mine:
-            continue
-        if not broke:
-            known.was_whole = True
-        elif known.given > 1 and (known.was_whole or known.left < _MOST_ALONE):
-            for inner in mine:
-                inner.__code__ = known.code.replace(co_name=f"{known.code.co_name}_alone")
-            known.functions.difference_update(mine)
-            known.left += 1
-            return True
-    return False
+    shared = _shared(frame)
+    if shared is None or shared.given < 2:
+        return False
+    if not shared.was_whole and shared.left == _MOST_LEFT:
+        return False
+    owner = _owner_of(frame.f_locals["fn"])
+    for inner in [f for f in shared.functions if _owner_of(f.__wrapped__) is owner]:
+        inner.__code__ = shared.code.replace(co_name=f"{shared.code.co_name}_own")
+        shared.functions.discard(inner)
+    shared.left += 1
+    return True
+
+
+def _shared(frame: Any) -> _ClassFrame | None:
+    """None for a frame that no class has."""
+    known = _FRAMES.get(type(_owner_of(frame.f_locals.get("fn"))), {}).values()
+    return next((one for one in known if one.code is frame.f_code), None)
 
 
 def _owner_of(fn: Any) -> Any:

@@ -1,7 +1,8 @@
 """Log calls of a model that print nothing: Dynamo passes over them, where it would break the graph.
 
-Assumed: what is off when a forward is traced stays off. If the level is raised afterwards, calls in
-what is compiled already stay silent. A call that is on breaks the graph as in plain torch.compile.
+Assumed: what is off when a forward is traced stays off. If the level is lowered afterwards, calls
+in what is compiled already stay silent. A call that is on breaks the graph as in plain
+torch.compile.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ class _Silent(set[Callable[..., Any]]):
 def _is_off(method: object) -> bool:
     logger = getattr(method, "__self__", None)
     level = _LEVELS.get(getattr(method, "__func__", None))  # type: ignore[arg-type]
-    return (
-        level is not None and isinstance(logger, logging.Logger) and not logger.isEnabledFor(level)
-    )
+    return level is not None and logger is not None and not logger.isEnabledFor(level)
 
 
 def without_silent_logs() -> Any:
