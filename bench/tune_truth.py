@@ -144,8 +144,8 @@ def rows_of(pricer: Pricer, rounds: Sequence[dict[Setting, Measured]]) -> list[R
         steps = [time for found in rounds for time in found[setting].steps_us]
         alone = [time for found in rounds for time in found[setting].model_us]
         launches_us = tuple(median(found[setting].model_us) for found in rounds)
-        times = median(steps), median(alone), launches_us
-        rows.append(Row(setting, priced.passes_us, priced.peak_bytes, *times))
+        predicted = priced.passes_us, priced.peak_bytes
+        rows.append(Row(setting, *predicted, median(steps), median(alone), launches_us))
     return sorted(rows, key=lambda row: row.model_us)
 
 

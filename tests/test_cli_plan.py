@@ -190,7 +190,12 @@ def test_what_is_on_the_front():
         ("no_function", [], 1, "has no function 'no_function'; it has"),
         ("by_rule", ["--batch", "2"], 1, "GS907: by_rule() has no parameter 'batch'"),
         ("nothing", [], 1, "GS908: nothing has to return (model, inputs), and returned str"),
-        ("with_keywords", [], 1, "GS908: with_keywords returned (model, inputs, shard) with a"),
+        (
+            "with_keywords",
+            [],
+            1,
+            "GS908: with_keywords returned (model, inputs, shard) with a dict for shard",
+        ),
         ("breaks", [], 1, "GS910: the step cannot be captured as one graph"),
         ("good", ["--budget", "1KiB"], 3, "GS601: no schedule fits a memory budget of 1.0 KiB"),
         ("good", ["-o", "none/x.json"], 2, "cannot write none/x.json"),

@@ -122,7 +122,7 @@ def test_nothing_fits(cli):
 @pytest.mark.parametrize(
     ("target", "more", "status", "message"),
     [
-        ("without_batch", (), 1, "no parameter 'batch', which tune sets; add it"),
+        ("without_batch", (), 1, "GS907: without_batch(seq) has no parameter 'batch', which tune"),
         ("without_default", (), 1, "GS912: without_default has no default for seq: give --seq"),
         ("good", ("--batch-tokens", "100"), 2, "GS105: --batch-tokens 100: no number of micro-st"),
         ("nobody", (), 1, "GS906: "),
