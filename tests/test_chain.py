@@ -1,10 +1,14 @@
 """Blocks that read more than what the block before them made are not counted from a few."""
 
+import os
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
+from drawing import drawing
+from hypothesis import given
+from hypothesis import strategies as st
 from test_lifetimes import studied
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -52,6 +56,15 @@ def every(blocks):
     return lambda number, made: made[-1] * made[-1] if number % blocks == 0 else made[-1]
 
 
+def drawn(back, apply, blocks):
+    """What is so many blocks back, or in every few blocks the last result."""
+
+    def other(number, made):
+        return apply(made[-1] if number % blocks == 0 else made[max(0, number - back)])
+
+    return other
+
+
 def built(other, embeds):
     model = Net(other, embeds)
     for layer in model.layers:
@@ -77,3 +90,14 @@ def test_what_a_few_blocks_say_is_what_the_whole_says(other, embeds):
     assert ours.estimate == theirs.estimate
     assert short.costs.by_direction == whole.costs.by_direction
     assert Counter(short.costs.lifetimes) == Counter(whole.costs.lifetimes)
+
+
+@drawing(8, os.environ.get("GRAPHSHARD_FUZZ_SEED"))
+@given(
+    back=st.integers(0, DEPTH),
+    apply=st.sampled_from([torch.sin, torch.detach, lambda x: x, lambda x: x.sum(0) + x]),
+    blocks=st.integers(2, DEPTH + 1),
+    embeds=st.booleans(),
+)
+def test_drawn_blocks(back, apply, blocks, embeds):
+    test_what_a_few_blocks_say_is_what_the_whole_says(drawn(back, apply, blocks), embeds)
