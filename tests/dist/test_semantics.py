@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import CASES
+from models import CASES, shard_blocks
 from parity import assert_equal, build, difference, local, train, twin
 from pool import Ctx, Pool
 from torch import Tensor, nn
@@ -397,10 +397,7 @@ def checkpointed_parts(ctx: Ctx, nested: bool, breaks: bool) -> tuple[int, int]:
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        model = Net().to(ctx.device)
-        for block in model.blocks:
-            fully_shard(block, mesh=ctx.mesh)
-        return fully_shard(model, mesh=ctx.mesh)
+        return shard_blocks(("blocks",), Net().to(ctx.device), ctx.mesh)
 
     def run(model: nn.Module) -> dict[str, Any]:
         for step in range(3):
