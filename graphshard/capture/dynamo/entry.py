@@ -153,7 +153,9 @@ class _NotesBreaks:
         try:
             return self._convert(*args, **kwargs)
         except Unsupported as error:
-            GraphCompileReason(str(error), list(error.real_stack))  # enters itself in Dynamo's list
+            # At the recompile limit nothing broke: the error says how frames go on.
+            if error.frame_exec_strategy is None:
+                GraphCompileReason(str(error), list(error.real_stack))  # enters itself in the list
             raise
         except _OWN_ERRORS as error:
             cause = _cause(error)
