@@ -14,6 +14,7 @@ from torch import fx
 from graphshard.capture import dynamo, fallback
 from graphshard.capture.install import install
 from graphshard.compiler.graph_compiler import GraphCompiler, without_groups
+from graphshard.compiler.subclass_inputs import taking_subclasses
 from graphshard.errors import (
     DivergedRanks,
     GraphshardError,
@@ -67,7 +68,7 @@ def graphshard(
     except Exception as error:
         return _give_up(compiler, error, settings)
     compiler.announce()
-    return compiled
+    return taking_subclasses(compiled, example_inputs)
 
 
 def _kind(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
@@ -80,7 +81,8 @@ def _without_groups(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Options
 ) -> Callable[..., Any]:
     try:
-        return without_groups(gm, example_inputs, settings)
+        run = without_groups(gm, example_inputs, settings)
+        return taking_subclasses(run, example_inputs)
     except dynamo.CONTROL_FLOW:
         raise
     except Exception as error:

@@ -232,6 +232,19 @@ def changing_lengths(ctx: Ctx, model: nn.Module) -> dict[str, Any]:
     return {**seen, **grads(model)}
 
 
+class Described(Tensor):
+    """As libraries for images have them: a tensor that knows more, with a dispatch of torch's."""
+
+
+def described_input(ctx: Ctx, model: nn.Module) -> dict[str, Any]:
+    for step in range(2):
+        outputs = model(inputs(ctx, step).as_subclass(Described))
+        loss = sum(out.square().mean() for out in outputs)
+        loss.backward()
+        assert {type(out) for out in outputs} == {Described}
+    return grads(model)
+
+
 # What one model goes through, one after another. Hooks and flags of parameters stay where they
 # were set, so these come alone.
 STEPS = {
@@ -248,6 +261,7 @@ STEPS = {
     "no grad between": (no_grad_between,),
     "flipped requires_grad": (flipped_requires_grad,),
     "changing lengths": (changing_lengths,),
+    "described input": (described_input,),
 }
 
 
