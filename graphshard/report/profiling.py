@@ -132,11 +132,7 @@ def _attach(root_states: Sequence[RootState], taken: Mapping[str, _Taken]) -> No
     """Agree on what was measured and write it into the plans of `records`."""
     found = _agreed(root_states, taken)
     if not found:
-        raise MeasureError(
-            "GS801",
-            "profile: no graph of this model ran a whole step inside, forward and backward; the "
-            "step in which a graph is compiled does not count",
-        )
+        raise _nothing_ran(root_states)
     for name, measured in found.items():
         running = taken[name].running
         compiled = _plan_of(root_states, running)
@@ -149,6 +145,15 @@ def _attach(root_states: Sequence[RootState], taken: Mapping[str, _Taken]) -> No
                     root_state.plans[graph] = now
         compiled = now
         announce(compiled)
+
+
+def _nothing_ran(root_states: Sequence[RootState]) -> MeasureError:
+    if any(root_state.plans for root_state in root_states):
+        why = "the step in which a graph is compiled does not count"
+    else:
+        why = "it has no graph (yet): graphshard.explain(model) says why"
+    text = "profile: no graph of this model ran a whole step inside, forward and backward; "
+    return MeasureError("GS801", text + why)
 
 
 def _agreed(root_states: Sequence[RootState], taken: Mapping[str, _Taken]) -> dict[str, Measured]:

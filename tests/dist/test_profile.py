@@ -100,15 +100,18 @@ def test_a_later_profile_takes_the_place_of_an_earlier_one(pool: Pool) -> None:
 def nothing(ctx: Ctx) -> list[str]:
     codes = []
     case, model = CASES["llama"], compiled(ctx, "llama")
-    for steps in (0, 1):
-        with pytest.raises(MeasureError) as caught, graphshard.profile(model):
+    for steps, why in ((0, "no graph"), (1, "is compiled does not count")):
+        with pytest.raises(MeasureError, match=why) as caught, graphshard.profile(model):
             train(model, case, ctx, steps)
         codes.append(caught.value.code)
     with pytest.raises(MeasureError) as caught, graphshard.profile(model, steps=0):
         pass
     codes.append(caught.value.code)
     other = compiled(ctx, "llama")
-    with pytest.raises(MeasureError) as caught, graphshard.profile(other):
+    with (
+        pytest.raises(MeasureError, match=r"it has no graph \(yet\): graphshard.explain") as caught,
+        graphshard.profile(other),
+    ):
         train(model, case, ctx, 3)
     codes.append(caught.value.code)
     assert graphshard.measurements(model) == [None]
