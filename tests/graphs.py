@@ -6,6 +6,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from graphshard.compiler.planning import run_passes
 from graphshard.graph.marks import REDUCE_GRAD, UNSHARD
 from graphshard.graph.program import Program, compute_nodes, is_unshard, set_anchor_group
 from graphshard.pricing.liveness import memories, summed
@@ -122,6 +123,27 @@ def saving(*, shared: bool = False, gaps: bool = False, views: bool = False) -> 
     return program(forward=forward.done(y, *saved), backward=backward.done(first, *out))
 
 
+def two_calls() -> Program:
+    """Module 0 runs twice, module 1 once."""
+    graph = Sketch()
+    x, a0, a1 = graph.input("x"), graph.anchor(0), graph.anchor(1)
+    y = graph.op(aten.mm.default, x, graph.unshard(a0))
+    y = graph.op(aten.mm.default, y, graph.unshard(a1))
+    y = graph.op(aten.mm.default, y, graph.unshard(a0))
+    return program(group(0), group(1), forward=graph.done(y))
+
+
+def cast(graph: Sketch, node: fx.Node, dtype: torch.dtype = torch.bfloat16) -> fx.Node:
+    return graph.op(aten._to_copy.default, node, dtype=dtype)
+
+
+def split_in_two(graph: Sketch, weight: fx.Node) -> fx.Node:
+    """`a * b` for `a, b = weight.split(2)`: one op that returns two views."""
+    split = graph.op(aten.split.Tensor, weight, 2)
+    first, second = (graph.op(operator.getitem, split, i, name="part") for i in range(2))
+    return graph.op(aten.mul.Tensor, first, second)
+
+
 def text(graph: fx.Graph) -> str:
     """One line a node, inputs left out."""
     return "\n".join(_line(node) for node in graph.nodes if node.op != "placeholder")
@@ -149,6 +171,15 @@ def _arg(arg) -> str:
     if isinstance(arg, list | tuple):
         return f"({_join(arg)})"
     return str(arg).removeprefix("torch.")
+
+
+def texts(made: Program) -> list[str]:
+    return [text(module.graph) for module in made.graphs]
+
+
+def after(made: Program, *passes) -> Program:
+    """`made` after `passes`, each followed by the verifier."""
+    return run_passes(made, passes)
 
 
 def live_bytes(graph, **how):
