@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from test_offline import EXAMPLES, HARDWARE
+from offline_models import EXAMPLES, HARDWARE
 
 from graphshard.cli import main
 from graphshard.offline.world import pretended
@@ -23,7 +23,7 @@ sys.path.insert(0, {tests!r})
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from test_offline import Block, Net, net, shard, tokens
+from offline_models import Block, Net, net, shard, tokens
 
 def good(batch=2, seq=4):
     return net(2, batch=batch, seq=seq)

@@ -41,7 +41,7 @@ from graphshard.view.tune import (
 TARGETS = """
 import sys
 sys.path.insert(0, {tests!r})
-from test_offline import tokens
+from offline_models import tokens
 from tune_models import by_block, net
 
 def good(batch=2, seq=32):

@@ -7,7 +7,7 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.nn.functional as F
-from test_offline import point, study, the_example
+from offline_models import point, study, the_example
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

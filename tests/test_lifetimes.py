@@ -5,7 +5,7 @@ from functools import partial
 from itertools import accumulate
 
 import pytest
-from test_offline import llama, net
+from offline_models import llama, net
 
 from graphshard.cost.presets import preset
 from graphshard.offline.point import Point

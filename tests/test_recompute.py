@@ -9,8 +9,8 @@ import pytest
 from drawing import drawing
 from hypothesis import given
 from hypothesis import strategies as st
+from offline_models import llama, mixtral, net, the_example
 from planning import layers
-from test_offline import llama, mixtral, net, the_example
 
 from graphshard.compiler.partition import parts_of, repeating
 from graphshard.compiler.planning import is_worth

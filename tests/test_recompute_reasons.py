@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from graphs import group
-from test_offline import llama, planned, point
+from offline_models import llama, planned, point
 
 from graphshard.pricing.recompute import RecomputeUnit
 from graphshard.pricing.recompute_reasons import recompute_reasons

@@ -4,7 +4,7 @@ import random
 from functools import cache, partial
 
 import pytest
-from test_offline import llama, net
+from offline_models import llama, net
 from torch.distributed.device_mesh import init_device_mesh
 
 from graphshard.compiler.planning import PlanningInputs

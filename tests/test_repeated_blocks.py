@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from test_offline import Block, Net, llama, net, two_rows
+from offline_models import Block, Net, llama, net, two_rows
 from torch import fx, nn
 from torch.distributed.fsdp import fully_shard
 from torch.fx.node import map_arg

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from test_offline import llama
+from offline_models import llama
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.compiler.partition import released

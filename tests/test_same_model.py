@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_offline import Net, shard, tokens
+from offline_models import Net, shard, tokens
 from test_recut import DEPTH, answered
 from torch import nn
 

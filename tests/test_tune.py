@@ -5,7 +5,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from test_offline import Block, Net, TwoRows
+from offline_models import Block, Net, TwoRows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method

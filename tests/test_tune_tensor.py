@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_offline import Block
+from offline_models import Block
 from test_tune import captured, columns, compare, described, found_in, ran
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

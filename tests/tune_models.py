@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from test_offline import Block, Net, tokens
+from offline_models import Block, Net, tokens
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
