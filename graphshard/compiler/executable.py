@@ -16,7 +16,7 @@ from graphshard.graph.program import Program
 from graphshard.options import Options
 from graphshard.planner.problem import Problem
 from graphshard.runtime.body import Body
-from graphshard.schedule.plan import Direction, Plan, Step
+from graphshard.schedule.plan import Direction, Plan, Step, StepKind
 
 Segments: TypeAlias = dict[Direction, tuple[Step, ...]]
 
@@ -59,6 +59,16 @@ def callables_of(
     slices = {d: sliced(module, cuts(running.problem, d)) for d, module in modules.items()}
     compile_missing(list(slices.values()), artifacts)
     return {direction: emit(linked(part, artifacts)) for direction, part in slices.items()}
+
+
+def stands_between(plan: Plan, problem: Problem) -> bool:
+    """The communication of `plan` stands between regions of `problem`. That of another graph of its
+    structure may not: the same ops in another order, as a length that is a symbol gives them."""
+    return all(
+        {step.stop for step in schedule.steps if step.kind is StepKind.COMPUTE}
+        <= cuts(problem, schedule.direction)
+        for schedule in plan.schedules
+    )
 
 
 def cuts(problem: Problem, direction: Direction) -> frozenset[int]:

@@ -29,7 +29,7 @@ from graphshard.capture.root_state import CompiledPlan, RootState
 from graphshard.codegen.emit import check_inputs
 from graphshard.codegen.lowering import lowering_of
 from graphshard.compiler.decide import PlannedPartition, plan_inference, plan_partition
-from graphshard.compiler.executable import Executable, callables_of
+from graphshard.compiler.executable import Executable, callables_of, stands_between
 from graphshard.compiler.measured_costs import at_measured_costs, posed_by
 from graphshard.compiler.partition import Found, find_groups, joint_graph_of
 from graphshard.compiler.planning import (
@@ -206,21 +206,25 @@ class GraphCompiler:
         if not self.ballots:
             return planned.plan
         placed, policy = planned.parts.placed, planning.policy
-        return agree_on_plan(
+        follow = partial(
+            plan_following,
+            placed,
+            planned.problem,
+            policy.reshard,
+            policy.budget_bytes,
+            planned.plan,
+        )
+        agreed = agree_on_plan(
             self.ballots,
             planned.plan,
             self._options.terms_of_calls(),
             uses=self.uses,
             ends_early=self.ends_early,
-            follow=partial(
-                plan_following,
-                placed,
-                planned.problem,
-                policy.reshard,
-                policy.budget_bytes,
-                planned.plan,
-            ),
+            follow=follow,
         )
+        if stands_between(agreed, planned.problem):
+            return agreed
+        return follow(agreed) or agreed
 
     def _code(self, running: Executable) -> dict[Direction, Callable[[list[Any]], Any]]:
         """What runs; if Inductor fails, say without a C++ compiler, the ops one by one."""

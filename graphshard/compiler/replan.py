@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from graphshard.compiler import measured_costs
-from graphshard.compiler.executable import Executable
+from graphshard.compiler.executable import Executable, stands_between
 from graphshard.compiler.instrument import combined, samples_of, unwatch
 from graphshard.compiler.measured_costs import Posed
 from graphshard.compiler.planning import apply, plan_following, plan_with_costs
@@ -165,11 +165,14 @@ class Replanner:
         if own is None:
             logger.warning("%s: cannot issue what %s does", running.plan.name, plan.name)
         else:
-            self.follow(own, groups)
+            self.change_to(self._made_of(own, running.problem), groups, None)
 
     def follow(self, plan: Plan, groups: Sequence[LiveGroup]) -> None:
         """Run `plan`, which was made for a graph of the same structure, from now on."""
-        self.change_to(self._made_of(plan, self.running.problem), groups, None)
+        if stands_between(plan, self.running.problem):
+            self.change_to(self._made_of(plan, self.running.problem), groups, None)
+        else:
+            self.follow_order(plan, groups)
 
 
 def leads(ballots: Sequence[Ballot]) -> bool:

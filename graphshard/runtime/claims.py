@@ -2,7 +2,8 @@
 
 In: the plan that this rank made for a graph. Costs may make it another one on each rank, and one of
 them may be agreed on already, for another graph: its rank runs it and waits for nobody, and so all
-others have to take it. A plan fits all graphs of one structure.
+others have to take it. All graphs of one structure can issue what one plan does; where their
+regions differ, each at places of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ASKED = "asked"  # in the place of a plan: the ranks vote on it
 
 
 def structure(plan: Plan) -> str:
-    """Equal for two graphs that the same schedules fit: groups, ops and communication to place."""
+    """Equal for two graphs of the same groups, as many ops and the same communication to place."""
     stages = [
         [
             schedule.direction,
