@@ -120,8 +120,11 @@ class Replanner:
             return problem
 
     def _best(self, problem: Problem) -> Plan | None:
-        """None if nothing is found that fits the budget; the log says so."""
+        """None if nothing fits the budget, or what runs has no price; the log says so."""
         running = self.running
+        if not stands_between(running.plan, problem):  # it cannot be followed (`plan_following`)
+            logger.warning("%s: not planned again: its plan is another graph's", running.plan.name)
+            return None
         try:
             plan = plan_with_costs(self.placed, problem, self.reshard, start=running.plan)
         except InfeasibleBudget as error:
