@@ -14,7 +14,8 @@ def taking_subclasses(run: Callable[..., Any], example_inputs: Sequence[Any]) ->
     """What Dynamo calls in place of `run`, which AOTAutograd may have made.
 
     In its first call AOTAutograd looks at custom ops, in a dispatch mode that refuses such inputs
-    (up to torch 2.14). Where there is one, ops go without that look.
+    (up to torch 2.14). Where there is one, ops go without that look. Assumed: inputs of later calls
+    have the types of `example_inputs`, which Dynamo guards.
     """
     if not any(map(_has_no_dispatch, example_inputs)):
         return run
