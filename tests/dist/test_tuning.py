@@ -13,19 +13,15 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from models import CASES, of_depth
 from parity import assert_equal, build, train
 from patching import patched, without_clones
 from pool import Ctx, Pool
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 from traced_once import TracedOnce
 
 import graphshard
 from graphshard.compiler import planning_inputs, replan, shared_graph
-from graphshard.compiler.executable import stands_between
 from graphshard.compiler.tuning import Phase, Tuned, Tuning
 from graphshard.runtime import probe
 from graphshard.schedule.measured import Measured, Segment
@@ -309,49 +305,3 @@ def test_the_next_launch_begins_with_what_was_tuned(pool: Pool, tmp_path: Path) 
     assert before[0] != before[-1]
     assert after[0] == before[-1], "what follows its own measurements say"
     assert [len(list((tmp_path / rank).glob("*.costs.json"))) for rank in "01"] == [1, 0]
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def residuals(ctx: Ctx, mesh: DeviceMesh) -> nn.Module:
-    torch.manual_seed(0)
-    ends = nn.Linear(16, 16), nn.Linear(16, 16)
-    model = nn.Sequential(ends[0], Residual(), Residual(), Residual(), ends[1]).to(ctx.device)
-    for block in model[1:-1]:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-@first_launch
-def grows(ctx: Ctx) -> list[bool]:
-    """A batch that grows: the second graph has as many ops as the first one, in another order.
-
-    Assumed until this failed: the plan of a graph fits all that have as many ops.
-    """
-    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("replicas", "shards"))
-    oracle, model = residuals(ctx, mesh), residuals(ctx, mesh)
-    model.compile(backend="graphshard", options=OPTIONS)
-    with tunings() as made:
-        for step in range(14):
-            torch.manual_seed(4 * step + ctx.rank)
-            x = torch.randn(2 + step, 16, device=ctx.device)
-            losses = [net(x).square().mean() for net in (oracle, model)]
-            for net, loss in zip((oracle, model), losses, strict=True):
-                loss.backward()
-                torch.optim.SGD(net.parameters(), lr=0.05).step()
-                net.zero_grad()
-            assert torch.equal(*losses)
-    assert {tuning.phase for tuning in made} == {Phase.SETTLED}
-    running = [graph.running for tuning in set(made) for graph in tuning.graphs]
-    return [stands_between(one.plan, one.problem) for one in running]
-
-
-def test_a_plan_stands_between_the_regions_of_its_own_graph(pool: Pool) -> None:
-    assert pool.run(4, grows) == [[True, True]] * 4
