@@ -68,10 +68,10 @@ def fills_memory(node: fx.Node) -> bool:
     dims = list(zip(value.shape, value.stride(), strict=True))
     covered: int | torch.SymInt = 1
     while dims:
-        inner = [d for d in dims if statically_known_true(d[0] == 1)]
-        inner += [d for d in dims if statically_known_true(d[1] == covered)]
+        inner = [at for at, (size, _) in enumerate(dims) if statically_known_true(size == 1)]
+        inner += [at for at, dim in enumerate(dims) if statically_known_true(dim[1] == covered)]
         if not inner:
             return False
-        dims.remove(inner[0])
-        covered = covered * inner[0][0]
+        size, _ = dims.pop(inner[0])  # by position: comparing symbols would guard on them
+        covered = covered * size
     return statically_known_true(covered * value.itemsize == value.untyped_storage().nbytes())

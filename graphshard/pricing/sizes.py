@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,15 +11,17 @@ from torch import Tensor
 
 from graphshard.cost.algebra import Quantity
 
-# Stands for a size that is known only at run time and has no hint.
+# Stands for a size that data decides, and that nothing bounds.
 NO_HINT = 1
+_BOUNDLESS = sys.maxsize // 2  # torch bounds by about `sys.maxsize` what it knows nothing of
 
 
 class Sizes:
     """How to read sizes: by their hints, or as expressions of the given symbols.
 
     symbols: sympy expressions by the name of torch's own symbol; a size with another symbol in it
-    counts with its hint.
+    counts with its hint. A size that data decides (how many elements are not zero, say) has none,
+    and counts as the most that it can be.
     """
 
     __slots__ = ("_symbols",)
@@ -35,7 +38,7 @@ class Sizes:
             if len(found) == len(expr.free_symbols):
                 return expr.xreplace(found)
         hint = size.node.hint if size.node.has_hint() else None
-        return NO_HINT if hint is None else int(hint)
+        return _most(size) if hint is None else int(hint)
 
     def shape(self, value: Any) -> Any:
         """A tensor's sizes; anything else as it is, symbols read."""
@@ -53,6 +56,11 @@ class Sizes:
             if not (strided and isinstance(s := value.stride(dim), int) and s == 0):
                 count = count * self.quantity(size)
         return count * value.itemsize
+
+
+def _most(size: torch.SymInt) -> int:
+    most = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(most) if most < _BOUNDLESS else NO_HINT
 
 
 def dtype_name(dtype: torch.dtype, device: torch.device) -> str:

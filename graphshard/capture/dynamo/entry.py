@@ -22,6 +22,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.types import ConvertFrameReturn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphshard.capture.dynamo.frames import hooks_inside, leave_class, note_whole
 from graphshard.capture.dynamo.hooks import is_ours, substitute_hooks, wrappers
@@ -166,7 +167,13 @@ class _NotesBreaks:
 
 # What comes from the backend is none of these (BackendCompilerFailed), nor what the user asked to
 # be told (constraints, limits).
-_OWN_ERRORS = (InternalTorchDynamoError, TorchRuntimeError, AssertionError, IndexError)
+_OWN_ERRORS = (
+    InternalTorchDynamoError,
+    TorchRuntimeError,
+    AssertionError,
+    IndexError,
+    GuardOnDataDependentSymNode,  # with the user's `capture_dynamic_output_shape_ops`
+)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -75,13 +76,15 @@ class GraphBreak:
     """Why Dynamo ended a graph early, and where in the user's code.
 
     at_eager_group: it was at a group that runs through FSDP2's own hooks. at_limit: nothing was
-    traced, since the frame has as many variants as Dynamo allows.
+    traced, since the frame has as many variants as Dynamo allows. setting: of Dynamo's, that may
+    capture it; "" if it names none.
     """
 
     reason: str
     where: str
     at_eager_group: bool
     at_limit: bool
+    setting: str
 
 
 def resets() -> int:
@@ -117,7 +120,14 @@ def _graph_break(found: Any) -> GraphBreak:
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
     own_hook = bool(found.user_stack) and found.user_stack[-1].filename == hooks.__file__
     reason = str(found.reason).split("\n", 1)[0]
-    return GraphBreak(reason, where, own_hook, reason.startswith("Dynamo recompile limit"))
+    setting = re.search(r"torch\._dynamo\.config\.\w+ = True", str(found.reason))
+    return GraphBreak(
+        reason,
+        where,
+        own_hook,
+        reason.startswith("Dynamo recompile limit"),
+        setting[0] if setting else "",
+    )
 
 
 def wrapped_module(fn: Any) -> nn.Module | None:

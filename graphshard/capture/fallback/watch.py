@@ -127,8 +127,11 @@ class CallWatch:
             return _AT_LIMIT
         if not breaks:
             return _NO_BREAK
-        reason = f"the graph breaks at {breaks[0].where}"
-        return reason if breaks[0].at_eager_group else f"{reason}: {breaks[0].reason}"
+        first = breaks[0]
+        reason = f"the graph breaks at {first.where}"
+        if not first.at_eager_group:
+            reason += f": {first.reason}"
+        return reason + (f" (try {first.setting})" if first.setting else "")
 
     def _new_breaks(self) -> list[dynamo.GraphBreak]:
         return dynamo.graph_breaks()[self._breaks :]

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
 
 from graphshard.capture.repeated.find import BlockRange, alike_ranges
 from graphshard.codegen.lowering import Lowering
@@ -297,32 +297,52 @@ def _check_tangents(block: RepeatedBlock, tangents: Sequence[Tensor | None], num
     for tangent, expected in zip(tangents, traced, strict=True):
         if tangent is None:
             raise RepeatedBlockError("a result of a block has no gradient", number)
-        if _memory(tangent) != _memory(expected):
+        if not _lies_as(tangent, expected):
             raise RepeatedBlockError(
                 "a gradient comes in another layout than in the first block", number
             )
 
 
-def _memory(value: Tensor) -> tuple[Any, ...]:
-    """How the elements lie; a dimension of one element has no stride."""
-    strides = [s for n, s in zip(value.shape, value.stride(), strict=True) if n != 1]
-    return value.dtype, tuple(value.shape), strides, value.is_conj(), value.is_neg()
+def _lies_as(value: Tensor, expected: Tensor) -> bool:
+    """As far as is known of the sizes, without a guard on one; a dimension of one element has no
+    stride."""
+    kinds = [(v.dtype, v.is_conj(), v.is_neg(), v.dim()) for v in (value, expected)]
+    dims = [list(zip(v.shape, v.stride(), strict=True)) for v in (value, expected)]
+    return kinds[0] == kinds[1] and all(
+        statically_known_true(size == other)
+        and (statically_known_true(size == 1) or statically_known_true(stride == other_stride))
+        for (size, stride), (other, other_stride) in zip(*dims, strict=True)
+    )
 
 
 def _block_fake(tensors: Any, sizes: Any, number: int, instance: int) -> list[Tensor]:
-    return [_like(node) for node in _TRACED.get()[number].results]
+    made = _Made(tensors, sizes)
+    return [made.like(node) for node in _TRACED.get()[number].results]
 
 
 def _block_grad_fake(
     tensors: Any, sizes: Any, tangents: Any, number: int, instance: int
 ) -> list[Tensor]:
-    return [_like(node) for node in _TRACED.get()[number].gradients if node is not None]
+    made = _Made(tensors, sizes)
+    return [made.like(node) for node in _TRACED.get()[number].gradients if node is not None]
 
 
-def _like(node: fx.Node) -> Tensor:
-    # All occurrences have inputs of the same layout, sizes that are symbols included.
-    value = node.meta["val"]
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+class _Made:
+    """Makes results of the layouts in a trace, with the caller's own symbols. Those of the trace
+    are equal, but AOTAutograd would look for them elsewhere: of forward's sizes in a tangent."""
+
+    def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> None:
+        known = (*(n for t in tensors for n in (*t.shape, *t.stride())), *sizes)
+        self._own = {n.node.expr: n for n in known if isinstance(n, torch.SymInt)}
+
+    def like(self, node: fx.Node) -> Tensor:
+        # All occurrences have inputs of the same layout, sizes that are symbols included.
+        value = node.meta["val"]
+        shape, strides = ([self._symbol(n) for n in ns] for ns in (value.shape, value.stride()))
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+    def _symbol(self, size: Any) -> Any:
+        return self._own.get(size.node.expr, size) if isinstance(size, torch.SymInt) else size
 
 
 torch.library.register_fake("graphshard::block", _block_fake, lib=_LIBRARY)
