@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from graphshard.graph.program import attribute_of, is_view, step_of
@@ -177,7 +178,8 @@ def _regions(graph: fx.Graph, homes: dict[fx.Node, int]) -> Iterator[tuple[int, 
     members: dict[int, list[fx.Node]] = {}
     for node, number in homes.items():
         members.setdefault(number, []).append(node)
-    needs = {number: _needed(own, homes, number) for number, own in members.items()}
+    symbols = _symbols_from_data(graph)
+    needs = {n: _needed(own, homes, n, symbols) for n, own in members.items()}
     read = {n for _, inputs in needs.values() for n in inputs}
     read |= {n for node in graph.nodes if node not in homes for n in node.all_input_nodes}
     for number, (nodes, inputs) in needs.items():
@@ -186,13 +188,27 @@ def _regions(graph: fx.Graph, homes: dict[fx.Node, int]) -> Iterator[tuple[int, 
             yield number, CodeRegion(nodes, inputs, outputs, _key(nodes, inputs, outputs))
 
 
+def _symbols_from_data(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """Each symbol without a hint, and the first node that is it."""
+    found: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and {value.node.expr} == free_unbacked_symbols(value):
+            found.setdefault(value.node.expr, node)
+    return found
+
+
 def _needed(
-    own: Sequence[fx.Node], homes: dict[fx.Node, int], number: int
+    own: Sequence[fx.Node],
+    homes: dict[fx.Node, int],
+    number: int,
+    symbols: Mapping[Any, fx.Node],
 ) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
     """What region `number` runs, in order, and its inputs.
 
     A view or a size of what another region made is made again here: that costs nothing, and alike
-    regions stay alike.
+    regions stay alike. symbols: `_symbols_from_data`'s. Of a sum of them, as the length of a
+    tensor, no code finds out the single ones: they are inputs, too.
     """
     nodes: dict[fx.Node, None] = {}
     inputs: dict[fx.Node, None] = {}
@@ -209,14 +225,32 @@ def _needed(
 
     for node in own:
         need(node)
+    inputs |= dict.fromkeys(n for n in _unread(inputs, symbols) if n not in nodes)
     return tuple(nodes), tuple(inputs)
 
 
+def _unread(inputs: Iterable[fx.Node], symbols: Mapping[Any, fx.Node]) -> Iterator[fx.Node]:
+    """Nodes that are the single symbols of which the lengths of `inputs` are made."""
+    lengths = [n for node in inputs for n in _lengths(node.meta.get("val"))]
+    known = {n.node.expr for n in lengths}
+    for length in lengths:
+        for symbol in sorted(free_unbacked_symbols(length) - known, key=str):
+            if symbol in symbols:
+                yield symbols[symbol]
+
+
+def _lengths(value: Any) -> list[torch.SymInt]:
+    """What code that gets `value` can read off it."""
+    read = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+    return [n for n in read if isinstance(n, torch.SymInt)]
+
+
 def _is_free(node: fx.Node) -> bool:
-    """A view, or arithmetic on sizes: no memory is touched."""
+    """A view, or arithmetic on sizes: no memory is touched. A number that is read out of a tensor
+    is none: a device would be waited for again."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return True
+        return node.target is not torch.ops.aten._local_scalar_dense.default
     return is_view(node) and isinstance(value, torch.Tensor)
 
 

@@ -17,9 +17,9 @@ LIMIT_S = 120.0
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 
-def trained(*backend: str, **environment: str) -> Any:
+def trained(*backend: str, model: str = "llama3", **environment: str) -> Any:
     own = {"GRAPHSHARD_COMPUTE": "", "GRAPHSHARD_OPTIONS": "", **environment}
-    return json.loads(run_script(TORCHTITAN, 2, LIMIT_S, *backend, environment=own))
+    return json.loads(run_script(TORCHTITAN, 2, LIMIT_S, model, *backend, environment=own))
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +62,12 @@ def test_blocks_apart(eager: Any) -> None:
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(AssertionError, match=r"GS102: unknown option 'comput'; did you mean"):
         trained("graphshard", GRAPHSHARD_OPTIONS="comput=aten")
+
+
+def test_a_mixture_of_experts_that_are_divided_over_the_ranks() -> None:
+    """How many tokens go where is data; torchtitan has Dynamo capture such sizes."""
+    eager = trained(model="qwen3")
+    assert eager["groups"] == [0, 6, 0]
+    found = trained("graphshard", model="qwen3", GRAPHSHARD_OPTIONS="compute=aten,fallback=error")
+    assert found["groups"] == [6, 6, 1]
+    assert found["losses"] == eager["losses"]

@@ -125,7 +125,7 @@ def test_script(name: str, rows: dict[str, str], tmp_path: Path) -> None:
 def test_torchtitan(rows: dict[str, str], tmp_path: Path) -> None:
     """Its llama3, made as its trainer makes it; tests/dist/test_frameworks.py has more."""
     eager, ops, fused = (
-        run(TORCHTITAN, "graphshard", folder=tmp_path, **environment)
+        run(TORCHTITAN, "llama3", "graphshard", folder=tmp_path, **environment)
         for environment in ({"GRAPHSHARD_DISABLE": "1"}, {"GRAPHSHARD_OPTIONS": "compute=aten"}, {})
     )
     groups, plans = compared(eager, ops, fused)

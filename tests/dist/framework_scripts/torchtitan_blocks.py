@@ -1,6 +1,9 @@
-"""torchtitan's llama3, as its trainer makes it: blocks compiled by a backend's name, then sharded.
+"""torchtitan's models, as its trainer makes them: blocks compiled by a backend's name, then
+sharded.
 
-    torchtitan_blocks.py [BACKEND]
+    torchtitan_blocks.py llama3|qwen3 [BACKEND]
+
+qwen3 is a mixture of experts; each rank has some of them, and gets their tokens from all ranks.
 
 Trains STEPS steps; rank 0 prints the losses and what `graphshard.explain` says, as JSON. Without
 BACKEND, torchtitan compiles nothing.
@@ -22,19 +25,27 @@ sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims, parallel_dims  # noqa: E402
+from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
+from torchtitan.models import llama3, qwen3  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
-from torchtitan.models.llama3 import model_registry  # noqa: E402
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config  # noqa: E402
 
 import graphshard  # noqa: E402
 
+SPECS = {
+    "llama3": lambda: llama3.model_registry("debugmodel", attn_backend="varlen"),
+    "qwen3": lambda: qwen3.model_registry("debugmodel_moe", attn_backend="varlen"),
+}
+SPMD = "partial_dtensor"
 STEPS = 3
 LAYERS = 2
 TOKENS = 32
 
 
-def main(backend: str) -> None:
+def main(name: str, backend: str = "") -> None:
     dist.init_process_group("gloo")
-    model = sharded(backend)
+    set_spmd_backend(SPMD)
+    model = sharded(name, backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):
@@ -52,16 +63,18 @@ def main(backend: str) -> None:
     dist.destroy_process_group()
 
 
-def sharded(backend: str) -> nn.Module:
-    spec = model_registry("debugmodel", attn_backend="varlen")
+def sharded(name: str, backend: str) -> nn.Module:
+    spec, experts = SPECS[name](), dist.get_world_size() if name == "qwen3" else 1
     config = replace(spec.model, layers=[causal(layer) for layer in spec.model.layers[:LAYERS]])
+    if name == "qwen3":
+        set_qwen3_sharding_config(config, enable_sp=False, enable_ep=True)
     with torch.device("meta"):
         model = config.build()
     spec.parallelize_fn(
         model,
-        parallel_dims=one_dimension(),
+        parallel_dims=one_dimension(experts),
         training=TrainingConfig(seq_len=TOKENS, mixed_precision_param="float32"),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=ParallelismConfig(spmd_backend=SPMD),
         compile_config=CompileConfig(enable=bool(backend), backend=backend, components=["model"]),
         ac_config=None,
         dump_folder="",
@@ -82,17 +95,18 @@ def causal(layer: Any) -> Any:
     return replace(layer, attention=attention)
 
 
-def one_dimension() -> ParallelDims:
-    """All ranks shard, on the CPU: torchtitan takes a GPU for granted."""
+def one_dimension(experts: int) -> ParallelDims:
+    """All ranks shard, on the CPU: torchtitan takes a GPU for granted. experts: over so many ranks
+    they are divided."""
     parallel_dims.device_type = "cpu"
     ranks = dist.get_world_size()
     dims = ParallelDims(
-        dp_replicate=1, dp_shard=ranks, cp=1, tp=1, pp=1, ep=1,
-        world_size=ranks, spmd_backend="partial_dtensor",
+        dp_replicate=1, dp_shard=ranks, cp=1, tp=1, pp=1, ep=experts,
+        world_size=ranks, spmd_backend=SPMD,
     )  # fmt: skip
     dims.build_mesh()
     return dims
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or [""])
+    main(*sys.argv[1:])
