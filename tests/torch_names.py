@@ -441,6 +441,7 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_fused_rms_norm": None,
         "_fused_rms_norm_backward": None,
         "_grouped_mm": None,
+        "_local_scalar_dense": None,
         "_log_softmax": None,
         "_log_softmax_backward_data": None,
         "_scaled_grouped_mm": None,
