@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphshard.graph.owners import fills_memory
+from graphshard.graph.program import Program
+from graphshard.offline.concrete import concrete
 from graphshard.pricing.sizes import NO_HINT, Sizes
 
 
@@ -47,3 +49,11 @@ def test_what_fills_its_memory_is_known_of_sizes_that_data_decides(mode: FakeTen
     assert fills_memory(shown(rows))
     assert fills_memory(shown(rows.t()))
     assert not fills_memory(shown(rows[:, :1]))
+
+
+def test_numbers_for_other_symbols_leave_it_at_that(mode: FakeTensorMode) -> None:
+    node = shown(torch.ones(3, 4).nonzero())
+    node.graph.output((node,))
+    program = Program("masked", (), 1, forward=fx.GraphModule({}, node.graph))
+    found, _ = concrete(program, {"s0": 7}).forward.graph.nodes
+    assert found.meta["val"].shape == (12, 2)

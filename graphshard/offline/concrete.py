@@ -16,10 +16,11 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from graphshard.graph.program import Program, copy_of
+from graphshard.pricing.sizes import HINTS
 
 
 def concrete(program: Program, values: Mapping[str, int]) -> Program:
-    """`program` with a number for each symbol in `values`; others count with their hints."""
+    """`program` with a number for each symbol in `values`; others count as `Sizes` has it."""
     if not values:
         return program
     reader = _Reader(values)
@@ -64,5 +65,5 @@ class _Reader:
             found = expr.xreplace(
                 {s: self._values[s.name] for s in expr.free_symbols if s.name in self._values}
             )
-            self._known[expr] = int(found) if found.is_Integer else int(size.node.hint)
+            self._known[expr] = int(found if found.is_Integer else HINTS.quantity(size))
         return self._known[expr]

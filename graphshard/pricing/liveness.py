@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from graphshard.graph.owners import owner, producer
 from graphshard.graph.program import compute_nodes, is_reduce, is_unshard, step_of
 from graphshard.pricing.fusion import UNFUSED, Fusion
-from graphshard.pricing.sizes import Sizes
+from graphshard.pricing.sizes import HINTS
 from graphshard.schedule.plan import StepKind
 
 # In a node's `meta`: the user's checkpoint policy says MUST_SAVE.
@@ -195,5 +195,5 @@ def _size_bytes(value: Tensor, kind: Kind) -> int:
     """What the graph makes takes its whole storage. Saved tensors may be views of one storage, so
     of those only the elements count."""
     if kind is Kind.MADE and value.layout == torch.strided:
-        return int(Sizes().quantity(value.untyped_storage().nbytes()))
-    return int(Sizes().bytes(value))
+        return int(HINTS.quantity(value.untyped_storage().nbytes()))
+    return int(HINTS.bytes(value))

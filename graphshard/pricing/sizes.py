@@ -58,6 +58,9 @@ class Sizes:
         return count * value.itemsize
 
 
+HINTS = Sizes()
+
+
 def _most(size: torch.SymInt) -> int:
     most = size.node.shape_env.bound_sympy(size.node.expr).upper
     return int(most) if most < _BOUNDLESS else NO_HINT
