@@ -1,7 +1,8 @@
 """Finds alike ranges that follow one another in a graph that Dynamo captured.
 
 Two ranges are alike if they do the same ops with the same constants on inputs of the same
-layout, wired in the same way. A deep model is mostly one block over and over.
+layout, wired in the same way. A deep model is mostly one block over and over. Blocks that each find
+a size in data are not alike: it is another symbol in each.
 """
 
 from __future__ import annotations
