@@ -6,11 +6,15 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 from drawing import drawing
+from graphs import aten
 from hypothesis import given
 from hypothesis import strategies as st
-from offline_models import llama, mixtral, net, the_example
+from offline_models import Block, Net, llama, mixtral, net, shard, the_example, tokens
 from planning import layers
+from torch import nn
+from torch.nn.functional import gelu
 
 from graphshard.compiler.partition import parts_of, repeating
 from graphshard.compiler.planning import is_worth
@@ -92,6 +96,37 @@ def test_units_free_what_they_promise_whichever_are_chosen(build, fused):
         assert saved_bytes(parts) - saved_bytes(again) == promised > 0
 
     drawn_cuts(build, fused, check)
+
+
+class Routed(Block):
+    """Some rows alone go through it: how many is data."""
+
+    def forward(self, x):
+        wide = gelu(self.up(self.norm(x))).flatten(0, 1)
+        return x + self.down(wide[wide[:, 0] > 0]).sum(0)
+
+
+def routed():
+    model = Net(nn.ModuleList(Routed() for _ in range(3)))
+    shard(model)
+    return model, (tokens(),)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["aten", "inductor"])
+def test_what_finds_a_size_in_data_is_not_run_twice(fused):
+    """What is computed again may have another last bit, and so the size another value."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        _, parts, found = captured(routed, fused)
+    nodes = parts.placed.forward.graph.nodes
+    finding = {
+        n.name for n in nodes if n.meta.get("unbacked_bindings") or n.target is aten.gt.Scalar
+    }
+    assert len(finding) == 6
+    again = {name for unit in found for name in unit.nodes}
+    assert again
+    assert finding.isdisjoint(again)
+    backward = parts.placed.backward.graph.nodes
+    assert finding.isdisjoint(n.name for n in backward if n.op == "call_function")
 
 
 def blocks_of_8b():

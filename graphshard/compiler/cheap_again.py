@@ -26,7 +26,7 @@ from graphshard.graph.random_ops import is_random
 from graphshard.passes.tag_recompute import AFTER_ALL_REGIONS
 from graphshard.pricing.fusion import is_pointwise
 from graphshard.pricing.liveness import tensor_bytes
-from graphshard.pricing.recompute import written_inputs
+from graphshard.pricing.repeatable import written_inputs
 
 
 def repeat_cheap(joint: fx.Graph, num_outputs: int) -> None:

@@ -13,7 +13,6 @@ what makes it from that value, and, beyond the first, the rest (`rungs`).
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,19 +20,17 @@ from itertools import accumulate, count
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.graph.origins import origin_of
 from graphshard.graph.owners import fills_memory, maker, owner
 from graphshard.graph.program import Program, compute_nodes, is_view, output_node, step_of
-from graphshard.graph.random_ops import is_random
 from graphshard.planner.activations import Recompute
 from graphshard.planner.checked import checked
 from graphshard.planner.problem import Problem
 from graphshard.pricing.liveness import tensor_bytes
+from graphshard.pricing.repeatable import repeatable, size_deciders, written_inputs
 from graphshard.pricing.rungs import Rung, ancestors, rungs
 from graphshard.pricing.usage import GroupUse, Usage
 from graphshard.schedule.plan import Activation, GroupInfo, Origin, Recomputed
@@ -87,6 +84,7 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
     outside, kept = set(map(owner, results)), set(map(owner, saved))
     readers = _first_reader(program.backward.graph)
     written = written_inputs(program.forward.graph)
+    decisive = size_deciders(program.forward.graph)
     # Both graphs are copies of one joint graph, where a name stands for one op.
     names = {node.name for node in compute_nodes(program.backward.graph)}
     again = {node for node in compute if node.name in names}
@@ -97,7 +95,7 @@ def units(program: Program, forward: Usage, us: Sequence[float]) -> tuple[Recomp
         ops = compute[first : last + 1]
         made = set(ops)
         ops += [view for view in last_views if view not in made and owner(view) in made]
-        inside = _inside(ops, group, outside, written)
+        inside = repeatable(ops, group, outside, written, decisive)
         freed = [n for n in saved if n in inside and owner(n) in inside and n.name in readers]
         span = _Span(inside, freed, {inside[n] for n in freed}, again, kept, once)
         found += sorted(_units_of(group, last, span, readers), key=attrgetter("number"))
@@ -302,14 +300,6 @@ def _encloses(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
     return outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
-def written_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Inputs that have another value in backward: AOTAutograd returns what the graph writes to
-    them, and copies it there when forward is over."""
-    described = output_node(graph).meta.get("desc", ())
-    inputs = [d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)]
-    return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in inputs}
-
-
 def _last_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
     """Views that forward makes for backward alone. Where they are not the model's own but their
     gradients', as a transposed operand, they come after all groups."""
@@ -318,53 +308,6 @@ def _last_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
         if is_view(node) and all(user.op == "output" or user in found for user in node.users):
             found[node] = None
     return list(reversed(found))
-
-
-def _inside(
-    ops: Sequence[fx.Node],
-    group: int,
-    returned: Collection[fx.Node],
-    written: Collection[fx.Node],
-) -> dict[fx.Node, fx.Node]:
-    """Those of `ops` that only they themselves read, and that may run twice with no parameters but
-    those of `group`, each with its maker. A result of an op with several comes with that op: such
-    an op itself cannot be saved."""
-    own = set(ops)
-    return {
-        node: maker(node)
-        for node in ops
-        if _repeatable(node)
-        and (node.target is not operator.getitem or node.args[0] in own)
-        and owner(node) not in returned
-        and not _reads(node, written)
-        and not _reads_others(node, group)
-        and all(user in own or user.op == "output" for user in node.users)
-    }
-
-
-def _reads_others(node: fx.Node, group: int) -> bool:
-    """Whether `node` reads parameters of another group, which need not be there in backward."""
-    steps = (step_of(owner(source)) for source in node.all_input_nodes)
-    return any(step is not None and step.group != group for step in steps)
-
-
-def _reads(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
-    """Whether `node`, or the op of which it is a result, reads one of `inputs`."""
-    source = node.args[0] if node.target is operator.getitem else node
-    assert isinstance(source, fx.Node)
-    return any(owner(read) in inputs for read in source.all_input_nodes)
-
-
-def _repeatable(node: fx.Node) -> bool:
-    target = node.target
-    if "recompute" in node.meta or node.op != "call_function":
-        return False
-    if target is operator.getitem:  # it has no life of its own
-        source = node.args[0]
-        return isinstance(source, fx.Node) and _repeatable(source)
-    if not isinstance(target, torch._ops.OpOverload):
-        return getattr(target, "__module__", "") == "_operator"
-    return not target._schema.is_mutable and not is_random(node)
 
 
 def _owners(nodes: Sequence[fx.Node]) -> list[fx.Node]:
