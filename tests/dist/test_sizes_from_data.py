@@ -75,10 +75,8 @@ class Picking(nn.Module):
         super().__init__()
         self.kind, self.embedding = kind, nn.Linear(WIDTH, WIDTH)
         block = {"experts": Experts, "shifted": Shifted}.get(kind, Block)
-        self.blocks, self.head = (
-            nn.ModuleList(block() for _ in range(BLOCKS)),
-            nn.Linear(WIDTH, WIDTH),
-        )
+        self.blocks = nn.ModuleList(block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, picks: Tensor) -> Tensor:
         rows = picks.nonzero().flatten()
