@@ -108,9 +108,15 @@ def frames_seen() -> int:
     return int(torch._dynamo.utils.counters["frames"]["total"])
 
 
-def graph_breaks() -> list[GraphBreak]:
-    """All graph breaks of this process so far, oldest first."""
-    return [_graph_break(b) for b in torch._dynamo.utils.graph_break_reasons if b.graph_break]
+def num_graph_breaks() -> int:
+    """Of this process so far. Asked in each call: none of them is read."""
+    return sum(b.graph_break for b in torch._dynamo.utils.graph_break_reasons)
+
+
+def graph_breaks(first: int = 0) -> list[GraphBreak]:
+    """All graph breaks of this process so far from number `first` on, oldest first."""
+    found = [b for b in torch._dynamo.utils.graph_break_reasons if b.graph_break]
+    return [_graph_break(b) for b in found[first:]]
 
 
 def _graph_break(found: Any) -> GraphBreak:

@@ -43,7 +43,7 @@ class CallWatch:
     ) -> None:
         self._module = module
         self._options = options
-        self._breaks = len(dynamo.graph_breaks())
+        self._breaks = dynamo.num_graph_breaks()
         self._plain = plain
         self.at_limit = at_limit
         self.compiles = compiles
@@ -134,7 +134,7 @@ class CallWatch:
         return reason + (f" (try {first.setting})" if first.setting else "")
 
     def _new_breaks(self) -> list[dynamo.GraphBreak]:
-        return dynamo.graph_breaks()[self._breaks :]
+        return dynamo.graph_breaks(self._breaks)
 
 
 def _is_known(root_state: RootState, outside: list[CaptureHandle], reason: str) -> bool:
