@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from graphshard.cost.presets import preset
 from graphshard.offline.api import machine_of
 from graphshard.offline.counted import costs_key
 from graphshard.offline.point import Point
@@ -170,3 +171,11 @@ def costs_of_all(found, point):
 def without_nodes(units):
     """Copies of a block are in no graph, so their ops have no names."""
     return [replace(unit, nodes=(), op="") for unit in units]
+
+
+def studied(build, *, whole=False):
+    """A plan in FSDP2's order, and what it was made from."""
+    point = Point(8, 8, preset("h100"), PlanningPolicy(2**60, most_ahead=1))
+    study = Study("net", lambda sizes: made_of("net", build()), (point,), whole=whole)
+    (answer,) = study.answers()
+    return answer.plan, study.posed(point)

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from forecasts import as_predicted
 from planning import layers, random_problem
 from plans import group, plan, two_layers
-from test_comparison import as_predicted
 
 from graphshard.planner.plan_step import plan_step
 from graphshard.planner.problem import Problem, Region
@@ -12,6 +12,7 @@ from graphshard.schedule.estimate import Allocation
 from graphshard.schedule.plan import Category, ParamInfo, Plan, PricedOn, StepKind
 
 GIB = 2**30
+VIEWS = ("lanes", "residency", "memory")  # of a page
 
 
 def planned(problem, name, *, world=8) -> Plan:

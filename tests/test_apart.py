@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from planning import layers
-from test_planner_random import check
+from promises import check
 
 from graphshard.planner.fsdp2 import together
 from graphshard.planner.links import LaneQueues

@@ -9,7 +9,7 @@ import torch
 from drawing import drawing
 from hypothesis import given
 from hypothesis import strategies as st
-from test_lifetimes import studied
+from offline_models import studied
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from forecasts import as_predicted, planned
 from planning import layers
 from plans import two_layers
-from test_comparison import as_predicted, planned
 
 from graphshard.cli import main
 from graphshard.cli.common import sizes as sizes_of

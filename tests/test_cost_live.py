@@ -5,9 +5,9 @@ from operator import getitem
 import pytest
 import torch
 from graphs import Sketch, layers, live_bytes
-from test_cost_flops import Toy, captured, tokens
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
+from toy import Toy, captured, tokens
 
 from graphshard.graph.program import compute_nodes
 from graphshard.pricing.fusion import Fusion

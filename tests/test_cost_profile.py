@@ -4,29 +4,17 @@ import json
 from dataclasses import replace
 
 import pytest
+from profiles import PROFILE
 
 from graphshard.cost.comm import CollectiveKind, RankGroup
-from graphshard.cost.curve import Curve, Fit, Sample, SizeClass, Trust, line
+from graphshard.cost.curve import Fit, Sample, Trust, line
 from graphshard.cost.machine import collective_us, host_copy_us
 from graphshard.cost.machine_text import from_text, to_text
 from graphshard.cost.presets import preset, preset_names
-from graphshard.cost.profile import CommFit, CostProfile, Origin, calibrated, read_profile
+from graphshard.cost.profile import CostProfile, calibrated, read_profile
 from graphshard.cost.roofline import Attention, OpWork, arithmetic_of, op_us
 from graphshard.errors import CostError
 from graphshard.view.costs import profile_lines
-
-INF = float("inf")
-GATHER = Fit(
-    Curve(100.0, (SizeClass(4096.0, 0.001), SizeClass(INF, 0.002))),
-    (Sample(4096.0, 110.0), Sample(8192.0, 112.296)),
-)
-PROFILE = CostProfile(
-    Origin("cpu (x86_64)", "node1", 2, 1, 2, "gloo", "2.13.0", "2026-01-01T00:00:00+00:00", "run"),
-    (CommFit(CollectiveKind.ALL_GATHER, RankGroup(2, 2, "world"), GATHER),),
-    (("float32", Fit(line(2.0, 50_000.0), (Sample(1e6, 22.0), Sample(2e6, 42.0)))),),
-    (("float32", Fit(line(3.0, 10_000.0), (Sample(1e6, 103.0), Sample(2e6, 203.0)))),),
-    Fit(line(1.0, 20_000.0), (Sample(1e4, 1.5), Sample(1e6, 51.0))),
-)
 
 
 def test_round_trip():

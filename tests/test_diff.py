@@ -5,9 +5,9 @@ import math
 from dataclasses import replace
 
 import pytest
+from forecasts import as_predicted, planned
 from planning import layers, random_problem
 from plans import two_layers
-from test_comparison import as_predicted, planned
 
 from graphshard.cli import main
 from graphshard.errors import MeasureError

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from forecasts import as_predicted, planned
 from planning import layers
 from plans import ESTIMATE
-from test_comparison import as_predicted, planned
 
 from graphshard.schedule.estimate import Figures, Spent
 from graphshard.view.gain import Gained, gain_lines

@@ -5,16 +5,11 @@ from functools import partial
 from itertools import accumulate
 
 import pytest
-from offline_models import llama, net
+from offline_models import llama, net, studied
 
-from graphshard.cost.presets import preset
-from graphshard.offline.point import Point
 from graphshard.offline.repeats import CAPTURED
-from graphshard.offline.study import Study
-from graphshard.offline.target import made_of
 from graphshard.pricing.lifetimes import At
 from graphshard.pricing.liveness import Kind
-from graphshard.pricing.problem import PlanningPolicy
 from graphshard.pricing.reserved import reserved_bytes
 from graphshard.schedule.plan import Direction
 
@@ -23,14 +18,6 @@ MODELS = {
     "net": partial(net, DEPTH),
     "llama": partial(llama, "selective", DEPTH),
 }
-
-
-def studied(build, *, whole=False):
-    """A plan in FSDP2's order, and what it was made from."""
-    point = Point(8, 8, preset("h100"), PlanningPolicy(2**60, most_ahead=1))
-    study = Study("net", lambda sizes: made_of("net", build()), (point,), whole=whole)
-    (answer,) = study.answers()
-    return answer.plan, study.posed(point)
 
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from forecasts import as_predicted, planned
 from planning import layers
 from plans import two_layers
-from test_comparison import as_predicted, planned
 
 from graphshard.schedule.plan import Plan
 from graphshard.view.log_text import collective_names, log_text

@@ -17,13 +17,14 @@ import warnings
 from contextlib import contextmanager, suppress
 
 import pytest
+from forecasts import as_predicted
+from forecasts import planned as planned_by_hand
 from mutations import mutated
 from pictures import every_plan
 from planning import layers
 from plans import two_layers
-from test_comparison import as_predicted
-from test_comparison import planned as planned_by_hand
-from test_cost_profile import PROFILE
+from profiles import PROFILE
+from traces import trace_of
 
 from graphshard.cli import main
 from graphshard.compiler import plan_cache
@@ -33,8 +34,7 @@ from graphshard.cost.presets import preset
 from graphshard.cost.profile import CostProfile, calibrated, read_profile
 from graphshard.cost.roofline import OpWork, op_us
 from graphshard.errors import GraphshardError, GraphshardWarning
-from graphshard.schedule.plan import Plan, StepKind
-from graphshard.schedule.steps import direction_range_name, range_name
+from graphshard.schedule.plan import Plan
 from graphshard.view.costs import profile_lines
 from graphshard.view.log_text import log_text
 
@@ -153,28 +153,6 @@ def _use(plan):
     if plan.measured is not None and plan.forecasts:
         with suppress(ValueError):  # of another order of the graph than the plan's
             str(plan.compare(plan.measured))
-
-
-def trace_of(plan):
-    """What torch.profiler writes of two steps, as far as it is read."""
-    fqns = {g.id: g.fqn for g in plan.groups}
-    events, clock = [], 10.0
-
-    def add(name, start, dur, cat="user_annotation"):
-        where = {"pid": 7, "tid": 3, "ts": start, "dur": dur}
-        events.append({"ph": "X", "cat": cat, "name": name, "args": {"n": 1}, **where})
-
-    for schedule in plan.schedules * 2:
-        begin = clock
-        for step in schedule.steps:
-            clock += 5.0
-            if step.kind not in (StepKind.COMPUTE, StepKind.RELEASE) and not step.kept:
-                add(range_name(step.kind, [fqns[n] for n in step.groups], step.params), clock, 3.0)
-                add("aten::copy_", clock + 1.0, 1.0, "cpu_op")
-        clock += 5.0
-        add(direction_range_name(schedule.direction), begin, clock - begin)
-        clock += 5.0
-    return {"schemaVersion": 1, "traceEvents": events}
 
 
 def test_traces(tmp_path, answers):

@@ -8,8 +8,8 @@ from exhaustive import optimum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import layers, random_problem, with_nodes
+from promises import check
 from solve_small import small_problem
-from test_planner_random import check
 
 from graphshard.errors import InfeasibleBudget, PlanError
 from graphshard.planner.checked import checked

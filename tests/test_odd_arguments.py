@@ -12,11 +12,11 @@ import time
 import traceback
 
 import pytest
+from forecasts import planned
 from planning import layers
 from plans import two_layers
-from test_comparison import planned
-from test_cost_profile import PROFILE
-from test_mutated_files import trace_of
+from profiles import PROFILE
+from traces import trace_of
 
 from graphshard.cli import main
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from forecasts import as_predicted, planned
 from planning import layers
-from test_comparison import as_predicted, planned
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -5,9 +5,9 @@ import re
 from dataclasses import asdict, replace
 
 import pytest
+from forecasts import planned
 from planning import layers
 from plans import group, plan, two_layers
-from test_comparison import planned
 
 import graphshard
 from graphshard.errors import FileError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import layers, random_problem, with_offloads
-from test_planner_random import check
+from promises import check
 
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.activations import HostLink, Offload, OffloadOption, Recompute

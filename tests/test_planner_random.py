@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planning import layers, random_problem, with_absent
+from promises import check
 
 from graphshard.errors import InfeasibleBudget
 from graphshard.planner.choices import Choices, Cuts, reduce_buckets
@@ -148,24 +149,3 @@ def check_thrift(problem, share):
     gains_us = sum(gain.gain_us for gain in gains)
     assert gains_us == less.estimate.fsdp2.step_time_us - ours.step_time_us
     assert sum(size for _, size in ours.peak_by_category) == ours.peak_bytes
-
-
-def check(problem, share):
-    own = fsdp2(problem)
-    budget = int(own.peak_bytes * share)
-    try:
-        planned = plan_step(replace(problem, budget_bytes=budget))
-    except InfeasibleBudget:
-        assert own.peak_bytes > budget
-        return
-    estimate = planned.estimate
-    assert estimate.peak_bytes <= budget
-    assert estimate.lower_bound_us <= estimate.step_time_us
-    if own.peak_bytes <= budget:
-        assert estimate.step_time_us <= own.us
-    gains = [reason for reason in planned.reasons if isinstance(reason, Gain)]
-    gains_us = sum(gain.gain_us for gain in gains)
-    assert gains_us == estimate.fsdp2.step_time_us - estimate.step_time_us
-    gains_bytes = sum(gain.gain_bytes for gain in gains)
-    assert gains_bytes == estimate.fsdp2.peak_bytes - estimate.peak_bytes
-    assert sum(size for _, size in estimate.ours.peak_by_category) == estimate.peak_bytes

@@ -1,24 +1,21 @@
 """What a graph costs that computes again is counted from a few blocks of each kind."""
 
 import random
-from functools import cache, partial
+from functools import partial
 
 import pytest
+from offline_answers import DEPTH, answered, studied
 from offline_models import llama, net
 from torch.distributed.device_mesh import init_device_mesh
 
 from graphshard.compiler.planning import PlanningInputs
 from graphshard.cost.presets import preset
 from graphshard.offline import recut
-from graphshard.offline.point import Point
 from graphshard.offline.repeats import CAPTURED
-from graphshard.offline.study import Study
-from graphshard.offline.target import made_of
 from graphshard.planner.infeasible import LEAST_PLAUSIBLE_BYTES
 from graphshard.pricing.problem import PlanningPolicy
-from graphshard.schedule.plan import Activation, Recomputed, Reshard
+from graphshard.schedule.plan import Activation, Recomputed
 
-DEPTH = 2 * CAPTURED + 2
 NET = partial(net, DEPTH, batch=64, seq=64)
 BARE = partial(llama, "none", DEPTH)
 NUMBERS = 3  # of activations of a block that are drawn
@@ -33,36 +30,6 @@ def replicated():
     """On a mesh that the user's function makes."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     return NET(mesh=mesh)
-
-
-def point_of(fused, budget=None, offload=False):
-    policy = PlanningPolicy(
-        budget,
-        reshard=Reshard.OPEN,
-        recompute=True,
-        replaces_checkpoints=True,
-        regroup=True,
-        offload=offload,
-    )
-    return Point(8, 8, preset("h100"), policy, fused=fused)
-
-
-@cache
-def studied(build, *, fused, whole=False):
-    """Captured once for all budgets; and what it says."""
-    said = []
-    points = (point_of(fused),)
-    study = Study("net", lambda sizes: made_of("net", build()), points, said.append, whole=whole)
-    study.prepare()
-    return study, said
-
-
-def answered(build, limits, *, fused, whole=False):
-    """An answer for each pair of a budget and whether the host may hold activations, and what was
-    said on the way."""
-    study, said = studied(build, fused=fused, whole=whole)
-    before = len(said)
-    return [study.answer(point_of(fused, *limit)) for limit in limits], said[before:]
 
 
 @pytest.mark.parametrize(

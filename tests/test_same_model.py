@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offline_answers import DEPTH, answered
 from offline_models import Net, shard, tokens
-from test_recut import DEPTH, answered
 from torch import nn
 
 from graphshard.errors import OfflineError

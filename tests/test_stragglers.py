@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from forecasts import planned
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import layers
-from test_comparison import planned
 
 from graphshard.cost.machine_text import from_text, to_text
 from graphshard.cost.presets import preset, preset_names

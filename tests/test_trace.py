@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from forecasts import as_predicted, planned
 from planning import layers, random_problem
 from plans import two_layers
-from test_comparison import as_predicted, planned
 from traces import arrows, checked
 
 from graphshard.cli import main

@@ -1,6 +1,5 @@
 """Tuning: groupings without a capture of their own, what models keep, and the code."""
 
-from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -9,30 +8,25 @@ from offline_models import Block, Net, TwoRows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tune_models import (
     DEPTH,
-    MACHINES,
     MIXED,
     PER_NODE,
     WORLD,
     Checkpointed,
     by_block,
+    columns,
+    found_in,
     net,
     setting,
     sizes_of,
     subject_of,
 )
+from tune_truth import captured, compare, described, ran
 
-from graphshard.fsdp2.describe import name_of
 from graphshard.fsdp2.undo import sharding_of, undo
-from graphshard.offline.point import Point
-from graphshard.offline.study import Study
-from graphshard.offline.world import faked, groups_of, pretended, world_of
-from graphshard.planner.bounds import lower_bound_us
-from graphshard.planner.plan_step import fsdp2
-from graphshard.pricing.problem import PlanningPolicy, price
+from graphshard.offline.world import pretended
 from graphshard.schedule.setting import (
     Checkpointing,
     Grouping,
@@ -41,14 +35,10 @@ from graphshard.schedule.setting import (
     Resharding,
 )
 from graphshard.tune.code import code_of
-from graphshard.tune.layout import meshes_of, shard
 from graphshard.tune.modules import groupings_of, owner_of
-from graphshard.tune.pricing import Pricer, policy_for
+from graphshard.tune.pricing import Pricer
 from graphshard.tune.search import (
-    Accumulated,
     Asked,
-    found_for,
-    present_of,
     space_of,
 )
 
@@ -109,10 +99,6 @@ def test_what_a_call_shards_is_that_of_the_nearest_module():
     assert owner_of("d", calls) == ("",)
 
 
-def columns(param):
-    return Shard(1) if param.dim() == 2 else None
-
-
 WAYS = {
     "mixed": (partial(by_block, mp_policy=MIXED), partial(net, DEPTH)),
     "nested": (partial(by_block, nested=True), partial(net, 3)),
@@ -128,37 +114,6 @@ def subject_in(way):
     return subject_of(*WAYS[way], batches=(1,))
 
 
-def sharded_so(subject, wanted, sizes):
-    """As the setting wants it, without the finest groups."""
-    made = subject.build(sizes)
-    sharding, meshes = undo(made.model), meshes_of(wanted.mesh)
-    if meshes.tensor is not None:
-        subject.tensor.parallelize(made.model, meshes.tensor)
-    calls = subject.groupings.calls[wanted.grouping]
-    shard(made.model, sharding, calls, meshes.data, wanted.reshard, PER_NODE)
-    return made
-
-
-def captured(subject, wanted):
-    """Costs of the model in these groups."""
-    policy = PlanningPolicy(recompute=True, replaces_checkpoints=True, regroup=True)
-    point = Point(WORLD, PER_NODE, MACHINES.machine, policy, wanted.sizes)
-    build_it = partial(sharded_so, subject, wanted)
-    study = Study("net", build_it, (point,), whole=True)
-    study.prepare()
-    return study.costs(point, freed=study.may_free(point))
-
-
-def described(subject, wanted):
-    """Infos and settings of these groups on this mesh, by name."""
-    with pretended(WORLD):
-        fake = faked(partial(sharded_so, subject, wanted, wanted.sizes))
-        names = [name_of(group) for group in groups_of(fake)]
-        world = world_of(fake, names, PER_NODE)
-    rows = zip(world.infos, world.settings, strict=True)
-    return dict(zip(names, rows, strict=True))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_groupings_are_priced_as_if_they_had_been_captured(way):
     subject = subject_in(way)
@@ -170,33 +125,6 @@ def test_groupings_are_priced_as_if_they_had_been_captured(way):
         rules += [Resharding.NODE] if shards > PER_NODE else [Resharding.ALWAYS]
         for reshard in rules:
             compare(subject, setting(grouping, shards, reshard), real_costs)
-
-
-def compare(subject, wanted, real_costs):
-    world = described(subject, wanted)
-    costs, planning = Pricer(subject).inputs(wanted)
-    for info, told in zip(costs.groups, planning.settings, strict=True):
-        real_info, real = world[info.fqn]
-        assert replace(info, id=0) == replace(real_info, id=0)
-        assert lanes_aside(told) == lanes_aside(real)
-    infos = tuple(replace(world[g.fqn][0], id=g.id) for g in real_costs.groups)
-    settings = [world[g.fqn][1] for g in real_costs.groups]
-    policy = policy_for(subject, wanted)
-    real = price(replace(real_costs, groups=infos), settings, MACHINES.machine, policy)
-    ours = price(costs, planning.settings, MACHINES.machine, policy)
-    assert lower_bound_us(ours) == pytest.approx(lower_bound_us(real), rel=1e-9)
-    found, theirs = fsdp2(ours), fsdp2(real)
-    assert found.us == pytest.approx(theirs.us, rel=1e-9)
-    # A group is named in the graph by a float32 scalar.
-    assert found.peak_bytes == pytest.approx(theirs.peak_bytes, abs=64)
-    # What one block hands to the next may be computed again in a group of both, only.
-    freed = [sum(u.saved_bytes for u in own.units) for own in (costs, real_costs)]
-    assert freed[0] <= freed[1]
-
-
-def lanes_aside(own):
-    """Lanes are named in the order in which they are found."""
-    return replace(own, gather_lane="", reduce_lane="", post_forward_lane="")
 
 
 # -- models that keep something -------------------------------------------------------------------
@@ -219,13 +147,6 @@ def with_a_method(model):
 def several_roots(model):
     for block in model.blocks:
         fully_shard(block)
-
-
-def found_in(subject, batches=(1,)):
-    pricer = Pricer(subject)
-    space = space_of(subject, WORLD, Asked(2**33, tuple(map(sizes_of, batches))))
-    present = present_of(subject, WORLD, Accumulated(sizes_of(1)))
-    return space, found_for(subject, pricer, space, present)
 
 
 def test_tensor_parallel_keeps_its_meshes_and_may_have_other_groups():
@@ -253,25 +174,6 @@ def test_what_cannot_be_sharded_anew_keeps_its_calls(shard_it, why):
 
 
 # -- code ----------------------------------------------------------------------------------------
-
-
-def ran(code, subject, wanted):
-    """The groups that the code makes of the bare model."""
-    names = {}
-    exec(compile(code, "tuned", "exec"), names)
-    with pretended(WORLD):
-
-        def build_it():
-            made = subject.build(wanted.sizes)
-            undo(made.model)
-            names["shard"](made.model, device_type="cpu")
-            return made
-
-        fake = faked(build_it)
-        found = [name_of(group) for group in groups_of(fake)]
-        world = world_of(fake, found, PER_NODE)
-    rows = zip(world.infos, world.settings, strict=True)
-    return dict(zip(found, rows, strict=True)), names
 
 
 @pytest.mark.parametrize("way", ["mixed", "nested", "columns", "unsharded"])

@@ -10,10 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from offline_models import Block
-from test_tune import captured, columns, compare, described, found_in, ran
+from tensor_models import (
+    BY_SEQUENCE,
+    DEPTH,
+    DIM,
+    IN_WORDS,
+    OwnFunction,
+    planned,
+    subject_with,
+    with_function,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -26,11 +35,13 @@ from tune_models import (
     PER_NODE,
     WORLD,
     by_block,
+    columns,
+    found_in,
     net,
     setting,
     sizes_of,
-    subject_of,
 )
+from tune_truth import captured, compare, described, ran
 
 from graphshard.compiler.partition import cut_in_two
 from graphshard.cost.comm import Collective, CollectiveKind, RankGroup
@@ -55,49 +66,8 @@ from graphshard.tune.pricing import Pricer
 from graphshard.tune.search import Accumulated, Asked, _reverted, batches_for
 from graphshard.tune.tensor_parallel import WORDS, plan_of
 
-DIM, DEPTH, BATCH, SEQ = 64, 4, 1, 32
-IN_WORDS = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-# Each rank has a part of the sequence between blocks.
-BY_SEQUENCE = {
-    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "blocks.*.norm": SequenceParallel(),
-    "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
-    "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
-    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-}
-
+BATCH, SEQ = 1, 32
 BY_HAND = {"blocks.*.up": ColwiseParallel()}
-
-
-class OwnFunction(nn.Module):
-    """A model with a function in the place of a plan, inside of another one."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def tp_plan(self, mesh):
-        parallelize_module(self.model, mesh, {"blocks.*.up": ColwiseParallel(),
-                                              "blocks.*.down": RowwiseParallel()})  # fmt: skip
-
-    def forward(self, tokens):
-        return self.model(tokens)
-
-
-def planned(plan=None, depth=DEPTH, block=Block):
-    model = net(depth, block, DIM)
-    model.tp_plan = IN_WORDS if plan is None else plan
-    return model
-
-
-def with_function(depth=DEPTH):
-    return nn.Sequential(OwnFunction(net(depth, dim=DIM)))
-
-
-def subject_with(make=planned, shard_it=by_block, degrees=(2,), **more):
-    subject = subject_of(shard_it, make, (1,), **more)
-    subject.tensor.asked = degrees
-    return subject
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +132,11 @@ def test_what_is_found_has_both_and_says_what_tensor_parallel_gains(in_words):
 SIDE_BY_SIDE = """
 from functools import partial
 
-import test_tune_tensor as tests
+from graphshard.schedule.setting import MeshShape
 from graphshard.tune import aside
+from graphshard.tune.pricing import Pricer
+from tensor_models import planned, subject_with
+from tune_models import WORLD, setting
 
 assert aside._may_fork()
 forked, forks = aside._forked, []
@@ -171,11 +144,11 @@ forked, forks = aside._forked, []
 def found(cores):
     aside._num_cores, aside._may_fork = lambda: cores, lambda: cores > 1
     aside._forked = lambda work: forks.append(work) or forked(work)
-    subject = tests.subject_with(partial(tests.planned, depth=2), degrees=(2, 4))
-    assert subject.degrees(tests.WORLD) == (1, 2, 4)
-    meshes = [tests.MeshShape(1, tests.WORLD // degree, degree) for degree in (1, 2, 4)]
-    pricer = tests.Pricer(subject)
-    pricer.price_all([tests.setting(mesh=mesh) for mesh in meshes])
+    subject = subject_with(partial(planned, depth=2), degrees=(2, 4))
+    assert subject.degrees(WORLD) == (1, 2, 4)
+    meshes = [MeshShape(1, WORLD // degree, degree) for degree in (1, 2, 4)]
+    pricer = Pricer(subject)
+    pricer.price_all([setting(mesh=mesh) for mesh in meshes])
     return pricer.tried
 
 alone, beside = found(1), found(2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mesh_models import two_meshes
 from offline_models import Block, Net, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -212,8 +213,6 @@ def test_a_registered_method_is_an_obstacle() -> None:
 
 @pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13")
 def test_a_call_over_several_meshes_is_an_obstacle() -> None:
-    from test_offline_meshes import two_meshes
-
     with pretended(64):
         assert obstacle(built(lambda: Made(two_meshes(), (), {})).model) is Obstacle.MESHES
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from pictures import every_plan, llama, planned
+from pictures import VIEWS, every_plan, llama, planned
 from plans import two_layers
 
 from graphshard.cli import main
@@ -19,7 +19,6 @@ from graphshard.view.profiled import measured_of_file
 EXTERNAL = re.compile(r"https?:|//[a-z]|@import|url\((?!\"#)", re.IGNORECASE)
 LOADING = {"src", "href", "srcset", "data", "poster", "action", "formaction", "background", "style"}
 ASSETS = Path(__file__).parents[1] / "graphshard/view/assets"
-VIEWS = ("lanes", "residency", "memory")
 PLANS = every_plan()
 
 

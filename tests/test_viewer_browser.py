@@ -5,8 +5,7 @@ import statistics
 
 import pytest
 import viewing
-from pictures import llama, planned
-from test_view_page import VIEWS
+from pictures import VIEWS, llama, planned
 from viewing import drawn, needs_browser
 
 from graphshard.view.html import render

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from forecasts import planned
 from planning import layers, random_problem
 from plans import two_layers
-from test_comparison import planned
 
 from graphshard.cost.comm import CollectiveKind, RankGroup
 from graphshard.cost.machine import collective_us

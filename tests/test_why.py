@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
+from forecasts import planned
 from planning import layers
 from plans import two_layers
-from test_comparison import planned
 
 from graphshard.cli import main
 from graphshard.schedule.plan import Direction, Schedule

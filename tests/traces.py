@@ -1,8 +1,12 @@
-"""Reading a trace as a viewer of the Trace Event Format does."""
+"""Traces: one as torch.profiler writes it, and reading one as a viewer of the Trace Event Format
+does."""
 
 from collections import defaultdict
 
 import jsonschema
+
+from graphshard.schedule.plan import StepKind
+from graphshard.schedule.steps import direction_range_name, range_name
 
 NUMBER, ID = {"type": "number"}, {"type": ["integer", "string"]}
 # Of the document "Trace Event Format": what a viewer needs of each phase that we write.
@@ -88,3 +92,25 @@ def around(events, event):
     own = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == where]
     inside = [e for e in own if e["ts"] <= event["ts"] <= end(e)]
     return max(inside, key=lambda e: (e["ts"], -e["dur"]), default=None)
+
+
+def trace_of(plan):
+    """What torch.profiler writes of two steps, as far as it is read."""
+    fqns = {g.id: g.fqn for g in plan.groups}
+    events, clock = [], 10.0
+
+    def add(name, start, dur, cat="user_annotation"):
+        where = {"pid": 7, "tid": 3, "ts": start, "dur": dur}
+        events.append({"ph": "X", "cat": cat, "name": name, "args": {"n": 1}, **where})
+
+    for schedule in plan.schedules * 2:
+        begin = clock
+        for step in schedule.steps:
+            clock += 5.0
+            if step.kind not in (StepKind.COMPUTE, StepKind.RELEASE) and not step.kept:
+                add(range_name(step.kind, [fqns[n] for n in step.groups], step.params), clock, 3.0)
+                add("aten::copy_", clock + 1.0, 1.0, "cpu_op")
+        clock += 5.0
+        add(direction_range_name(schedule.direction), begin, clock - begin)
+        clock += 5.0
+    return {"schemaVersion": 1, "traceEvents": events}

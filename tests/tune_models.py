@@ -1,4 +1,4 @@
-"""Models to tune, and settings of them, for the tests of tuning."""
+"""Models to tune, settings of them, and what a search finds, for the tests of tuning."""
 
 from functools import partial
 
@@ -6,6 +6,7 @@ import torch
 from offline_models import Block, Net, tokens
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from graphshard.offline.api import machine_of
@@ -18,6 +19,8 @@ from graphshard.schedule.setting import (
     Resharding,
     Setting,
 )
+from graphshard.tune.pricing import Pricer
+from graphshard.tune.search import Accumulated, Asked, found_for, present_of, space_of
 from graphshard.tune.subject import Machines, Subject
 
 WORLD, PER_NODE = 16, 4
@@ -80,3 +83,14 @@ def setting(grouping=Grouping.AS_IS, shards=WORLD, reshard=Resharding.OPEN, **mo
         "budget_bytes": 2**33,
     }
     return Setting(**{**given, **more})
+
+
+def columns(param):
+    return Shard(1) if param.dim() == 2 else None
+
+
+def found_in(subject, batches=(1,)):
+    pricer = Pricer(subject)
+    space = space_of(subject, WORLD, Asked(2**33, tuple(map(sizes_of, batches))))
+    present = present_of(subject, WORLD, Accumulated(sizes_of(1)))
+    return space, found_for(subject, pricer, space, present)

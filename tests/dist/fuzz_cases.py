@@ -55,6 +55,11 @@ class Tree:
     __repr__ = _brief
 
 
+TWO_HEADS = Tree(
+    Part("sequence", (Part("twice", (Part("sequence", (Part("linear"), Part("linear"))),)),)),
+    vocab=7,
+    heads=(4, 4),
+)
 INNER = {
     "sequence": "{index}",
     "residual": "inner",

@@ -22,15 +22,26 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from models import Batch, Case
+from models import CASES, Batch, Case
 from pool import Ctx
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import graphshard
 from graphshard.schedule.plan import Plan
+
+# In one graph, and with no way back to eager FSDP2.
+STRICT: dict[str, Any] = {"fullgraph": True, "options": {"fallback": "error"}}
+# FSDP2's own order, of which is known what it holds, gathers and sends.
+FSDP2_ORDER: dict[str, Any] = {
+    "fullgraph": True,
+    "options": {"fallback": "error", "schedule": "fsdp2"},
+}
+# Gathers in bfloat16, reductions in float32.
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -107,7 +118,7 @@ def train(
             loss.backward()
             trace.losses.append(loss.detach().clone())
             case.check(model)
-        trace.grads.append({name: local(p.grad) for name, p in model.named_parameters()})
+        trace.grads.append(grads(model))
         optim.step()
         optim.zero_grad()
     assert_same_plans(model, ctx, ragged=case.ragged)
@@ -168,6 +179,10 @@ def local(tensor: Tensor | None) -> Tensor | None:
     return torch.cat([t.reshape(-1).view(torch.uint8) for t in inner if t is not None])
 
 
+def grads(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: local(p.grad) for name, p in model.named_parameters()}
+
+
 def backward_twice(model: nn.Module, case: Case, ctx: Ctx) -> list[Tensor | None]:
     """Losses and gradients of two steps, each with two backward passes of one loss."""
     seen: list[Tensor | None] = []
@@ -200,6 +215,40 @@ def _items(trace: Trace) -> Iterator[tuple[str, Tensor | None]]:
         yield from ((f"step {step}, gradient of {name}", grad) for name, grad in grads.items())
     yield from ((f"final parameter {name}", value) for name, value in trace.params.items())
     yield from ((f"final buffer {name}", value) for name, value in trace.buffers.items())
+
+
+def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
+        problem = difference(value, actual[name])
+        assert problem is None, f"{name}: {problem}"
+
+
+def compiled_loss(how: str, model: nn.Module, case: Any) -> Any:
+    """`loss(batch)` of `model`, compiled in one of the three ways that users have."""
+    if how == "in place":
+        model.compile(backend="graphshard", **STRICT)
+        return partial(case.loss, model)
+    if how == "wrapped":
+        return partial(case.loss, torch.compile(model, backend="graphshard", **STRICT))
+    return torch.compile(partial(case.loss, model), backend="graphshard", **STRICT)
+
+
+def parity_case(ctx: Ctx, name: str, how: str, steps: int, kwargs: dict[str, Any]) -> None:
+    case = CASES[name]
+    oracle, model = twin(case, ctx, **kwargs)
+    expected = train(oracle, case, ctx, steps)
+    loss = compiled_loss(how, model, case)
+    actual = train(model, case, ctx, steps, run=loss)
+    assert_equal(expected, actual)
+    assert_one_plan(model)
+
+
+def assert_one_plan(model: nn.Module) -> None:
+    plans, report = graphshard.plans(model), graphshard.explain(model)
+    assert [p.summary().graphs for p in plans] == [2], str(report)
+    assert report.captured == report.present == plans[0].summary().groups
+    assert not report.reasons
 
 
 # Of the norm: what reordered sums cost in a few steps.

@@ -16,17 +16,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from between_steps import assert_clean
+from divergence import blocks, caught, losses, own_mesh
 from fuzz_build import sharded
-from fuzz_cases import FuzzCase, Group
+from fuzz_cases import TWO_HEADS, FuzzCase, Group
 from models import CASES
 from parity import assert_equal, build, train
 from patching import patched
 from pool import Ctx, Pool, capped
-from test_fuzz_found import TWO_HEADS
-from test_semantics import assert_sharded
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
 import graphshard
 from graphshard.capture import fallback
@@ -44,64 +42,6 @@ pytestmark = [
 ]
 
 LIMIT_S = 15.0
-
-
-class Blocks(nn.Module):
-    """Blocks in an order that each rank is told, and an op more if told so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.order = [0, 1, 2, 3]
-        self.scale: float | None = None
-        self.breaks = self.breaks_in_loop = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.order[:2]:
-            x = self.blocks[index](x).tanh()
-        if self.breaks:
-            torch._dynamo.graph_break()
-        for index in self.order[2:]:
-            if self.breaks_in_loop:
-                torch._dynamo.graph_break()
-            x = self.blocks[index](x).tanh()
-        return x if self.scale is None else x * self.scale
-
-
-def own_mesh(ctx: Ctx) -> DeviceMesh:
-    return DeviceMesh.from_group(dist.new_group(list(range(ctx.world_size))), ctx.device.type)
-
-
-def blocks(ctx: Ctx, mesh: DeviceMesh) -> Blocks:
-    torch.manual_seed(0)
-    model = Blocks().to(ctx.device)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def losses(model: nn.Module, ctx: Ctx, seeds: range, rows: int = 3) -> list[Tensor]:
-    found = []
-    for seed in seeds:
-        torch.manual_seed(seed * 10 + ctx.rank)
-        loss = model(torch.randn(rows, 16, device=ctx.device)).square().mean()
-        loss.backward()
-        found.append(loss.detach().clone())
-    return found
-
-
-def assert_clean(model: nn.Module) -> None:
-    assert_sharded(model)
-    for record in root_states_under(model):
-        assert all(live.kept is None and live.fsdp.is_sharded for live in record.groups)
-
-
-def caught(run: Any) -> tuple[str, float]:
-    """The text of the DivergedRanks that `run` raises, and after how long."""
-    began = time.monotonic()
-    with pytest.raises(graphshard.DivergedRanks) as error:
-        run()
-    return str(error.value), time.monotonic() - began
 
 
 def assert_alike(ranks: list[tuple[str, float]], text: str) -> None:

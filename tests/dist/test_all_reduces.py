@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 from contract_models import mesh_of
+from launches import first_launch
 from models import CASES, of_depth
 from parity import assert_equal, build, count_collectives, train, twin
 from patching import patched
 from pool import Ctx, Pool, capped
 from replanning import Programs, kept_programs, run_as
-from test_tuning import first_launch
 from torch import nn
 
 import graphshard

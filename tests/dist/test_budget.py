@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from gathered import watch_gathered
 from models import CASES as ALL
 from models import Case, of_depth, shard_blocks
 from parity import assert_equal, backward_twice, build, difference, train
 from patching import patched
 from pool import Ctx, Pool
-from test_memory import watch_gathered
 from torch import Tensor, nn
 from traced_once import TracedOnce
 

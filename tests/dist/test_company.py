@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from numbers_data import Numbers
 from pool import Ctx, Pool, collect_all
-from test_freed import WIDTH, Blocks, in_place, sharded
-from test_namesakes import Student, facts, gradients
+from students import WIDTH, Blocks, Student, facts, gradients, in_place, sharded
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from between_steps import assert_clean, assert_sharded
+from heads import TwoHeads, inputs, one_step, two_heads
 from models import CASES, Llama
-from parity import assert_equal, build, train, twin
+from parity import STRICT, assert_equal, assert_same, build, grads, train, twin
 from pool import Ctx, Pool, capped
-from test_semantics import TwoHeads, assert_same, assert_sharded, grads, inputs, two_heads
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,8 +28,6 @@ from graphshard.runtime import buckets
 
 pytestmark = pytest.mark.dist
 
-STRICT: dict[str, Any] = {"fullgraph": True, "options": {"fallback": "error"}}
-
 
 class Boom(Exception):
     pass
@@ -40,14 +39,6 @@ def step(model: nn.Module, ctx: Ctx, seed: int = 0) -> dict[str, Any]:
     seen = {"loss": first.detach().clone(), **grads(model)}
     model.zero_grad()
     return seen
-
-
-def assert_clean(model: nn.Module) -> None:
-    assert_sharded(model)
-    for record in root_states_under(model):
-        for live in record.groups:
-            assert live.kept is None
-            assert live.fsdp.is_sharded
 
 
 class Failing(nn.Module):
@@ -326,12 +317,6 @@ class Breaking(nn.Module):
         x = self.a(x)
         torch._dynamo.graph_break()
         return self.b(x) + self.a(x)
-
-
-def one_step(model: nn.Module, ctx: Ctx, seed: int) -> dict[str, Any]:
-    loss = model(inputs(ctx, seed)).square().mean()
-    loss.backward()
-    return {"loss": loss.detach(), **grads(model)}
 
 
 def graph_break(ctx: Ctx, how: str) -> None:

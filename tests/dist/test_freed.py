@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from pool import Ctx, Pool, collect_all
+from students import WIDTH, in_place, sharded, steps_of, wrapped
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import graphshard
 from graphshard.capture.root_state import all_root_states
@@ -17,76 +17,11 @@ from graphshard.runtime.live import _LIVE
 
 pytestmark = pytest.mark.dist
 
-WIDTH = 8
-
-
-class Blocks(nn.Module):
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(depth)
-        )
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Outer(nn.Module):
-    """Holds the other model under a name of its own; only that one is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Blocks()
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.inner(x))
-
-
-def sharded(ctx: Ctx, model: nn.Module | None = None, *, pairs: bool = False) -> nn.Module:
-    """Each block is a group; pairs: two blocks together (`fully_shard([a, b])`)."""
-    model = Blocks() if model is None else model
-    inner = model.inner if isinstance(model, Outer) else model
-    if pairs:
-        fully_shard(list(inner.blocks), mesh=ctx.mesh)
-    else:
-        for block in inner.blocks:
-            fully_shard(block, mesh=ctx.mesh)
-    if inner is not model:
-        fully_shard(inner, mesh=ctx.mesh)
-    fully_shard(model, mesh=ctx.mesh)
-    return model
-
-
-def in_place(model: nn.Module, **options: Any) -> nn.Module:
-    model.compile(backend="graphshard", options={"fallback": "error", **options})
-    return model
-
-
-def wrapped(model: nn.Module, **options: Any) -> Any:
-    return torch.compile(model, backend="graphshard", options={"fallback": "error", **options})
-
 
 def by_block(model: Any, **options: Any) -> nn.Module:
     for block in model.blocks:
         in_place(block, **options)
     return model
-
-
-def steps_of(call: Any, model: nn.Module, ctx: Ctx, steps: int, *, trains: bool = True) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(ctx.rank)
-    for _ in range(steps):
-        x = torch.randn(4, WIDTH)
-        with torch.set_grad_enabled(trains):
-            out = call(x)
-        if trains:
-            out.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 Way = Callable[..., Any]

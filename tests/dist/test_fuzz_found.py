@@ -4,18 +4,25 @@ A new one is the repr of a failing case of `test_fuzz.py`.
 """
 
 import pytest
-from fuzz_cases import Forward, Freeze, FuzzCase, Group, Part, Set, Step, Tree, Unshard, has
+from fuzz_cases import (
+    TWO_HEADS,
+    Forward,
+    Freeze,
+    FuzzCase,
+    Group,
+    Part,
+    Set,
+    Step,
+    Tree,
+    Unshard,
+    has,
+)
 from fuzz_run import EQUAL, run_case
 from pool import Pool, capped
 
 pytestmark = pytest.mark.dist
 
 FANS_OUT = Tree(Part("sequence", (Part("linear"), Part("residual", (Part("rms"),)))))
-TWO_HEADS = Tree(
-    Part("sequence", (Part("twice", (Part("sequence", (Part("linear"), Part("linear"))),)),)),
-    vocab=7,
-    heads=(4, 4),
-)
 CONV_AND_MLP = Part("branches", (Part("conv"), Part("mlp", hidden=7)))
 ONE_OF_TWO = Part("choice", (CONV_AND_MLP, Part("branches", (Part("dropout"),))))
 LINEARS = Tree(Part("sequence", (Part("linear"), Part("linear"))))

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from drawing import drawing
 from hypothesis import example, given
 from hypothesis import strategies as st
+from launches import OPTIONS, first_launch, tunings
 from pool import Ctx, Pool, capped
-from test_tuning import OPTIONS, first_launch, tunings
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

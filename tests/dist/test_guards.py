@@ -5,17 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from between_steps import assert_sharded
+from heads import Block, compiled, inputs, two_heads
+from parity import STRICT, assert_same, grads
 from pool import Ctx, Pool
-from test_semantics import (
-    STRICT,
-    Block,
-    assert_same,
-    assert_sharded,
-    compiled,
-    grads,
-    inputs,
-    two_heads,
-)
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

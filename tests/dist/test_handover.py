@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from between_steps import assert_clean
+from divergence import Blocks, blocks, caught, losses, own_mesh
 from pool import Ctx, Pool, capped
-from test_agree import Blocks, assert_clean, blocks, caught, losses, own_mesh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -8,7 +8,6 @@ more models than CI's 4.
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,48 +20,13 @@ from models import CASES
 from parity import sgd, twin
 from pool import Ctx, Pool
 from torch import Tensor, nn
+from writes import WRITES
 
 pytestmark = pytest.mark.dist
 LLAMA = CASES["llama"]
 COUNT = int(os.environ.get("GRAPHSHARD_WRITES", "4"))
 SEED = os.environ.get("GRAPHSHARD_WRITES_SEED")
 STEPS = 3
-
-
-def locals_of(model: nn.Module) -> list[Tensor]:
-    return [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
-
-
-def counted(model: nn.Module, factor: float) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(factor)
-
-
-def through_data(model: nn.Module, factor: float) -> None:
-    for param in model.parameters():
-        param.data.mul_(factor)
-
-
-def through_local_data(model: nn.Module, factor: float) -> None:
-    for local in locals_of(model):
-        local.data.mul_(factor)
-
-
-def through_foreach(model: nn.Module, factor: float) -> None:
-    torch._foreach_mul_([local.data for local in locals_of(model)], factor)
-
-
-def through_numpy(model: nn.Module, factor: float) -> None:
-    for local in locals_of(model):
-        array = local.detach().numpy()
-        array *= factor
-
-
-WRITES: dict[str, Callable[[nn.Module, float], None]] = {
-    f.__name__: f
-    for f in (counted, through_data, through_local_data, through_foreach, through_numpy)
-}
 OPTIONS: dict[str, dict[str, Any]] = {
     "ahead": {"overlap_optimizer": True},
     "kept": {"memory_budget": "1GiB", "reshard": "auto", "micro_steps": 2},

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from models import CASES
-from parity import assert_equal, count_collectives, train, twin
+from parity import FSDP2_ORDER, assert_equal, count_collectives, train, twin
 from patching import compiled_in_place, patched
 from poison import late
 from pool import Ctx, Pool, capped
-from test_memory import STRICT
 
 from graphshard.runtime import buckets, reduce
 
@@ -36,7 +35,7 @@ def copies(ctx: Ctx) -> tuple[list[str], bool]:
         return call
 
     with compiled_in_place():
-        model.compile(backend="graphshard", **STRICT)
+        model.compile(backend="graphshard", **FSDP2_ORDER)
         train(model, case, ctx, 2)
     with (
         patched(buckets, "_bucket", noted),
@@ -89,7 +88,7 @@ def refused(ctx: Ctx) -> None:
         return call
 
     with compiled_in_place(), patched(buckets, "gather_in_place", refusing):
-        model.compile(backend="graphshard", **STRICT)
+        model.compile(backend="graphshard", **FSDP2_ORDER)
         assert_equal(train(oracle, case, ctx, 3), train(model, case, ctx, 3))
     assert len(asked) == len([m for m in model.modules() if hasattr(m, "unshard")])
 

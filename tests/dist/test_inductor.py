@@ -5,14 +5,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-import test_parity
-import test_semantics
 import torch
 import torch.distributed as dist
 from models import CASES, GPT, LENGTH, Llama, shard_blocks
-from parity import assert_equal, build, train
+from parity import assert_equal, build, parity_case, train
 from patching import compiled_in_place
 from pool import Ctx, Pool
+from semantic_cases import STEPS, both
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,13 +30,13 @@ def inductor() -> Iterator[Pool]:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_models_follow_eager_fsdp2(inductor: Pool, name: str) -> None:
-    inductor.run(2, test_parity.parity_case, name, "in place", 5, {}, timeout_s=300)
+    inductor.run(2, parity_case, name, "in place", 5, {}, timeout_s=300)
 
 
 def sends_in_place(ctx: Ctx) -> None:
     """Collectives go from and to where tensors are."""
     with compiled_in_place():
-        test_parity.parity_case(ctx, "llama", "in place", 5, {})
+        parity_case(ctx, "llama", "in place", 5, {})
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -128,9 +127,9 @@ def test_distinct_regions_do_not_grow_with_depth(inductor: Pool) -> None:
     assert few[0][1] == many[0][1] <= 20
 
 
-@pytest.mark.parametrize("name", test_semantics.STEPS)
+@pytest.mark.parametrize("name", STEPS)
 def test_semantics_are_those_of_fsdp2(inductor: Pool, name: str) -> None:
-    inductor.run(2, test_semantics.both, test_semantics.STEPS[name], timeout_s=300)
+    inductor.run(2, both, STEPS[name], timeout_s=300)
 
 
 class Drops(nn.Module):

@@ -20,11 +20,11 @@ import torch
 from drawing import drawing
 from hypothesis import example, given
 from hypothesis import strategies as st
+from launches import first_launch
 from models import CASES
 from parity import build, sgd
 from patching import patched
 from pool import Ctx, Pool
-from test_tuning import first_launch
 from torch import Tensor, nn
 
 import graphshard

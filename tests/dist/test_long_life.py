@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Ctx, Pool, collect_all
-from test_freed import WIDTH, in_place, sharded, steps_of, wrapped
+from students import WIDTH, in_place, sharded, steps_of, wrapped
 
 import graphshard
 from graphshard.capture import group_spec

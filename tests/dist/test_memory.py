@@ -1,76 +1,27 @@
 """Gathered parameters: how much is alive, what backward gets, and use outside the life time."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from gathered import watch_gathered
 from models import CASES
-from parity import build, count_collectives, reseed, train, twin
+from parity import FSDP2_ORDER, build, count_collectives, reseed, train, twin
 from patching import in_place, patched
 from poison import poison
 from pool import Ctx, Pool
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
-from graphshard.runtime import buckets, gather
-from graphshard.runtime.gather_buffers import GatherBuffer
+from graphshard.runtime import buckets
 
 pytestmark = pytest.mark.dist
-
-# FSDP2's own order, of which is known what it holds, gathers and sends.
-STRICT: dict[str, Any] = {
-    "fullgraph": True,
-    "options": {"fallback": "error", "schedule": "fsdp2"},
-}
-
-
-class Storages:
-    """Memory that holds gathered parameters, counted by weak references on its storages."""
-
-    def __init__(self) -> None:
-        self.refs: dict[int, StorageWeakRef] = {}
-        self.peak_bytes = 0
-
-    def add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.refs[storage._cdata] = StorageWeakRef(storage)
-        self.peak_bytes = max(self.peak_bytes, self.alive_bytes())
-
-    def alive_bytes(self) -> int:
-        self.refs = {k: ref for k, ref in self.refs.items() if not ref.expired()}
-        storages = (torch.UntypedStorage._new_with_weak_ptr(r.cdata) for r in self.refs.values())
-        return sum(storage.nbytes() for storage in storages if storage is not None)
-
-
-@contextmanager
-def watch_gathered() -> Iterator[Storages]:
-    seen = Storages()
-
-    def watching(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            for tensor in result.flats if isinstance(result, GatherBuffer) else result:
-                seen.add(tensor)
-            return result
-
-        return call
-
-    with (
-        patched(buckets, "_bucket", watching),
-        patched(buckets, "buffer_for", watching),
-        patched(gather, "buffer_for", watching),
-    ):
-        yield seen
 
 
 def gathered_peaks(ctx: Ctx, name: str, reshard: bool | None) -> dict[str, int]:
     case = CASES[name]
     model = build(case, ctx, **({} if reshard is None else {"reshard_after_forward": reshard}))
-    model.compile(backend="graphshard", **STRICT)
+    model.compile(backend="graphshard", **FSDP2_ORDER)
     train(model, case, ctx, 1)
     plan = graphshard.plans(model)[0]
     with watch_gathered() as seen:
@@ -124,7 +75,7 @@ def early_use(ctx: Ctx) -> bool:
         return True
     case = CASES["llama"]
     model = build(case, ctx)
-    model.compile(backend="graphshard", **STRICT)
+    model.compile(backend="graphshard", **FSDP2_ORDER)
 
     def no_wait(original: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -149,7 +100,7 @@ def evaluated(ctx: Ctx) -> list[int]:
     """All-gathers of 3 evaluations, with a write that no version counts before the third."""
     case = CASES["llama"]
     oracle, model = twin(case, ctx, reshard_after_forward=False)
-    model.compile(backend="graphshard", **STRICT)
+    model.compile(backend="graphshard", **FSDP2_ORDER)
     batch, gathered = case.batch(0, ctx.rank, ctx.device), []
     with torch.no_grad():
         for number in range(3):

@@ -4,7 +4,6 @@ Gathered bytes are counted by weak references on storages, the peak by torch's p
 reads what the runtime or the plan says.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,107 +11,25 @@ from typing import Any
 import pytest
 import torch
 from contract_models import mesh_of
+from gathered import planned, recording, sampled_on
 from patching import patched
 from pool import Ctx, Pool, capped
-from test_memory import Storages, watch_gathered
-from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from small_llama import CONFIG, sharded, steps_of
 from traced_once import TracedOnce
 
 import graphshard
-from bench.models import CONFIGS, Llama, WithLoss, make_batch
+from bench.models import make_batch
 from bench.peaks import resident_bytes, step_peaks
 from graphshard.compiler import instrument
 from graphshard.planner.infeasible import LEAST_PLAUSIBLE_BYTES
-from graphshard.runtime import run
-from graphshard.schedule.plan import Plan, Step, StepKind
+from graphshard.schedule.plan import Plan
 
 pytestmark = pytest.mark.dist
 
-CONFIG = CONFIGS["XS"]
 SHARES = (1.0, 0.83, 0.87, 0.9, 0.95, 1.0, 1.03, 1.06, 1.1, 2.0)  # the first finds FSDP2's peak
 # Of a plan's peak. Less may be there: gloo has its copies while it works, the plan until the wait.
 LEAST, MOST = 0.95, 1.01
 NO_LIMIT = 2**50
-
-
-def sharded(ctx: Ctx, num_layers: int = CONFIG.num_layers, **settings: Any) -> Any:
-    torch.manual_seed(0)
-    model = WithLoss(Llama(replace(CONFIG, num_layers=num_layers)))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=ctx.mesh, **settings)
-    return fully_shard(model, mesh=ctx.mesh)
-
-
-def steps_of(model: Any, ctx: Ctx, count: int) -> tuple[list[Tensor], list[Tensor], Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(count):
-        loss = model(*make_batch(CONFIG, 10 * step + ctx.rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, [p.to_local().clone() for p in model.parameters()], optimizer
-
-
-class Samples:
-    """Stands for the stopwatch: at every mark, what is gathered."""
-
-    def __init__(self, seen: Storages, alive: list[int]) -> None:
-        self.seen, self.alive = seen, alive
-
-    def mark(self, index: int) -> None:
-        self.alive.append(self.seen.alive_bytes())
-
-    def watch(self, work: Any) -> Any:
-        return work
-
-
-def sampled_on(
-    model: Any, batch: tuple[Tensor, ...], ranges: list[tuple[Step, ...]]
-) -> list[tuple[Step, int]]:
-    """Each communication step of one training step, with the bytes gathered after it."""
-    alive: list[int] = []
-    with (
-        watch_gathered() as seen,
-        patched(run, "stopwatch", lambda _: lambda device: Samples(seen, alive)),
-    ):
-        model(*batch).backward()
-    found = []
-    for steps in ranges:
-        after, alive = alive[1 : len(steps) + 1], alive[len(steps) + 1 :]
-        found += [(s, size) for s, size in zip(steps, after, strict=True) if s.group is not None]
-    assert alive == []
-    return found
-
-
-def planned(plan: Plan) -> list[tuple[Step, int]]:
-    """The same by the plan: a group counts from its gather's issue to its release."""
-    held: dict[int, int] = {}
-    found = []
-    for step in (s for schedule in plan.schedules for s in schedule.steps if s.group is not None):
-        for group in (plan.groups[g] for g in step.groups):
-            chosen = [group.params[place].gathered_bytes for place in step.params]
-            size = sum(chosen) if chosen else group.gathered_bytes
-            if step.kind is StepKind.GATHER_ISSUE and not step.kept:
-                held[group.id] = held.get(group.id, 0) + size
-            elif step.kind is StepKind.RELEASE and not step.kept:
-                del held[group.id]
-        found.append((step, sum(held.values())))
-    return found
-
-
-def recording(ranges: list[tuple[Step, ...]]) -> Callable[[Any], Any]:
-    def record(original: Any) -> Any:
-        def with_marks(*args: Any) -> Any:
-            module, steps = original(*args)
-            ranges.append(steps)
-            return module, steps
-
-        return with_marks
-
-    return record
 
 
 def peaks(model: Any, optimizer: Any, ctx: Ctx) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from migration import BLOCKS, LLAMA, STRICT, fresh, from_code, near, real_fsdp1, shard
 from models import CASES, ConvNet, Llama, LlamaBlock, Stage, token_loss
 from parity import assert_equal, count_collectives, local, train
 from pool import Ctx, Pool
@@ -20,7 +21,6 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp.wrap import (
@@ -37,29 +37,8 @@ from graphshard.migrate import FullyShardedDataParallel, code_of
 
 pytestmark = pytest.mark.dist
 
-STRICT: dict[str, Any] = {"options": {"fallback": "error"}}
-BLOCKS = ModuleWrapPolicy({LlamaBlock})
-LLAMA = CASES["llama"]
 # Blocks get a rotary table in float32 from a buffer, so their inputs have to be cast too.
 BF16 = MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)
-# Of a loss, in a few steps: FSDP1 reduces flat buckets of other shapes than FSDP2.
-FSDP1_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-def fresh(seed: int = 0, make: Callable[[], nn.Module] = Llama) -> nn.Module:
-    torch.manual_seed(seed)
-    return make()
-
-
-def real_fsdp1(model: nn.Module, **kwargs: Any) -> nn.Module:
-    return Fsdp1(model, device_id=torch.device("cpu"), use_orig_params=True, **kwargs)
-
-
-def shard(model: nn.Module, mesh: Any = None, inner: Any = None, **kwargs: Any) -> nn.Module:
-    """By hand: `inner` are arguments for the blocks that the root does not get."""
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **{**kwargs, **(inner or {})})
-    return fully_shard(model, mesh=mesh, **kwargs)
 
 
 class Scaled(nn.Module):
@@ -98,19 +77,8 @@ def same(expected: list[Tensor], actual: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
-def from_code(code: str, model: nn.Module, **names: Any) -> nn.Module:
-    exec(code, {"model": model, **names})
-    return model
-
-
 def losses(model: nn.Module, ctx: Ctx, steps: int = 3, case: Any = LLAMA) -> list[Tensor]:
     return train(model, case, ctx, steps).losses
-
-
-def near(expected: list[Tensor], actual: list[Tensor], dtype: torch.dtype = torch.float32) -> float:
-    worst = max(float((a - b).abs() / b.abs()) for a, b in zip(actual, expected, strict=True))
-    assert worst <= FSDP1_TOLERANCE[dtype], worst
-    return worst
 
 
 # name: FSDP1's arguments, and those of fully_shard.

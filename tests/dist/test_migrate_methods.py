@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from migration import BLOCKS, LLAMA, STRICT, fresh, from_code, near, real_fsdp1, shard
 from models import token_loss
-from parity import assert_equal, count_collectives, difference, local, train
+from parity import assert_equal, count_collectives, difference, grads, local, train
 from pool import Ctx, Pool
-from test_migrate import BLOCKS, LLAMA, STRICT, fresh, from_code, near, real_fsdp1, shard
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -47,10 +47,6 @@ def migrated(compiled: bool = False, seed: int = 0, **kwargs: Any) -> Any:
 
 def backward(model: nn.Module, ctx: Ctx, step: int) -> None:
     token_loss(model, LLAMA.batch(step, ctx.rank, ctx.device)).backward()
-
-
-def grads(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: local(p.grad) for name, p in model.named_parameters()}
 
 
 def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:

@@ -1,13 +1,12 @@
 """Identical models that share a compiled graph: each has its own plan, measurements and code."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from pool import Ctx, Pool
-from test_freed import WIDTH, Outer, in_place, sharded, wrapped
-from torch import Tensor, nn
+from students import WIDTH, Outer, Student, facts, in_place, sharded, wrapped
+from torch import nn
 
 import graphshard
 from graphshard.capture.root_state import root_states_under
@@ -15,44 +14,6 @@ from graphshard.compiler.executable import Executable
 from graphshard.schedule.plan import Plan
 
 pytestmark = pytest.mark.dist
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-
-
-class Student:
-    """A model in training with its eager twin; `step` compares them to the last bit."""
-
-    def __init__(self, ctx: Ctx, seed: int, compiled: Any, base: nn.Module | None = None) -> None:
-        torch.manual_seed(seed)
-        self.model = sharded(ctx, base and copy.deepcopy(base))
-        torch.manual_seed(seed)
-        self.oracle = sharded(ctx, base and copy.deepcopy(base))
-        self.call = compiled(self.model)
-        self.inputs = torch.Generator().manual_seed(100 * seed + ctx.rank)
-
-    def step(self) -> None:
-        x = torch.randn(4, WIDTH, generator=self.inputs)
-        losses = []
-        for call in (self.call, self.oracle):
-            loss = call(x).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-        assert torch.equal(*losses)
-        pairs = list(zip(gradients(self.model), gradients(self.oracle), strict=True))
-        assert pairs
-        assert all(torch.equal(ours, eager) for ours, eager in pairs)
-        for model in (self.model, self.oracle):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            model.zero_grad()
-
-
-def facts(model: nn.Module) -> tuple[int, int, list[str]]:
-    report = graphshard.explain(model)
-    names = [g.fqn for plan in graphshard.plans(model) for g in plan.groups]
-    assert all(p.fqn for plan in graphshard.plans(model) for g in plan.groups for p in g.params)
-    return report.graphs, report.captured, sorted(names)
 
 
 def running_of(model: nn.Module) -> Executable:

@@ -19,13 +19,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from models import CASES as ALL
 from models import of_depth
-from parity import assert_equal, build, sgd, train
+from parity import HALF, assert_equal, build, sgd, train
 from patching import patched
 from pool import Ctx, Pool
-from test_hidden_writes import WRITES
-from test_regroup import HALF
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from writes import WRITES
 
 import graphshard
 from graphshard.capture.root_state import root_states_under

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from contract_models import mesh_of
+from gathered import planned, recording, sampled_on
 from patching import patched
 from pool import Ctx, Pool, capped
-from test_memory_truth import planned, recording, sampled_on
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-import test_parity
 import torch
+from parity import parity_case
 from pool import Ctx, Pool
-from test_memory_truth import CONFIG, sharded, steps_of
+from small_llama import CONFIG, sharded, steps_of
 from torch import nn
 
 import graphshard
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.mark.parametrize("name", ["llama", "moe", "encdec"])
 def test_models_equal_eager_fsdp2(pool: Pool, name: str) -> None:
-    pool.run(1, test_parity.parity_case, name, "one rank", 5, {}, timeout_s=120)
+    pool.run(1, parity_case, name, "one rank", 5, {}, timeout_s=120)
 
 
 def rooms_of(model: nn.Module) -> list[Any]:

@@ -1,13 +1,19 @@
 """The main claim: one forward and one backward graph, bitwise equal to eager FSDP2."""
 
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from models import CASES, Case, Llama, shard_blocks
-from parity import assert_equal, count_collectives, train, twin
+from parity import (
+    STRICT,
+    assert_equal,
+    assert_one_plan,
+    count_collectives,
+    parity_case,
+    train,
+    twin,
+)
 from patching import compiled_in_place, in_place
 from poison import poisoned
 from pool import Ctx, Pool
@@ -16,28 +22,6 @@ from torch import nn
 import graphshard
 
 pytestmark = pytest.mark.dist
-
-STRICT: dict[str, Any] = {"fullgraph": True, "options": {"fallback": "error"}}
-
-
-def compiled_loss(how: str, model: nn.Module, case: Any) -> Any:
-    """`loss(batch)` of `model`, compiled in one of the three ways that users have."""
-    if how == "in place":
-        model.compile(backend="graphshard", **STRICT)
-        return partial(case.loss, model)
-    if how == "wrapped":
-        return partial(case.loss, torch.compile(model, backend="graphshard", **STRICT))
-    return torch.compile(partial(case.loss, model), backend="graphshard", **STRICT)
-
-
-def parity_case(ctx: Ctx, name: str, how: str, steps: int, kwargs: dict[str, Any]) -> None:
-    case = CASES[name]
-    oracle, model = twin(case, ctx, **kwargs)
-    expected = train(oracle, case, ctx, steps)
-    loss = compiled_loss(how, model, case)
-    actual = train(model, case, ctx, steps, run=loss)
-    assert_equal(expected, actual)
-    assert_one_plan(model)
 
 
 def follows_eager(ctx: Ctx, name: str, plans_in_place: bool) -> dict[str, tuple[int, int]]:
@@ -84,13 +68,6 @@ def collectives(
         gathers = sum(schedule.num_all_gathers for schedule in schedules)
         seen[label] = (gathers, sum(schedule.num_reduce_scatters for schedule in schedules))
     return {**seen, "groups": (len(plan.groups), len(plan.groups))}
-
-
-def assert_one_plan(model: nn.Module) -> None:
-    plans, report = graphshard.plans(model), graphshard.explain(model)
-    assert [p.summary().graphs for p in plans] == [2], str(report)
-    assert report.captured == report.present == plans[0].summary().groups
-    assert not report.reasons
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from launches import OPTIONS, first_launch
 from models import of_depth
 from parity import assert_equal, build, count_collectives, train
 from patching import patched
 from pool import Ctx, Pool
-from test_tuning import first_launch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -23,7 +23,6 @@ from graphshard.runtime import probe
 pytestmark = pytest.mark.dist
 
 CASE = of_depth("llama", 1)
-OPTIONS: dict[str, Any] = {"fallback": "error", "replan_after": None}
 
 
 def compiled(ctx: Ctx, **options: Any) -> nn.Module:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from between_steps import assert_sharded
 from drawing import drawing
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pool import Ctx, Pool
-from test_semantics import assert_sharded
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence

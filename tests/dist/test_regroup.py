@@ -14,17 +14,17 @@ import contract_setups as do
 import pytest
 import torch
 from contract_models import mesh_of, plain
+from gathered import watch_gathered
 from models import CASES as ALL
 from models import Case, of_depth
-from parity import assert_equal, build, count_collectives, train, twin
+from parity import FSDP2_ORDER, HALF, assert_equal, build, count_collectives, train, twin
 from patching import patched, without_clones
 from poison import poisoned
 from pool import Ctx, Pool
 from regrouping import merged, split, split_reductions
 from replanning import Programs, kept_programs, run_as
-from test_memory import STRICT, watch_gathered
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from traced_once import TracedOnce
 
@@ -46,7 +46,6 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
     "split reductions": partial(split_reductions, count=3),
 }
 PROGRAMS: Programs = {}  # of this rank: what was compiled, for `run_as`
-HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def on_mesh(ctx: Ctx, shape: tuple[int, int] | None) -> Ctx:
@@ -90,7 +89,7 @@ def regrouped(
 def compiled_twin(case: Case, ctx: Ctx, **kwargs: Any) -> tuple[nn.Module, nn.Module, Programs]:
     """Eager and compiled, after one equal step; what an earlier case kept is not compiled again."""
     oracle, model = twin(case, ctx, **kwargs)
-    model.compile(backend="graphshard", **STRICT)
+    model.compile(backend="graphshard", **FSDP2_ORDER)
     with kept_programs() as programs:
         assert_equal(train(oracle, case, ctx, 1), train(model, case, ctx, 1))
     PROGRAMS.update(programs)
@@ -250,7 +249,7 @@ def with_setting(ctx: Ctx, setting_name: str) -> list[int]:
     """Compare 5 steps with FSDP2, with each plan; all-gathers that graphshard issued."""
     setting, case = SETTINGS[setting_name], CASES["llama"]
     oracle, model = (_sharded(setting, case, ctx) for _ in range(2))
-    model.compile(backend="graphshard", **STRICT)
+    model.compile(backend="graphshard", **FSDP2_ORDER)
 
     def compare(steps: range) -> int:
         before = issued(model)

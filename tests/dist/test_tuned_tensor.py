@@ -14,7 +14,7 @@ from models import Case
 from offline_models import tokens
 from parity import adamw, assert_equal, train
 from pool import Ctx, Pool, capped
-from test_tune_tensor import BY_SEQUENCE, DIM, IN_WORDS, planned
+from tensor_models import BY_SEQUENCE, DIM, IN_WORDS, planned
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode

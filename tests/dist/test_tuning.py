@@ -1,18 +1,15 @@
 """What is planned without a calibrated profile tunes itself, alike on all ranks, and settles."""
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from launches import OPTIONS, cache_in, first_launch, tunings
 from models import CASES, of_depth
 from parity import assert_equal, build, train
 from patching import patched, without_clones
@@ -21,8 +18,8 @@ from torch import nn
 from traced_once import TracedOnce
 
 import graphshard
-from graphshard.compiler import planning_inputs, replan, shared_graph
-from graphshard.compiler.tuning import Phase, Tuned, Tuning
+from graphshard.compiler import planning_inputs, replan
+from graphshard.compiler.tuning import Phase
 from graphshard.runtime import probe
 from graphshard.schedule.measured import Measured, Segment
 from graphshard.schedule.plan import Direction, Plan, StepKind
@@ -30,45 +27,12 @@ from graphshard.schedule.plan import Direction, Plan, StepKind
 pytestmark = pytest.mark.dist
 
 CASE = of_depth("llama", 2)
-OPTIONS: dict[str, Any] = {"fallback": "error", "replan_after": None}
 TRACED = TracedOnce()  # of this rank
-
-
-def first_launch(case: Callable[..., Any]) -> Callable[..., Any]:
-    """`case` with an empty cache: no earlier launch has tuned anything."""
-
-    @wraps(case)
-    def run(ctx: Ctx, *args: Any) -> Any:
-        with TemporaryDirectory() as folder, cache_in(Path(folder)):
-            return case(ctx, *args)
-
-    return run
-
-
-def cache_in(folder: Path) -> Any:
-    return mock.patch.dict(os.environ, {"GRAPHSHARD_CACHE_DIR": str(folder)})
 
 
 def unseen() -> Any:
     """Inside, nothing tells of network and device before the first plan."""
     return patched(planning_inputs, "probe", lambda _: lambda *args: probe.Probed())
-
-
-@contextmanager
-def tunings() -> Iterator[list[Tuning]]:
-    """Of the graphs that are compiled inside."""
-    made: list[Tuning] = []
-
-    def noted(original: Callable[..., Tuned]) -> Callable[..., Tuned]:
-        def call(*args: Any) -> Tuned:
-            one = original(*args)
-            made.append(one.tuning)
-            return one
-
-        return call
-
-    with patched(shared_graph, "tuned", noted):
-        yield made
 
 
 def alike(segment: Segment) -> Segment:

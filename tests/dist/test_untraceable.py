@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from between_steps import assert_sharded
 from drawing import drawing
+from heads import inputs, one_step
 from hypothesis import given
 from hypothesis import strategies as st
 from models import shard_blocks
+from parity import assert_same
 from patching import patched
 from pool import Ctx, Pool
-from test_fallback import one_step
-from test_semantics import assert_same, assert_sharded, inputs
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,

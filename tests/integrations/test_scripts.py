@@ -4,29 +4,21 @@ Each runs with eager FSDP2 (GRAPHSHARD_DISABLE), with ops one by one and with In
 docs/integrations/README.md is made of what they print: `GRAPHSHARD_WRITE_FIGURES=1` writes it.
 """
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from script_runs import LIMIT_S, RUNNER, TOLERANCE, run
 
 from bench.figures import compare, filled
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples/integrations"
 PAGE = ROOT / "docs/integrations/README.md"
-RUNNER = Path(__file__).parent / "run_script.py"
-OWN = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
 TORCHTITAN = ROOT / "tests/dist/framework_scripts/torchtitan_blocks.py"
 MAKER = "make test-integrations"
-LIMIT_S = 240.0
-# Of a loss: Inductor rounds otherwise, and four steps of AdamW follow.
-TOLERANCE = 1e-4
 
 pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 
@@ -73,18 +65,6 @@ CLIENTS = {
     "peft_lora": Client("PEFT", "peft", '`model.compile(backend="graphshard")`'),
     "ray_train": Client("Ray Train", "ray", '`model.compile(backend="graphshard")`', launches=True),
 }
-
-
-def run(*words: str | Path, folder: Path, ranks: int = 2, **environment: str) -> Any:
-    """What rank 0 of a script says. ranks: 0: the script starts its own workers."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *(torchrun if ranks else []), *map(str, words)],
-        env={**os.environ, **OWN, **environment},
-        cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def said(name: str, folder: Path, **environment: str) -> Any:

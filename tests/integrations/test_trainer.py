@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_scripts import LIMIT_S, OWN, RUNNER, TOLERANCE, run
+from script_runs import LIMIT_S, OWN, RUNNER, TOLERANCE, run
 
 pytestmark = pytest.mark.timeout(6 * LIMIT_S)
 
