@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from graphshard.capture.boundary import through_boundary
 from graphshard.capture.group_spec import CALLED, GroupSpec
 from graphshard.capture.root_state import CaptureHandle
 from graphshard.capture.subclasses import unshard_subclass
@@ -39,7 +40,7 @@ def enter_group(
     if spec.input_dtype is not None and (begins or LISTS_CAST_EACH):
         args, kwargs = _mapped(_caster(spec.input_dtype), args, kwargs)
     if begins and spec.params and torch.is_grad_enabled():
-        args, kwargs = _mapped(_boundary, args, kwargs)
+        args, kwargs = through_boundary(args, kwargs)
     replaced: list[Any] = []
     if not handle.entered["top"]:
         if torch.is_grad_enabled():
@@ -130,13 +131,6 @@ def _inside(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         named = isinstance(value, tuple) and hasattr(value, "_fields")
         return type(value)(*items) if named else type(value)(items)
     return value
-
-
-def _boundary(tensor: Tensor) -> Tensor:
-    # FSDP2 passes a group's grad-requiring inputs through one autograd node where its forward
-    # begins, which decides how gradients add up at fan-outs, and with it the last bit. A view has
-    # the same effect. A state without parameters, and a list's later modules, have no such node.
-    return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
 def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

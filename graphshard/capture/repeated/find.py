@@ -133,9 +133,9 @@ def _is_eligible(block_range: BlockRange) -> bool:
     """Tensors and sizes in, tensors out, modes as around the graph; and each gradient is handed
     over by one op.
 
-    If several ops of a range read an input, their gradients would be summed before those of
-    other ranges are added, and the last bit of the sum would depend on it. (An anchor is a
-    scalar, and its gradient means nothing.)
+    If several ops of a range read an input, or one reads it twice, these gradients would be
+    summed before those of other ranges are added, and the last bit of the sum would depend on it.
+    (An anchor is a scalar, and its gradient means nothing.)
     """
     own = set(block_range.nodes)
     if any(block_range.modes) or any(
@@ -146,7 +146,13 @@ def _is_eligible(block_range: BlockRange) -> bool:
         value = example(node)
         if not isinstance(value, Tensor | torch.SymInt) or is_traceable_wrapper_subclass(value):
             return False
-        several = sum(user in own for user in node.users) > 1
+        several = sum(_readings(user, node) for user in node.users if user in own) > 1
         if several and isinstance(value, Tensor) and value.requires_grad and value.dim() > 0:
             return False
     return all(isinstance(example(node), Tensor) for node in block_range.outputs)
+
+
+def _readings(user: fx.Node, node: fx.Node) -> int:
+    read: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), read.append)
+    return read.count(node)
