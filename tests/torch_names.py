@@ -433,6 +433,9 @@ NAMES: dict[str, dict[str, str | None]] = {
         "_forward_hooks": None,
         "_forward_pre_hooks": None,
     },
+    "torch.nn.Parameter": {
+        "_is_param": None,
+    },
     "torch.nn.RNNBase": {
         "_flat_weights_names": None,
     },

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphshard.fsdp2.extensions import NONE, rebuild
 from graphshard.fsdp2.layouts import PLAIN, as_dtensor, split_dtensor
-from graphshard.graph.marks import REDUCE_GRAD, UNSHARD
+from graphshard.graph.marks import REDUCE_GRAD, UNSHARD, seen_as_parameter
 
 
 class _UnshardSubclass(torch.autograd.Function):
@@ -48,4 +48,5 @@ class _UnshardSubclass(torch.autograd.Function):
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def unshard_subclass(anchor: Tensor, mark: tuple[Any, ...], extension: int, layout: int) -> Tensor:
     """`unshard(anchor, *mark)` as the numbered extension makes it, in the numbered layout."""
-    return _UnshardSubclass.apply(anchor, mark, extension, layout)  # type: ignore[no-any-return, no-untyped-call]
+    whole: Tensor = _UnshardSubclass.apply(anchor, mark, extension, layout)  # type: ignore[no-untyped-call]
+    return seen_as_parameter(whole)

@@ -32,10 +32,17 @@ _NEVER_RUNS = (
 )
 
 
+def seen_as_parameter(gathered: Tensor) -> Tensor:
+    """`gathered`, which Dynamo takes for the parameter that it stands for: a forward may ask for
+    its type."""
+    gathered._is_param = True
+    return gathered
+
+
 def _unshard_fake(
     anchor: Tensor, size: list[int], dtype: torch.dtype, device: torch.device, index: int
 ) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
+    return seen_as_parameter(torch.empty(size, dtype=dtype, device=device))
 
 
 def _reduce_grad_fake(grad: Tensor, anchor: Tensor, index: int, layout: int = -1) -> Tensor:

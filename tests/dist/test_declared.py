@@ -6,7 +6,10 @@ import pytest
 import torch
 from pool import Ctx, Pool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 pytestmark = pytest.mark.dist
 
@@ -64,3 +67,36 @@ def trains_when_frozen_while_gathered(ctx: Ctx, by_graphshard: bool) -> tuple[bo
 def test_what_is_frozen_while_gathered_is_frozen_for_eager_only(pool: Pool) -> None:
     assert set(pool.run(2, trains_when_frozen_while_gathered, False)) == {(False, False)}
     assert set(pool.run(2, trains_when_frozen_while_gathered, True)) == {(True, False)}
+
+
+class Asking(nn.Module):
+    """The answers are powers of two in its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.inner.weight
+        answers = (isinstance(weight, nn.Parameter), weight.requires_grad, weight.is_leaf)
+        return x.sum() * 0 + sum(2**i for i, yes in enumerate(answers) if yes) + 0 * weight.sum()
+
+
+def answers(ctx: Ctx, by_graphshard: bool, tensor_parallel: bool) -> tuple[bool, ...]:
+    """Whether a parameter is one, requires grad, is a leaf, within the forward of its group."""
+    mesh = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("fsdp", "tp"))
+    model = Asking().to(ctx.device)
+    if tensor_parallel:
+        parallelize_module(model, mesh["tp"], {"inner": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["fsdp"])
+    if by_graphshard:
+        compiled(model)
+    found = model(torch.ones(2, 4, device=ctx.device))
+    code = int(found.full_tensor() if isinstance(found, DTensor) else found)
+    return tuple(bool(code & 2**i) for i in range(3))
+
+
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+def test_what_a_forward_may_ask_of_a_parameter(pool: Pool, tensor_parallel: bool) -> None:
+    assert set(pool.run(2, answers, False, tensor_parallel)) == {(True, True, True)}
+    assert set(pool.run(2, answers, True, tensor_parallel)) == {(True, True, False)}
