@@ -204,6 +204,7 @@ NAMES: dict[str, dict[str, str | None]] = {
         "make_contiguous_strides_for": "shape",
     },
     "torch._subclasses.fake_tensor": {
+        "DynamicOutputShapeException": None,
         "FakeTensor": None,
         "FakeTensorMode": None,
     },

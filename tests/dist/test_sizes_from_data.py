@@ -79,7 +79,7 @@ class Picking(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, picks: Tensor) -> Tensor:
-        rows = picks.nonzero().flatten()
+        rows = picks.nonzero().flatten() if self.kind in ("packed", "joined") else None
         x = self.embedding(x)
         if self.kind == "packed":
             x = x[rows]
@@ -87,6 +87,8 @@ class Picking(nn.Module):
             x = x[: int(picks.sum())]
         elif self.kind == "joined":  # of two lengths, of which only the sum is seen from then on
             x = torch.cat([x[rows], x[torch.where(~picks)[0]]])
+        elif self.kind == "filled":  # backward, not forward, picks as many rows
+            x = x.index_put((picks,), self.embedding.bias)
         for block in self.blocks:
             x = block(x, picks)
         if self.kind == "masked":
@@ -97,7 +99,7 @@ class Picking(nn.Module):
 
 
 CAPTURES = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
-KINDS = ["masked", "packed", "experts", "cut", "joined", "shifted"]
+KINDS = ["masked", "packed", "experts", "cut", "joined", "shifted", "filled"]
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def test_equals_eager(pool: Pool) -> None:
     @example(Sizes("cut", FEW, tight=True))
     @example(Sizes("joined", FEW, tight=True))
     @example(Sizes("shifted", FEW, tight=True))
+    @example(Sizes("filled", FEW, tight=True))
     def compare(case: Sizes) -> None:
         again.extend(pool.run(2, compared, case, timeout_s=60.0))
 
@@ -244,9 +247,10 @@ def test_what_dynamo_fails_on_there_breaks_the_graph(pool: Pool) -> None:
     assert "GuardOnDataDependentSymNode" in message
 
 
-def test_the_message_names_the_setting_that_captures_it(pool: Pool) -> None:
-    messages = pool.run(2, breaks, "masked", False)[0]
+@pytest.mark.parametrize("kind", ["masked", "filled"])
+def test_the_message_names_the_setting_that_captures_it(pool: Pool, kind: str) -> None:
+    messages = pool.run(2, breaks, kind, False)[0]
     assert messages
     setting = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
     assert all(f"(try {setting})" in message for message in messages)
-    assert pool.run(2, breaks, "masked", True)[0] == []
+    assert pool.run(2, breaks, kind, True)[0] == []

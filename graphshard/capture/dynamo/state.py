@@ -15,6 +15,7 @@ import torch._dynamo
 from torch import fx, nn
 from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from graphshard.capture.dynamo import hooks
 
@@ -134,6 +135,14 @@ def _graph_break(found: Any) -> GraphBreak:
         reason.startswith("Dynamo recompile limit"),
         setting[0] if setting else "",
     )
+
+
+def setting_for(error: BaseException) -> str:
+    """Dynamo's setting with which AOTAutograd may trace what it failed on: a backward that picks
+    as many rows as data says (`x[mask] = parameter`). "" for any other error."""
+    if isinstance(error, DynamicOutputShapeException):
+        return "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
+    return ""
 
 
 def wrapped_module(fn: Any) -> nn.Module | None:

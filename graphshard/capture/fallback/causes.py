@@ -11,9 +11,10 @@ from graphshard.files.information import printable
 
 
 def describe(error: BaseException) -> str:
-    """One line: code and message of ours, type and message of others."""
+    """One line: code and message of ours, type and message of others, and what may help."""
     text = str(error) if isinstance(error, GraphshardError) else f"{type(error).__name__}: {error}"
-    return text.split("\n", 1)[0]
+    setting = dynamo.setting_for(error)
+    return text.split("\n", 1)[0] + (f" (try {setting})" if setting else "")
 
 
 @functools.lru_cache(maxsize=1000)  # then the oldest cause may be told again
