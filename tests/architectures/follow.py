@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from architecture import Architecture
 from parity import difference, local, reseed
 from pool import Ctx
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from zoo import ZOO, Architecture
+from zoo import ZOO
 
 import graphshard
 from graphshard.capture import fallback
