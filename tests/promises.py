@@ -8,17 +8,26 @@ from graphshard.planner.plan_step import fsdp2, plan_step
 from graphshard.schedule.reasons import Gain
 
 
-def check(problem, share):
-    """share: what the budget is of FSDP2's own peak."""
+def planned_within(problem, share):
+    """FSDP2's own plan, and one within `share` of its peak; None where no plan is, which may only
+    be below FSDP2's."""
     own = fsdp2(problem)
     budget = int(own.peak_bytes * share)
     try:
         planned = plan_step(replace(problem, budget_bytes=budget))
     except InfeasibleBudget:
         assert own.peak_bytes > budget
+        return own, None
+    assert planned.estimate.peak_bytes <= budget
+    return own, planned
+
+
+def check(problem, share):
+    """share: what the budget is of FSDP2's own peak."""
+    own, planned = planned_within(problem, share)
+    if planned is None:
         return
-    estimate = planned.estimate
-    assert estimate.peak_bytes <= budget
+    budget, estimate = int(own.peak_bytes * share), planned.estimate
     assert estimate.lower_bound_us <= estimate.step_time_us
     if own.peak_bytes <= budget:
         assert estimate.step_time_us <= own.us
