@@ -106,7 +106,8 @@ def joint_graph_of(
 
     def split(graph: fx.GraphModule, min_cut: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
         partition = min_cut_rematerialization_partition if min_cut else default_partition
-        for mark in reduce_marks(graph.graph):  # of a constant, too
+        # To a gradient that is a constant no tangent leads, and it would be taken for forward's.
+        for mark in reduce_marks(graph.graph):
             mark.node.meta["partitioner_tag"] = "must_be_in_backward"
         not_random = without_tags(graph.graph)
         # Of what torch copies on the way no code is ever wanted: as inside of Dynamo.

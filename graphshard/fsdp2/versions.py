@@ -44,7 +44,7 @@ def _since(version: tuple[int, int], owner: type, *names: str) -> bool:
 
 PARAM_GROUPS_ARE_A_LIST = _since((2, 12), FSDPState, "_fsdp_param_groups")
 UNSHARDED_SPEC_IS_KEPT = _since((2, 12), FSDPParam, "_unsharded_dtensor_spec")
-# Inputs that require grad are looked for in dataclasses too, and containers without any stay.
+# FSDP2 finds inputs that require grad in dataclasses too; what has none stays the same object.
 INPUTS_ARE_WALKED = _since((2, 12), FSDPParamGroup, "collect_grad_tensors")
 STATE_RESETS_ITSELF = _since((2, 13), FSDPState, "_reset_iter_state")
 # `fully_shard([a, b])` casts inputs and outputs of each module, not of the first and the last.
