@@ -180,18 +180,24 @@ def test_close_to_eager_with_inductor(pool: Pool, cut: bool) -> None:
 
 
 def compared(ctx: Ctx, case: Inputs, compute: str = "aten") -> None:
-    oracle, model = built(ctx, case), built(ctx, case)
+    model = follows(ctx, lambda: built(ctx, case), compute)
+    assert graphshard.explain(model).captured == case.blocks + 1
+
+
+def follows(ctx: Ctx, build: Callable[[], nn.Module], compute: str = "aten") -> nn.Module:
+    """The compiled twin of an eager model, after steps of both; Inductor's is close to it."""
+    oracle, model = build(), build()
     model.compile(backend="graphshard", options={"compute": compute, "fallback": "error"})
     equal = torch.equal if compute == "aten" else partial(torch.allclose, rtol=1e-4, atol=1e-5)
     assert_equal_steps(ctx, oracle, model, equal)
-    assert graphshard.explain(model).captured == case.blocks + 1
+    return model
 
 
 def assert_equal_steps(
     ctx: Ctx,
     oracle: nn.Module,
     model: nn.Module,
-    equal: Callable[[Tensor, Tensor], bool] = torch.equal,
+    equal: Callable[[Tensor, Tensor], bool],
 ) -> None:
     for step in range(STEPS):
         torch.manual_seed(2 * step + ctx.rank)
@@ -230,9 +236,7 @@ def attends(ctx: Ctx) -> None:
             fully_shard(block.attention, mesh=ctx.mesh)
         return fully_shard(model.to(ctx.device), mesh=ctx.mesh)
 
-    oracle, model = built_of(), built_of()
-    model.compile(backend="graphshard", options={"compute": "aten", "fallback": "error"})
-    assert_equal_steps(ctx, oracle, model)
+    follows(ctx, built_of)
 
 
 def test_attention_of_a_tensor_to_itself(pool: Pool) -> None:
@@ -272,9 +276,7 @@ def noted(ctx: Ctx, kind: type) -> None:
             fully_shard(block, mesh=ctx.mesh)
         return fully_shard(model, mesh=ctx.mesh)
 
-    oracle, model = built_of(), built_of()
-    model.compile(backend="graphshard", options={"compute": "aten", "fallback": "error"})
-    assert_equal_steps(ctx, oracle, model)
+    follows(ctx, built_of)
 
 
 @pytest.mark.parametrize("kind", [list, dict])
